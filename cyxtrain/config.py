@@ -1,0 +1,241 @@
+"""Every setting that a user writes: dataclasses, a docstring with the unit under each field.
+
+Fields can be assigned freely; `validate()` is called where the settings are used. A name that does not
+exist is refused at once, with the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from typing_extensions import dataclass_transform
+
+from cyxtrain.errors import ConfigError
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
+    """Returns the error for a name that does not exist, with the nearest one that does."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
+    return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
+
+
+@dataclass_transform()
+def _settings(cls: _Class) -> _Class:
+    """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
+    cls = dataclass(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    generated: Callable[..., None] = cls.__init__
+
+    @functools.wraps(generated)
+    def initialize(self: Any, *args: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in known:
+                raise unknown_name(cls.__name__, name, known)
+        generated(self, *args, **fields)
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        if name not in known:
+            raise unknown_name(cls.__name__, name, known)
+        object.__setattr__(self, name, value)
+
+    cls.__init__ = initialize  # type: ignore[misc]
+    cls.__setattr__ = assign  # type: ignore[method-assign,assignment]
+    return cls
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ConfigError(message)` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
+    """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
+    right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
+
+
+def require_boolean(owner: str, name: str, value: object) -> None:
+    """Refuses what is not True or False."""
+    require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
+
+
+class BackendType(str, enum.Enum):
+    """What carries the collectives."""
+
+    CPU = "cpu"
+    """Our own ring over TCP."""
+    NCCL = "nccl"
+    """NVIDIA's library, for CUDA tensors."""
+    GLOO = "gloo"
+    """PyTorch's CPU backend."""
+
+    @classmethod
+    def parse(cls, value: BackendType | str) -> BackendType:
+        """Returns the backend of that name, in upper or lower case; "ring" is another name of CPU."""
+        name = str(value.value if isinstance(value, BackendType) else value).lower()
+        if name == "ring":
+            return cls.CPU
+        known = [backend.value for backend in cls]
+        if name not in known:
+            raise unknown_name("cyxtrain", name, known, "backend")
+        return cls(name)
+
+
+@_settings
+class DistributedConfig:
+    """Who this process is, and how it finds the others. None means: from the environment."""
+
+    rank: int | None = None
+    """This process among all, from 0."""
+    world_size: int | None = None
+    """How many processes there are."""
+    local_rank: int | None = None
+    """This process among those of its machine, from 0; the index of its GPU. The rank where nothing says otherwise."""
+    master_addr: str = "127.0.0.1"
+    """Host name or address of rank 0."""
+    master_port: int = 29500
+    """TCP port on which rank 0 waits for the others; it must be free there."""
+    backend: BackendType | str | None = None
+    """What carries the collectives; None: as the environment says, else CPU."""
+    timeout_ms: int = 30_000
+    """Milliseconds until joining gives up."""
+    collective_timeout_ms: int = 1_800_000
+    """Milliseconds until a collective gives up. A slow rank is never shot before."""
+    require_secret: bool = False
+    """Refuse to join without a secret shared by all ranks."""
+
+    @classmethod
+    def from_environment(cls) -> DistributedConfig:
+        """Returns what the environment says (see `cyxtrain.environment`), complete; alone, a world of one.
+
+        Raises:
+            ConfigError: Half an environment, a number that is none, a rank outside the world.
+        """
+        from cyxtrain import environment  # the layer above: imported when called
+
+        return environment.read_config()
+
+    def validate(self) -> None:
+        """Refuses what cannot work, before any socket is opened.
+
+        Raises:
+            ConfigError: With the field, what it must be and what it is.
+        """
+        owner = "DistributedConfig"
+        if (self.rank is None) != (self.world_size is None):
+            missing, given = ("rank", "world_size") if self.rank is None else ("world_size", "rank")
+            raise ConfigError(
+                f"{owner}.{given} is set and {missing} is not. Set both, or neither (then the environment is asked)."
+            )
+        if self.rank is not None and self.world_size is not None:
+            require_integer(owner, "world_size", self.world_size, 1)
+            require_integer(owner, "rank", self.rank, 0)
+            require(
+                self.rank < self.world_size,
+                f"rank {self.rank} is outside a world of {self.world_size}: ranks count from 0, "
+                f"so the highest is {self.world_size - 1}.",
+            )
+        if self.local_rank is not None:
+            require_integer(owner, "local_rank", self.local_rank, 0)
+        require(bool(self.master_addr), f"{owner}.master_addr is empty; set it to the host name of rank 0.")
+        require_integer(owner, "master_port", self.master_port, 1)
+        require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
+        require_integer(owner, "timeout_ms", self.timeout_ms, 1)
+        require_integer(owner, "collective_timeout_ms", self.collective_timeout_ms, 1)
+        require_boolean(owner, "require_secret", self.require_secret)
+        require(
+            not self.require_secret,
+            f"{owner}.require_secret=True: this version does not authenticate ranks yet, and must not pretend to.",
+        )
+        if self.backend is not None:
+            BackendType.parse(self.backend)
+
+
+@_settings
+class DDPConfig:
+    """How gradients travel."""
+
+    broadcast_parameters: bool = True
+    """Begin with rank 0's parameters and buffers on every rank."""
+    bucket_size_mb: float = 25
+    """MiB of gradients that travel together."""
+    find_unused_parameters: bool = False
+    """Allow parameters that take no part in the loss. False: an error that names them."""
+    gradient_as_bucket_view: bool = True
+    """Let `.grad` be a view of the bucket, which saves a copy of all gradients."""
+    static_graph: bool = False
+    """The same parameters are used in every step; those never used are allowed."""
+
+    def validate(self) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            ConfigError: With the field, what it must be and what it is.
+        """
+        right = isinstance(self.bucket_size_mb, (int, float)) and not isinstance(self.bucket_size_mb, bool)
+        require(
+            right and self.bucket_size_mb > 0,
+            f"DDPConfig.bucket_size_mb must be a number above 0, got {self.bucket_size_mb!r}.",
+        )
+        for field in dataclasses.fields(self):
+            if field.name != "bucket_size_mb":
+                require_boolean("DDPConfig", field.name, getattr(self, field.name))
+
+
+@_settings
+class DistributedTrainingConfig:
+    """One call of `fit`."""
+
+    epochs: int = 10
+    """Passes over the training data."""
+    batch_size: int = 64
+    """Samples per step on each rank."""
+    effective_batch_size: int | None = None
+    """Samples per step over all ranks; where it is set it rules, and `batch_size` is not used for training."""
+    shuffle: bool = True
+    """A new order in every epoch, from `seed`."""
+    seed: int = 42
+    """Decides the order of samples."""
+    verbose: bool = True
+    """Rank 0 says what it does: a header, a progress bar in a terminal, a line per epoch elsewhere."""
+    log_every_n_batches: int = 0
+    """Steps between lines with the loss so far over all ranks; 0: none."""
+    checkpoint_every_n_epochs: int = 0
+    """Epochs between checkpoints; 0: none."""
+    checkpoint_dir: str = "./checkpoints"
+    """Folder for checkpoints; made when the first one is written."""
+    save_on_master_only: bool = True
+    """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
+    validation_split: float = 0.0
+    """Fraction of the training data, its last rows, that is kept for validation."""
+
+    def validate(self) -> None:
+        """Refuses what cannot work, before training starts.
+
+        Raises:
+            ConfigError: With the field, what it must be and what it is.
+        """
+        owner = "DistributedTrainingConfig"
+        require_integer(owner, "epochs", self.epochs, 1)
+        require_integer(owner, "batch_size", self.batch_size, 1)
+        if self.effective_batch_size is not None:
+            require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
+        require_integer(owner, "seed", self.seed, 0)
+        require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
+        require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
+        require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
+        for name in ("shuffle", "verbose", "save_on_master_only"):
+            require_boolean(owner, name, getattr(self, name))
+        split = self.validation_split
+        right = isinstance(split, (int, float)) and not isinstance(split, bool) and 0 <= split < 1
+        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")

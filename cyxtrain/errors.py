@@ -1,0 +1,114 @@
+"""Every error that this package raises, as one tree.
+
+    RuntimeError
+      CyxtrainError                 catches them all
+        NotInitializedError         a function that needs the world was called before init()
+        ConfigError                 a setting or an input is wrong (a ValueError too)
+        BackendUnavailableError     the backend that was asked for is not on this machine
+        RendezvousError             the ranks did not find each other
+        PeerLostError               another rank has ended, or its connection has
+        PeerSilentError             another rank is connected and says nothing
+        CollectiveTimeoutError      a collective did not finish within its deadline
+        CollectiveMismatchError     ranks called different collectives, or the same one on different tensors
+        CheckpointError             a checkpoint cannot be written, or cannot be trusted
+        DistributedTrainingError    training ended because of an error on some rank
+
+Each message says what happened, where ("rank 3", before any address) and what to do. Each error carries
+its facts as attributes, and travels between ranks as those facts, never as a pickled object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CyxtrainError(RuntimeError):
+    """Base of all errors of this package.
+
+    Attributes:
+        rank: The rank that the error is about (not the one that raises it), or None.
+        during: What was going on, such as "all_reduce #12 (SUM, float32 [10, 4])", or None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, during: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.during = during
+
+    def to_facts(self) -> dict[str, Any]:
+        """Returns the error as JSON types: what an abort frame carries to the other ranks."""
+        return {"type": type(self).__name__, "message": str(self), "rank": self.rank, "during": self.during}
+
+    def again(self) -> CyxtrainError:
+        """Returns a fresh copy, so that a sticky error can be raised once more without an old traceback."""
+        return error_from_facts(self.to_facts())
+
+
+class NotInitializedError(CyxtrainError):
+    """A function that needs the world was called before `cyxtrain.init()`."""
+
+
+class ConfigError(CyxtrainError, ValueError):
+    """A setting, an argument or the data is wrong; nothing has started."""
+
+
+class BackendUnavailableError(CyxtrainError):
+    """The backend that was asked for cannot run here; nothing falls back silently."""
+
+
+class RendezvousError(CyxtrainError):
+    """The ranks did not find each other before the deadline, or must not join each other."""
+
+
+class PeerLostError(CyxtrainError):
+    """Another rank has ended, or the connection to it is gone."""
+
+
+class PeerSilentError(CyxtrainError):
+    """Another rank is connected and does not answer."""
+
+
+class CollectiveTimeoutError(CyxtrainError):
+    """A collective did not finish within `collective_timeout_ms`."""
+
+
+class CollectiveMismatchError(CyxtrainError):
+    """Ranks called different collectives, or the same one on tensors that do not fit."""
+
+
+class CheckpointError(CyxtrainError):
+    """A checkpoint cannot be written or read, or is damaged."""
+
+
+class DistributedTrainingError(CyxtrainError):
+    """Training ended because of an error on some rank."""
+
+
+_BY_NAME: dict[str, type[CyxtrainError]] = {
+    kind.__name__: kind
+    for kind in (
+        CyxtrainError,
+        NotInitializedError,
+        ConfigError,
+        BackendUnavailableError,
+        RendezvousError,
+        PeerLostError,
+        PeerSilentError,
+        CollectiveTimeoutError,
+        CollectiveMismatchError,
+        CheckpointError,
+        DistributedTrainingError,
+    )
+}
+
+
+def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
+    """Rebuilds an error from `CyxtrainError.to_facts`, also where the sender knows types that we do not."""
+    kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)
+    rank = facts.get("rank")
+    during = facts.get("during")
+    return kind(
+        str(facts.get("message", "an error without a message")),
+        rank=rank if isinstance(rank, int) else None,
+        during=during if isinstance(during, str) else None,
+    )
