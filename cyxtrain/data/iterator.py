@@ -1,0 +1,102 @@
+"""From a sampler to batches of indices: batch k of every rank belongs to step k, on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cyxtrain.config import require_integer
+from cyxtrain.data.sampler import DistributedSampler, Indices, deal
+from cyxtrain.errors import ConfigError
+
+
+def joined_batch(order: Indices, number: int, effective_batch_size: int) -> Indices:
+    """Returns batch `number` (from 0) of all ranks together, a view; shorter at the tail, empty beyond it."""
+    return order[number * effective_batch_size : (number + 1) * effective_batch_size]
+
+
+class DistributedBatchIterator:
+    """This rank's batches of an epoch, as many as on every other rank.
+
+    Batch k over all ranks is `effective_batch_size` samples of the global order, dealt one by one. At the
+    tail, or where the world does not divide them, a rank may have one sample less than another, or none:
+    an empty batch is still a step, because the other ranks take it too (with `pad=False`; a sampler
+    that pads gives all ranks equal batches).
+
+    Each `for` starts at the beginning of the sampler's current epoch. `num_batches` is a property.
+
+    Args:
+        sampler: Gives the order, the rank and the world size.
+        batch_size: Samples per batch on each rank.
+        effective_batch_size: Samples per batch over all ranks; where it is set, it rules.
+
+    Raises:
+        ConfigError: A batch size below 1.
+    """
+
+    def __init__(
+        self, sampler: DistributedSampler, batch_size: int, *, effective_batch_size: int | None = None
+    ) -> None:
+        owner = type(self).__name__
+        require_integer(owner, "batch_size", batch_size, 1)
+        if effective_batch_size is None:
+            effective_batch_size = batch_size * sampler.world_size
+        require_integer(owner, "effective_batch_size", effective_batch_size, 1)
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.effective_batch_size = effective_batch_size
+        self._next_number = 0
+        self._order: Indices | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch, the same number on every rank."""
+        return -(-self.sampler.padded_size // self.effective_batch_size)
+
+    def global_batch_size(self, number: int) -> int:
+        """Returns how many samples batch `number` (from 0) has over all ranks: the divisor of its gradients.
+
+        Raises:
+            ConfigError: There is no batch of that number.
+        """
+        if not 0 <= number < self.num_batches:
+            raise ConfigError(f"There is no batch {number}: an epoch has the batches 0 to {self.num_batches - 1}.")
+        return min(self.effective_batch_size, self.sampler.padded_size - number * self.effective_batch_size)
+
+    def has_next(self) -> bool:
+        """Returns whether this epoch has another batch."""
+        return self._next_number < self.num_batches
+
+    def next(self) -> Indices:
+        """Returns this rank's indices of the next batch.
+
+        Returns:
+            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); read-only.
+
+        Raises:
+            StopIteration: After the last batch of the epoch.
+        """
+        if not self.has_next():
+            raise StopIteration
+        if self._order is None:
+            # Taken once per epoch: a set_epoch() in the middle must not mix two orders.
+            self._order = self.sampler.global_indices()
+        batch = joined_batch(self._order, self._next_number, self.effective_batch_size)
+        self._next_number += 1
+        return deal(batch, self.sampler.rank, self.sampler.world_size)
+
+    def reset(self, epoch: int | None = None) -> None:
+        """Goes back to the first batch, of `epoch` where it is given."""
+        if epoch is not None:
+            self.sampler.set_epoch(epoch)
+        self._next_number = 0
+        self._order = None
+
+    def __iter__(self) -> Iterator[Indices]:
+        self.reset()
+        return self
+
+    def __next__(self) -> Indices:
+        return self.next()
+
+    def __len__(self) -> int:
+        return self.num_batches

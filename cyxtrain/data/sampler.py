@@ -1,0 +1,234 @@
+"""Which rank sees which sample: one global order per (seed, epoch), dealt like cards.
+
+The order does not depend on the number of ranks, and rank r of N takes every N-th sample from the r-th
+on. So the batches number k of N ranks, joined, are batch number k of one rank with N times the batch
+size. The arithmetic is in functions that know no ranks; `DistributedSampler` adds who and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed
+from torch.utils.data import Sampler
+
+from cyxtrain.config import require, require_boolean, require_integer
+from cyxtrain.errors import ConfigError
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""Row numbers of a data set."""
+
+_WORD = 2**32
+
+
+def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Indices:
+    """Returns the order of a whole epoch, the same on every rank, machine and version of NumPy.
+
+    The generator is NumPy's `RandomState` (MT19937), because its stream is frozen for ever: NEP 19 lets the
+    newer `Generator`, and PyTorch lets `randperm`, change between versions, and a run that is resumed
+    after an update would see some samples twice and others never.
+
+    Args:
+        dataset_size: Number of samples.
+        shuffle: False: the samples in their own order; seed and epoch are not used.
+        seed: 0 to 2**64 - 1.
+        epoch: 0 to 2**32 - 1.
+
+    Returns:
+        Every index once, shape (dataset_size,). Cost: 8 bytes and about 0.1 microseconds per sample.
+    """
+    order = np.arange(dataset_size, dtype=np.int64)
+    if shuffle:
+        # A seed and an epoch that are added would make (seed 1, epoch 2) and (seed 2, epoch 1) one order.
+        words = np.array([seed % _WORD, seed // _WORD, epoch], dtype=np.uint32)
+        np.random.RandomState(words).shuffle(order)
+    return order
+
+
+def dealt_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
+    """Returns how many indices all ranks get together in an epoch.
+
+    Args:
+        dataset_size: Number of samples.
+        world_size: Number of ranks.
+        drop_last: Drop the tail that does not divide; rules over `pad`.
+        pad: Repeat samples until it divides. False, without `drop_last`: exactly the data set.
+    """
+    if drop_last:
+        return dataset_size // world_size * world_size
+    return -(-dataset_size // world_size) * world_size if pad else dataset_size
+
+
+def deal(order: Indices, rank: int, world_size: int) -> Indices:
+    """Returns a rank's share of an order, a view: every `world_size`-th index, from the `rank`-th on."""
+    return order[rank::world_size]
+
+
+class DistributedSampler(Sampler[int]):
+    """Deals a data set to the ranks: a new order in every epoch, the same deal on every machine.
+
+    It works as `DataLoader(sampler=...)` and takes what PyTorch's sampler of the same name takes. Call
+    `set_epoch` before each epoch, else every epoch has the same order. `local_size`, `total_size` and
+    `padded_size` are properties: they are read without parentheses.
+
+    Args:
+        dataset_size: Number of samples, or the data set itself (anything with `len`).
+        shuffle: A new order in every epoch. False: the samples in their own order.
+        seed: Decides the order, with the epoch; 0 to 2**64 - 1, the same on every rank.
+        drop_last: Leave out the last samples of the order, so that every rank gets the same number.
+        rank: This rank. None, like `world_size`: of the default torch.distributed group, or 0 of 1 without one.
+        world_size: Number of ranks.
+        pad: Give every rank the same number of indices by repeating the head of the order. False: nothing
+            twice and nothing left out, so the first ranks may get one index more than the last.
+        num_replicas: PyTorch's name of `world_size`.
+
+    Raises:
+        ConfigError: No samples, a rank outside the world, two different numbers of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset_size: int | Sized,
+        shuffle: bool = True,
+        seed: int = 42,
+        drop_last: bool = False,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        pad: bool = True,
+        num_replicas: int | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("pad", pad)):
+            require_boolean(owner, name, flag)
+        require_integer(owner, "seed", seed, 0)
+        require(seed < _WORD**2, f"{owner}.seed must be below 2**64, got {seed}.")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.pad = pad
+        self.epoch = 0
+        self._total_size = _count(dataset_size)
+        self.rank, self.world_size = _place(rank, world_size, num_replicas)
+        require(
+            self.padded_size > 0,
+            f"{owner}: drop_last=True leaves nothing of {self.total_size} samples on {self.world_size} ranks. "
+            f"Set drop_last=False, or use at most {self.total_size} ranks.",
+        )
+        self._cached: tuple[int, Indices] | None = None
+
+    @property
+    def local_size(self) -> int:
+        """Number of indices that this rank gets in an epoch."""
+        return len(range(self.rank, self.padded_size, self.world_size))
+
+    @property
+    def total_size(self) -> int:
+        """Number of samples in the data set."""
+        return self._total_size
+
+    @property
+    def padded_size(self) -> int:
+        """Number of indices that all ranks get together: after padding, or after dropping."""
+        return dealt_size(self.total_size, self.world_size, self.drop_last, self.pad)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order: the same epoch always has the same one.
+
+        Args:
+            epoch: 0 to 2**32 - 1, the same on every rank.
+        """
+        require_integer(type(self).__name__, "epoch", epoch, 0)
+        require(epoch < _WORD, f"{type(self).__name__}.epoch must be below 2**32, got {epoch}.")
+        self.epoch = epoch
+
+    def global_indices(self) -> Indices:
+        """Returns this epoch's indices of all ranks together, in the order in which they are dealt.
+
+        Returns:
+            Shape (padded_size,), read-only, kept until the epoch changes. The padding comes last, and is
+            the head of the order (more than once where the data set is smaller than the padding).
+        """
+        if self._cached is None or self._cached[0] != self.epoch:
+            order = global_order(self.total_size, self.shuffle, self.seed, self.epoch)
+            order = np.resize(order, self.padded_size)  # cuts, or repeats from the head
+            order.flags.writeable = False
+            self._cached = (self.epoch, order)
+        return self._cached[1]
+
+    def get_indices(self) -> list[int]:
+        """Returns this rank's indices of this epoch, in order."""
+        indices: list[int] = deal(self.global_indices(), self.rank, self.world_size).tolist()
+        return indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.get_indices())
+
+    def __len__(self) -> int:
+        return self.local_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what decides the order, as JSON types; it is the same on every rank."""
+        return {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle, "dataset_size": self.total_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the epoch of a `state_dict`, of any number of ranks.
+
+        Raises:
+            ConfigError: The state belongs to another data set size, seed or shuffle: another order of samples.
+        """
+        own = self.state_dict()
+        for name in ("dataset_size", "seed", "shuffle"):
+            require(
+                state.get(name) == own[name],
+                f"{type(self).__name__}: the state has {name}={state.get(name)!r} and this sampler has "
+                f"{name}={own[name]!r}: the order of samples would be another one. Build the sampler with the "
+                "same data set size, seed and shuffle.",
+            )
+        self.set_epoch(state.get("epoch"))  # type: ignore[arg-type]  # checked there
+
+
+def _count(dataset_size: int | Sized) -> int:
+    """Returns the number of samples; none is an error."""
+    count = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+    require_integer("DistributedSampler", "dataset_size", count, 0)
+    require(count > 0, "DistributedSampler: the data set is empty. Give it at least one sample.")
+    return count
+
+
+def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Returns rank and world size as given, else of the default group, else of a world of one."""
+    owner = "DistributedSampler"
+    if None not in (world_size, num_replicas) and world_size != num_replicas:
+        raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
+    if world_size is None:
+        world_size = num_replicas
+    group = _default_group()
+    if group is None and (rank is None) != (world_size is None):
+        # A guess here would give several ranks the same samples.
+        raise ConfigError(
+            f"{owner}: rank={rank} and world_size={world_size}. Give both, or neither after cyxtrain.init()."
+        )
+    group_rank, group_size = group or (0, 1)
+    world_size = group_size if world_size is None else world_size
+    rank = group_rank if rank is None else rank
+    require_integer(owner, "world_size", world_size, 1)
+    require_integer(owner, "rank", rank, 0)
+    require(
+        rank < world_size,
+        f"{owner}: rank {rank} is outside a world of {world_size}: ranks count from 0, "
+        f"so the highest is {world_size - 1}.",
+    )
+    return rank, world_size
+
+
+def _default_group() -> tuple[int, int] | None:
+    """Returns rank and world size in the default torch.distributed group, or None without one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()

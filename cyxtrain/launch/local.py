@@ -1,0 +1,199 @@
+"""N ranks on this machine: the command line, the environment of each rank, and the last thing on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from cyxtrain.workers.output import Terminal
+from cyxtrain.workers.process import RankExit, RankSpec
+from cyxtrain.workers.supervisor import Outcome, Supervisor
+
+_USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
+
+_HELP = """\
+examples:
+  %(prog)s 4 train.py
+  %(prog)s 2 python train.py --lr 0.1 --name "two words"
+  MASTER_PORT=29500 OMP_NUM_THREADS=2 %(prog)s 4 python -m my_package.train --help
+
+Everything after the number is the command; its options are its own. No shell reads it. A first word that
+ends in .py gets Python before it.
+
+Each rank finds in its environment: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+(a free port; one that is set wins), OMP_NUM_THREADS (its share of the cores; one that is set wins) and
+PYTHONUNBUFFERED=1.
+
+Several ranks: each line of output begins with its rank, and stdin is empty. One rank has the terminal to itself.
+Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to end; a second Ctrl-C kills them.
+
+exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
+stopped the launcher, or 2 for a command line that cannot be used."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE_ERROR, f"{self.prog}: {message} (see --help)\n")
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        arguments: The number of ranks, then the command.
+        environment: What the ranks' environment begins with.
+    """
+    parser = _Parser(
+        prog="python -m cyxtrain.launch",
+        usage="%(prog)s [-h] NUM_RANKS COMMAND...",
+        description="Starts NUM_RANKS processes of a command on this machine, which train together.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("num_ranks", metavar="NUM_RANKS", type=_parse_num_ranks, help="processes to start, at least 1")
+    # Only the first word is ours. argparse never sees the command, so it cannot take an option, a "--" or an
+    # empty argument out of it.
+    num_ranks = parser.parse_args(arguments[:1]).num_ranks
+    command = list(arguments[1:])
+    if not command or not command[0]:
+        parser.error(f"no command to start on {num_ranks} ranks")
+    if command[0].startswith("-"):
+        parser.error(f"after the number comes the command, got the option {command[0]!r}")
+    if command[0].endswith(".py"):
+        if not Path(command[0]).is_file():
+            parser.error(f"there is no file {command[0]!r}")
+        command.insert(0, sys.executable)
+    try:
+        return launch(num_ranks, command, environment)
+    except OSError as error:
+        hint = "; a script alone (train.py) gets Python before it" if command[0].startswith("python") else ""
+        parser.error(f"cannot start {command[0]!r}: {error.strerror}{hint}")
+
+
+def _parse_num_ranks(word: str) -> int:
+    """Returns the number of ranks, or says in argparse's way what is wrong."""
+    if not (word.isdecimal() and word.isascii() and int(word) > 0):
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 comes first, got {word!r}")
+    return int(word)
+
+
+def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a command as ranks 0 to `num_ranks` - 1 and returns the exit code for the launcher.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+    port = environment.get("MASTER_PORT") or str(find_free_port())
+    specs = [
+        RankSpec(
+            label=f"rank {rank}",
+            command=tuple(command),
+            environment=launch_environment(environment, rank, num_ranks, port),
+            shares_terminal=num_ranks == 1,
+        )
+        for rank in range(num_ranks)
+    ]
+    terminal = Terminal.standard()
+    supervisor = Supervisor(specs, terminal)
+    with _stops_on_signals(supervisor):
+        outcome = supervisor.run()
+    with contextlib.suppress(OSError):  # nobody reads our stderr any more
+        terminal.write_err(describe(outcome))
+    if outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if outcome.first_failure is not None:
+        return outcome.first_failure.code
+    return 1 if outcome.unstoppable else 0
+
+
+def launch_environment(environment: Mapping[str, str], rank: int, num_ranks: int, port: str) -> dict[str, str]:
+    """Returns the environment of one rank; `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` that are set are kept.
+
+    Without its share of the cores each rank would start as many threads as there are cores, and N ranks would
+    slow each other down.
+    """
+    return {
+        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
+        "PYTHONUNBUFFERED": "1",
+        **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def count_usable_cores() -> int:
+    """Returns on how many cores this process may run, which taskset and Slurm restrict."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def find_free_port() -> int:
+    """Returns a TCP port that is free on all addresses of this machine, as the kernel picks one.
+
+    Until rank 0 listens there, seconds later, another process may get it: the kernel picks at random among some
+    28,000 ports, so that happens about never, and then joining fails with an error that names the port. To keep
+    it bound meanwhile would close the gap on Linux only, and only for listeners that set SO_REUSEADDR.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _stops_on_signals(supervisor: Supervisor) -> Iterator[None]:
+    """Lets Ctrl-C, SIGTERM and SIGHUP stop the ranks; puts the handlers back as they were."""
+
+    def request_stop(number: int, _: FrameType | None) -> None:
+        supervisor.request_stop(signal.Signals(number))
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if sys.platform == "win32":
+        numbers.append(signal.SIGBREAK)
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and means it
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, request_stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def describe(outcome: Outcome) -> bytes:
+    """Returns what the launcher says last: nothing after a success, else who failed first and its last words."""
+    lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
+    if outcome.stopped_by is not None:
+        lines.append(f"all ranks were stopped by {outcome.stopped_by.name}")
+    first, words = outcome.first_failure, outcome.last_words
+    if first is not None and words is not None:
+        end = "; its last words:" if words else ", and left no last words"
+        lines.append(f"{first.label} failed first, with {_describe_code(first)}{end}")
+    elif first is not None and first.killed_by is not None:  # else its own words are on the screen already
+        lines.append(f"{first.label} failed, with {_describe_code(first)}")
+    return "".join(f"{line}\n" for line in lines).encode() + (words or b"")
+
+
+def _describe_code(ended: RankExit) -> str:
+    """Returns the exit code, with the name of the signal behind it."""
+    if ended.killed_by is None:
+        return f"exit code {ended.code}"
+    with contextlib.suppress(ValueError):  # real-time signals have no names
+        name = signal.Signals(ended.killed_by).name
+        hint = ", often because memory was full" if name == "SIGKILL" else ""
+        return f"exit code {ended.code} ({name}{hint})"
+    return f"exit code {ended.code} (signal {ended.killed_by})"

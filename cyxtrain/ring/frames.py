@@ -1,0 +1,231 @@
+"""What travels between ranks.
+
+A data frame is a header of `HEADER_BYTES` and a payload. The header says which collective the payload belongs
+to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
+hostile length never allocates anything. A control frame is a short JSON text beside the data.
+
+Header, big-endian: magic "CX", protocol version, generation (u32), sequence (u64), operation, reduction, dtype
+and number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), checksum (u64, 0: none).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cyxtrain.errors import CyxtrainError
+
+PROTOCOL_VERSION = 1
+_MAGIC = b"CX"
+_MAX_DIMENSIONS = 6
+_IDENTITY = struct.Struct(">2sBIQBBBBq6Q")
+_TRANSFER = struct.Struct(">QQ")
+_CONTROL = struct.Struct(">2sBBI")
+HEADER_BYTES = _IDENTITY.size + _TRANSFER.size
+CONTROL_HEADER_BYTES = _CONTROL.size
+CONTROL_MAX_BYTES = 16 * 1024
+_NO_ROOT = -1
+
+
+class FrameError(Exception):
+    """What arrived is not a frame of this protocol."""
+
+
+class Kind(enum.IntEnum):
+    """The operations that ranks do together."""
+
+    BARRIER = 1
+    ALL_REDUCE = 2
+    BROADCAST = 3
+    REDUCE = 4
+    ALL_GATHER = 5
+    GATHER = 6
+    SCATTER = 7
+    REDUCE_SCATTER = 8
+    ALL_TO_ALL = 9
+    MESSAGE = 10
+
+
+class Reduction(enum.IntEnum):
+    """How elements of several ranks become one."""
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+
+_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Returns the number that stands for a dtype on the wire.
+
+    Raises:
+        CyxtrainError: The dtype cannot travel (quantised and sub-byte types).
+    """
+    try:
+        return _DTYPE_CODES[dtype]
+    except KeyError:
+        raise CyxtrainError(f"Tensors of {dtype} cannot travel over the ring; convert them first.") from None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, as all its ranks must agree on it.
+
+    Attributes:
+        kind: What is done.
+        sequence: How many collectives this group did before, plus one.
+        reduction: How elements are combined.
+        dtype: `dtype_code` of the elements; 0: no elements.
+        shape: Of the tensor that every rank gives or gets; at most six dimensions, the rest folded into the last.
+        root: Source or destination of one-to-many and many-to-one; the tag of a message; -1: none.
+        generation: Of the group.
+    """
+
+    kind: Kind
+    sequence: int
+    reduction: Reduction = Reduction.NONE
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    root: int = _NO_ROOT
+    generation: int = 0
+
+    def identity(self) -> bytes:
+        """Returns the part of the header that is the same in every frame of the operation."""
+        shape = folded(self.shape)
+        return _IDENTITY.pack(
+            _MAGIC,
+            PROTOCOL_VERSION,
+            self.generation,
+            self.sequence,
+            self.kind,
+            self.reduction,
+            self.dtype,
+            len(shape),
+            self.root,
+            *shape,
+            *(0,) * (_MAX_DIMENSIONS - len(shape)),
+        )
+
+    def describe(self) -> str:
+        """Returns the operation for people, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
+        facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
+        if self.dtype:
+            facts.append(f"{str(_DTYPES[self.dtype - 1]).removeprefix('torch.')} {list(self.shape)}")
+        if self.root != _NO_ROOT and self.kind is not Kind.MESSAGE:
+            facts.append(f"{'src' if self.kind in (Kind.BROADCAST, Kind.SCATTER) else 'dst'} {self.root}")
+        if self.kind is Kind.MESSAGE:
+            facts.append(f"tag {self.root}")
+        name = self.kind.name.lower()
+        return f"{name} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape of at most six dimensions with as many elements."""
+    if len(shape) <= _MAX_DIMENSIONS:
+        return shape
+    return (*shape[: _MAX_DIMENSIONS - 1], math.prod(shape[_MAX_DIMENSIONS - 1 :]))
+
+
+def header(identity: bytes, payload_bytes: int) -> bytes:
+    """Returns the header of one transfer of an operation."""
+    return identity + _TRANSFER.pack(payload_bytes, 0)
+
+
+def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
+    """Returns (operation, payload bytes) of a header.
+
+    Raises:
+        FrameError: The bytes are no header of this protocol and version.
+    """
+    magic, version, generation, sequence, kind, reduction, dtype, dimensions, root, *shape = _IDENTITY.unpack_from(data)
+    if magic != _MAGIC:
+        raise FrameError("the bytes are not a frame of cyxtrain's ring")
+    if version != PROTOCOL_VERSION:
+        raise FrameError(f"the frame has protocol version {version}, this rank speaks {PROTOCOL_VERSION}")
+    if dimensions > _MAX_DIMENSIONS or dtype > len(_DTYPES):
+        raise FrameError("the frame's header is damaged")
+    try:
+        operation = Operation(
+            Kind(kind), sequence, Reduction(reduction), dtype, tuple(shape[:dimensions]), root, generation
+        )
+    except ValueError:
+        raise FrameError("the frame names an operation that this rank does not know") from None
+    payload_bytes, _ = _TRANSFER.unpack_from(data, _IDENTITY.size)
+    return operation, payload_bytes
+
+
+class Control(enum.IntEnum):
+    """What is said beside the ring."""
+
+    ABORT = 1
+    GOODBYE = 2
+
+
+def control_frame(kind: Control, facts: dict[str, Any]) -> bytes:
+    """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
+    short = {key: value[:2000] if isinstance(value, str) else value for key, value in facts.items()}
+    body = json.dumps(short).encode()
+    return _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
+
+
+def decode_control_header(data: bytes | bytearray) -> tuple[Control, int]:
+    """Returns (kind, body bytes).
+
+    Raises:
+        FrameError: The bytes are no control frame, or announce a body that is too long.
+    """
+    magic, version, kind, length = _CONTROL.unpack_from(data)
+    if magic != _MAGIC or version != PROTOCOL_VERSION or length > CONTROL_MAX_BYTES or kind not in iter(Control):
+        raise FrameError("the bytes are not a control frame of cyxtrain's ring")
+    return Control(kind), length
+
+
+def decode_control_body(data: bytes | bytearray) -> dict[str, Any]:
+    """Returns the facts of a control frame.
+
+    Raises:
+        FrameError: The body is not a JSON object.
+    """
+    try:
+        facts = json.loads(data.decode())
+    except ValueError:
+        raise FrameError("a control frame's body is not JSON") from None
+    if not isinstance(facts, dict):
+        raise FrameError("a control frame's body is not an object")
+    return facts

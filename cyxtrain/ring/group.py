@@ -1,0 +1,288 @@
+"""Ranks that talk: every collective on tensors, its numbering, its failure and its end.
+
+A group is immutable: its ranks never change, and its generation tells its frames from those of a later one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from cyxtrain.errors import ConfigError, PeerLostError
+from cyxtrain.ring import algorithms
+from cyxtrain.ring.algorithms import Span, Transfer, chunks
+from cyxtrain.ring.frames import Kind, Operation, Reduction, dtype_code
+from cyxtrain.ring.link import Link
+from cyxtrain.ring.mailbox import Mailbox, Message
+from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers, Mesh, at_operation
+from cyxtrain.ring.rendezvous import Meeting, Role, meet
+from cyxtrain.ring.tensors import check_tensor, combiner, divide, flat_copy_of, flat_view_of, memory_of
+from cyxtrain.ring.watch import Watch
+
+
+class _Ring:
+    """The working parts of a group of several ranks: links, messages, watch and mesh.
+
+    Args:
+        meeting: The connections; owned from now on.
+        rank: This rank.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting = meeting
+        sockets = meeting.sockets
+        self.links = {peer: Link(sock, peer) for peer, sock in sockets[Role.COLLECTIVES].items()}
+        self.message_links = {peer: Link(sock, peer) for peer, sock in sockets[Role.MESSAGES].items()}
+        self.watch = Watch(rank, sockets[Role.CONTROL], self.stop_links)
+        self.mailbox = Mailbox(self.message_links, self.watch)
+        self.mesh = Mesh(rank, self.links, self.mailbox, self.watch)
+        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+
+    def stop_links(self) -> None:
+        for link in (*self.links.values(), *self.message_links.values()):
+            link.stop()
+
+    def close(self, collectives: int) -> None:
+        self.watch.leave(collectives)
+        self.meeting.close()
+
+
+class Group:
+    """One rank of a group.
+
+    Every method that takes a tensor is a collective: all ranks call it, in the same order, with the same shapes,
+    dtypes and reductions. It runs in the calling thread and returns when this rank's part is done. After the
+    first error every later call raises that error again.
+
+    Args:
+        store: Shared by all ranks, with keys of its own for this group.
+        rank: This rank.
+        world_size: How many ranks there are; one binds no port and starts no thread.
+        timeout: Deadline of each collective.
+        join_timeout: Deadline of joining.
+        generation: Frames of another generation are refused.
+
+    Raises:
+        RendezvousError: The ranks did not find each other.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        join_timeout: timedelta,
+        generation: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._generation = generation
+        self._sequence = 0
+        self._lock = threading.RLock()
+        meeting = meet(store, rank, world_size, join_timeout.total_seconds(), generation)
+        self._ring = _Ring(meeting, rank) if world_size > 1 else None
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
+        """Reduces in place, on all ranks. Cost: 2 (N - 1) frames, 2 (N - 1) / N of the bytes each way."""
+        flat = flat_view_of(tensor)
+        spans = chunks(flat.numel(), self.world_size)
+        reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        with self._lock:
+            operation = self._operation(Kind.ALL_REDUCE, tensor, reduction)
+            buffers = self._reduce_chunks(operation, reducing, flat, spans[self.rank], timeout)
+            rest = algorithms.all_gather(self.rank, self.world_size, spans)
+            self._run(operation, rest, buffers, timeout)
+        _copy_back(flat, tensor)
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
+        """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
+        flat = flat_copy_of(tensor)
+        spans = chunks(flat.numel(), self.world_size)
+        reducing = algorithms.agreement(self.rank, self.world_size)
+        reducing += algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        with self._lock:
+            operation = self._operation(Kind.REDUCE, tensor, reduction, dst)
+            buffers = self._reduce_chunks(operation, reducing, flat, spans[self.rank], timeout)
+            rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
+            self._run(operation, rest, buffers, timeout)
+        if self.rank == dst:
+            _copy_back(flat, tensor)
+
+    def reduce_scatter(
+        self, output: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None = None
+    ) -> None:
+        """Reduces `flat`, N times as long as `output`, and leaves to each rank its part. `flat` is used up.
+
+        Cost: N - 1 frames, (N - 1) / N of the bytes each way.
+        """
+        spans = even_spans(output.numel(), self.world_size)
+        schedule = algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        with self._lock:
+            operation = self._operation(Kind.REDUCE_SCATTER, output, reduction)
+            self._reduce_chunks(operation, schedule, flat, spans[self.rank], timeout)
+        output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
+
+    def _reduce_chunks(
+        self, operation: Operation, schedule: Sequence[Transfer], flat: Tensor, own: Span, timeout: timedelta | None
+    ) -> Buffers:
+        """Leaves the span `own` of `flat` reduced; returns the buffers for what follows."""
+        memory = memory_of(flat)
+        scratch = torch.empty(0, dtype=torch.uint8) if self._ring is None else self._ring.scratch
+        combine = combiner(operation.reduction, flat, scratch.view(flat.dtype))
+        buffers = Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
+        self._run(operation, schedule, buffers, timeout)
+        if operation.reduction is Reduction.AVG:
+            divide(flat[slice(*own)], self.world_size)
+        return buffers
+
+    def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
+        """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
+        flat = flat_view_of(tensor)
+        memory = memory_of(flat)
+        segment = max(1, SEGMENT_BYTES // flat.element_size())
+        schedule = algorithms.broadcast(self.rank, self.world_size, flat.numel(), src, segment)
+        with self._lock:
+            operation = self._operation(Kind.BROADCAST, tensor, root=src)
+            self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), timeout)
+        _copy_back(flat, tensor)
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
+        """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
+        spans = even_spans(tensor.numel(), self.world_size)
+        own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
+        if source.data_ptr() != own.data_ptr():
+            own.copy_(source)
+        memory = memory_of(gathered)
+        with self._lock:
+            operation = self._operation(Kind.ALL_GATHER, tensor)
+            schedule = algorithms.all_gather(self.rank, self.world_size, spans)
+            self._run(operation, schedule, Buffers(memory, memory, gathered.element_size()), timeout)
+
+    def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
+        """Copies the tensor of every rank into the flat `gathered` of rank `dst`, directly."""
+        source = flat_view_of(tensor)
+        count = source.numel()
+        spans = even_spans(count, self.world_size)
+        schedule = algorithms.gather(self.rank, self.world_size, spans, dst, (0, count))
+        buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
+        with self._lock:
+            self._run(self._operation(Kind.GATHER, tensor, root=dst), schedule, buffers, timeout)
+        if self.rank == dst:
+            gathered[slice(*spans[dst])] = source
+
+    def scatter(self, output: Tensor, flat: Tensor, src: int, timeout: timedelta | None = None) -> None:
+        """Copies to each rank its part of the `flat` of rank `src`, directly."""
+        target = flat_view_of(output)
+        count = target.numel()
+        spans = even_spans(count, self.world_size)
+        schedule = algorithms.scatter(self.rank, self.world_size, spans, src, (0, count))
+        buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
+        with self._lock:
+            self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, timeout)
+        if self.rank == src:
+            target.copy_(flat[slice(*spans[src])])
+        _copy_back(target, output)
+
+    def all_to_all(
+        self,
+        target: Tensor,
+        receive: Sequence[Span],
+        source: Tensor,
+        send: Sequence[Span],
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Sends `send[r]` of the flat source to each rank r, and puts what comes from it at `receive[r]`."""
+        target[slice(*receive[self.rank])] = source[slice(*send[self.rank])]
+        schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)
+        buffers = Buffers(memory_of(source), memory_of(target), source.element_size())
+        with self._lock:
+            # Ranks may send different amounts: the shape is no part of what they must agree on.
+            self._run(self._operation(Kind.ALL_TO_ALL, source, shape=()), schedule, buffers, timeout)
+
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
+        nothing = memoryview(b"")
+        schedule = algorithms.agreement(self.rank, self.world_size)
+        with self._lock:
+            self._run(self._operation(Kind.BARRIER, None), schedule, Buffers(nothing, nothing, 1), timeout)
+
+    def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
+        """Begins a send or a recv of a flat tensor, which must be kept alive until it is done."""
+        if peer == self.rank or self._ring is None:
+            raise ConfigError(f"rank {self.rank} cannot send to or receive from itself.")
+        operation = Operation(
+            Kind.MESSAGE, 0, Reduction.NONE, dtype_code(flat.dtype), tuple(flat.shape), tag, self._generation
+        )
+        self._raise_failure(operation)
+        message = Message(operation, peer, memory_of(flat))
+        mailbox = self._ring.mailbox
+        (mailbox.post_receive if receiving else mailbox.post_send)(message)
+        return mailbox, message
+
+    def _operation(
+        self,
+        kind: Kind,
+        tensor: Tensor | None,
+        reduction: Reduction = Reduction.NONE,
+        root: int = -1,
+        shape: tuple[int, ...] | None = None,
+    ) -> Operation:
+        """Numbers the next collective. The caller holds the lock until it has run."""
+        if not -1 <= root < self.world_size:
+            raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
+        code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
+        if shape is None:
+            shape = () if tensor is None else tuple(tensor.shape)
+        operation = Operation(kind, self._sequence + 1, reduction, code, shape, root, self._generation)
+        self._raise_failure(operation)
+        self._sequence += 1
+        return operation
+
+    def _run(
+        self,
+        operation: Operation,
+        schedule: Sequence[Transfer],
+        buffers: Buffers,
+        timeout: timedelta | None,
+    ) -> None:
+        if self._ring is not None:
+            deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
+            self._ring.mesh.run(operation, schedule, buffers, deadline)
+
+    def _raise_failure(self, operation: Operation) -> None:
+        """The first error of a group is final: what came after it could only be wrong."""
+        failure = None if self._ring is None else self._ring.watch.failure
+        if failure is not None:
+            raise at_operation(failure, operation)
+
+    def leave(self) -> None:
+        """Leaves with a goodbye, unless the group has failed; harmless twice."""
+        with self._lock:
+            ring, self._ring = self._ring, None
+            if ring is not None:
+                ring.close(self._sequence)
+
+    def fail(self, reason: str) -> None:
+        """Ends the group because of an error of this rank's own, and tells all why."""
+        ring = self._ring
+        if ring is not None:
+            ring.watch.fail(PeerLostError(f"rank {self.rank} has ended: {reason}", rank=self.rank))
+
+
+def even_spans(count: int, parts: int) -> list[Span]:
+    """Returns `parts` neighbouring spans of `count` elements each."""
+    return [(part * count, (part + 1) * count) for part in range(parts)]
+
+
+def _copy_back(flat: Tensor, tensor: Tensor) -> None:
+    """Brings a result home where `flat` was a copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))

@@ -1,0 +1,254 @@
+"""Runs a schedule: headers are checked, payloads go both ways at once, what arrives is combined on the way.
+
+It works in the thread that calls, and cannot deadlock at any size: a send never waits while something can be
+received, nor the other way round, and every wait ends at the deadline or when the group fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.algorithms import Transfer
+from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, decode_header, header
+from cyxtrain.ring.link import Link, LinkBroken, Poller
+from cyxtrain.ring.mailbox import Mailbox
+from cyxtrain.ring.watch import Watch
+
+SEGMENT_BYTES = 1 << 20
+"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
+_JOIN_BYTES = 1 << 16
+"""Up to this size header and payload are copied together, which saves a system call and a packet."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The memory that a schedule works on, in bytes.
+
+    Attributes:
+        source: What is sent from.
+        target: What is received into; the same as `source` for reductions.
+        item_bytes: Bytes per element: a schedule counts elements.
+        combine: Called with (first, end, scratch) in elements, to combine scratch[: end - first] with
+            target[first:end]; None where nothing is reduced.
+    """
+
+    source: memoryview
+    target: memoryview
+    item_bytes: int
+    combine: Callable[[int, int], None] | None = None
+    scratch: memoryview | None = None
+
+
+class _Unexpected(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Another header came than the one that had to come."""
+
+    def __init__(self, rank: int, found: bytes) -> None:
+        super().__init__(rank)
+        self.rank = rank
+        self.found = found
+
+
+class _Outgoing:
+    """What one transfer sends: a header, then the payload."""
+
+    def __init__(self, link: Link, head: bytes, payload: memoryview) -> None:
+        self.link = link
+        if len(payload) <= _JOIN_BYTES:
+            self._parts = [memoryview(head + payload)]
+        else:
+            self._parts = [memoryview(head), payload]
+
+    def advance(self) -> bool:
+        """Sends what the kernel takes; returns whether anything moved."""
+        part = self._parts[0]
+        sent = self.link.send(part[:SEGMENT_BYTES])
+        if sent == len(part):
+            self._parts.pop(0)
+        elif sent:
+            self._parts[0] = part[sent:]
+        return sent > 0
+
+    @property
+    def done(self) -> bool:
+        return not self._parts
+
+
+class _Incoming:
+    """What one transfer receives: the header that must come, then the payload, replaced or combined."""
+
+    def __init__(self, link: Link, expected: bytes, transfer: Transfer, buffers: Buffers) -> None:
+        self.link = link
+        self._expected = expected
+        self._head = bytearray(HEADER_BYTES)
+        self._head_view = memoryview(self._head)
+        self._combine = buffers.combine if transfer.reduce else None
+        self._item = buffers.item_bytes
+        self._first = transfer.receive[0]
+        self._total = (transfer.receive[1] - self._first) * self._item
+        self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
+        self._scratch = buffers.scratch
+        self._have = 0
+        self._combined = 0
+        self._checked = False
+
+    def advance(self) -> bool:
+        """Receives what has arrived; returns whether anything moved."""
+        return self._receive_payload() if self._checked else self._receive_head()
+
+    @property
+    def done(self) -> bool:
+        return self._checked and self._have == self._total
+
+    def _receive_head(self) -> bool:
+        count = self.link.receive(self._head_view[self._have :])
+        self._have += count
+        if self._have == HEADER_BYTES:
+            if self._head != self._expected:
+                raise _Unexpected(self.link.rank, bytes(self._head))
+            self._checked, self._have = True, 0
+        return count > 0
+
+    def _receive_payload(self) -> bool:
+        if self._combine is None:
+            count = self.link.receive(self._payload[self._have : self._have + SEGMENT_BYTES])
+            self._have += count
+            return count > 0
+        assert self._scratch is not None
+        end = min(self._combined + len(self._scratch), self._total)
+        count = self.link.receive(self._scratch[self._have - self._combined : end - self._combined])
+        self._have += count
+        if self._have == end:
+            item = self._item
+            self._combine(self._first + self._combined // item, self._first + end // item)
+            self._combined = end
+        return count > 0
+
+
+class Mesh:
+    """The links of one rank to all others, and the running of schedules over them.
+
+    Args:
+        rank: This rank.
+        links: To each other rank, for collectives.
+        mailbox: Messages between two ranks, which go on while a collective waits.
+        watch: Knows why a link broke.
+    """
+
+    def __init__(self, rank: int, links: dict[int, Link], mailbox: Mailbox, watch: Watch) -> None:
+        self._rank = rank
+        self._links = links
+        self._mailbox = mailbox
+        self._watch = watch
+        self._poller = Poller()
+
+    def run(
+        self,
+        operation: Operation,
+        schedule: Sequence[Transfer],
+        buffers: Buffers,
+        deadline: float,
+    ) -> None:
+        """Does this rank's transfers, in order.
+
+        Args:
+            operation: What the ranks must agree on.
+            schedule: This rank's transfers.
+            buffers: What they work on.
+            deadline: In seconds of `time.monotonic`.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
+        """
+        identity = operation.identity()
+        try:
+            for transfer in schedule:
+                self._transfer(identity, transfer, buffers, operation, deadline)
+        except LinkBroken as broken:
+            raise self.fail(self._watch.explain(broken.rank, broken.reason), operation) from None
+        except _Unexpected as unexpected:
+            raise self.fail(self._mismatch(operation, unexpected), operation) from None
+        except BaseException as error:
+            # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
+            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {type(error).__name__}: {error}"
+            self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
+            raise
+
+    def fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
+        """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
+        return at_operation(self._watch.fail(error), operation)
+
+    def _transfer(
+        self,
+        identity: bytes,
+        transfer: Transfer,
+        buffers: Buffers,
+        operation: Operation,
+        deadline: float,
+    ) -> None:
+        item = buffers.item_bytes
+        outgoing: _Outgoing | None = None
+        incoming: _Incoming | None = None
+        if transfer.send_to is not None:
+            payload = buffers.source[transfer.send[0] * item : transfer.send[1] * item]
+            head = header(identity, len(payload))
+            outgoing = _Outgoing(self._links[transfer.send_to], head, payload)
+        if transfer.receive_from is not None:
+            head = header(identity, (transfer.receive[1] - transfer.receive[0]) * item)
+            incoming = _Incoming(self._links[transfer.receive_from], head, transfer, buffers)
+        while outgoing or incoming:
+            moved = False
+            if outgoing:
+                moved = outgoing.advance()
+                outgoing = None if outgoing.done else outgoing
+            if incoming:
+                moved = incoming.advance() or moved
+                incoming = None if incoming.done else incoming
+            if not moved:
+                self._wait(incoming, outgoing, operation, deadline)
+
+    def _wait(
+        self, incoming: _Incoming | None, outgoing: _Outgoing | None, operation: Operation, deadline: float
+    ) -> None:
+        readers = [incoming.link] if incoming else []
+        writers = [outgoing.link] if outgoing else []
+        if self._mailbox.busy:
+            self._mailbox.progress()
+            more_readers, more_writers = self._mailbox.waiting()
+            readers, writers = readers + more_readers, writers + more_writers
+        if self._poller.wait(readers, writers, deadline):
+            return
+        peer = incoming.link.rank if incoming else writers[0].rank
+        raise self.fail(
+            CollectiveTimeoutError(
+                f"rank {self._rank} waited for rank {peer} in {operation.describe()} until the deadline. "
+                f"Look at what rank {peer} does; collective_timeout_ms sets the deadline.",
+                rank=peer,
+                during=operation.describe(),
+            ),
+            operation,
+        )
+
+    def _mismatch(self, operation: Operation, unexpected: _Unexpected) -> CyxtrainError:
+        peer, ours = unexpected.rank, operation.describe()
+        try:
+            theirs = decode_header(unexpected.found)[0].describe()
+        except FrameError as error:
+            theirs = f"something unreadable ({error})"
+        if theirs == ours:
+            theirs = f"{theirs} with other sizes"
+        return CollectiveMismatchError(
+            f"the ranks do not call the same collective: rank {self._rank} is in {ours}, rank {peer} is in {theirs}. "
+            "Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions.",
+            rank=peer,
+            during=ours,
+        )
+
+
+def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
+    """Returns a copy of a group's error that says what this rank was doing."""
+    here = operation.describe()
+    message = str(error) if here in str(error) else f"{error} This rank was in {here}."
+    return type(error)(message, rank=error.rank, during=here)

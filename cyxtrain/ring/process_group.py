@@ -1,0 +1,398 @@
+"""The face that PyTorch sees: `torch.distributed.init_process_group("ring")`.
+
+It turns PyTorch's arguments into those of `Group`. PyTorch 2.11 and 2.13 call some methods by different names;
+both are here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cyxtrain.errors import ConfigError
+from cyxtrain.ring.algorithms import Span
+from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.group import Group
+from cyxtrain.ring.mailbox import ANY_SOURCE
+from cyxtrain.ring.tensors import flat_copy_of, flat_view_of
+from cyxtrain.ring.work import DoneWork, MessageWork
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: Reduction.SUM,
+    dist.ReduceOp.AVG: Reduction.AVG,
+    dist.ReduceOp.PRODUCT: Reduction.PRODUCT,
+    dist.ReduceOp.MIN: Reduction.MIN,
+    dist.ReduceOp.MAX: Reduction.MAX,
+    dist.ReduceOp.BAND: Reduction.BAND,
+    dist.ReduceOp.BOR: Reduction.BOR,
+    dist.ReduceOp.BXOR: Reduction.BXOR,
+}
+
+
+class RingProcessGroup(dist.ProcessGroup):
+    """A process group over TCP, for CPU tensors.
+
+    Every collective runs in the calling thread; with `async_op=True` the work that it returns is already done.
+    `isend` and `irecv` are truly asynchronous: they move while anybody waits.
+
+    Args:
+        store: Shared by all ranks, with keys of its own for this group.
+        rank: This rank.
+        world_size: How many ranks there are.
+        timeout: For joining and for every collective.
+        join_timeout: For joining alone.
+        generation: Of the group; frames of another generation are refused.
+
+    Raises:
+        RendezvousError: The ranks did not find each other.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        *,
+        join_timeout: timedelta | None = None,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg,arg-type]
+        self._store = store
+        self._name = self._description = "ring"
+        self._group = Group(store, rank, world_size, timeout, join_timeout or timeout, generation)
+        # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
+        self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
+
+    # Collectives.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:
+        """Reduces in place, on all ranks."""
+        for tensor in _as_list(tensors):
+            self._group.all_reduce(tensor, _reduction(opts), _timeout(opts))
+        return DoneWork(_as_list(tensors))
+
+    def reduce(self, tensors: Any, opts: Any) -> DoneWork:
+        """Reduces in place on one rank; the others keep what they had."""
+        for tensor in _as_list(tensors):
+            self._group.reduce(tensor, _reduction(opts), opts.rootRank, _timeout(opts))
+        return DoneWork(_as_list(tensors))
+
+    def broadcast(self, tensors: Any, opts: Any) -> DoneWork:
+        """Copies the tensor of one rank to all."""
+        for tensor in _as_list(tensors):
+            self._group.broadcast(tensor, opts.rootRank, _timeout(opts))
+        return DoneWork(_as_list(tensors))
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        """Copies the tensor of every rank to all, into a list of tensors."""
+        for outputs, tensor in zip(_as_lists(output_lists), _as_list(inputs), strict=True):
+            _check_shapes(outputs, tensor, self.size(), "all_gather")
+            gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype)
+            self._group.all_gather(gathered, tensor, _timeout(opts))
+            _unpack(gathered, outputs)
+        return DoneWork(_as_lists(output_lists))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+        """Copies the tensor of every rank to all, into one tensor."""
+        _check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
+        flat = flat_view_of(output)
+        self._group.all_gather(flat, tensor, _timeout(opts))
+        if flat.data_ptr() != output.data_ptr():
+            output.detach().copy_(flat.view(output.shape))
+        return DoneWork([output])
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> DoneWork:
+        """Reduces a list of tensors, and leaves to each rank its own."""
+        for output, tensors in zip(_as_list(outputs), _as_lists(input_lists), strict=True):
+            _check_shapes(tensors, output, self.size(), "reduce_scatter")
+            self._group.reduce_scatter(output, _joined(tensors), _reduction(opts), _timeout(opts))
+        return DoneWork(_as_list(outputs))
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+        """Reduces a tensor, and leaves to each rank its own part."""
+        _check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
+        self._group.reduce_scatter(output, flat_copy_of(tensor), _reduction(opts), _timeout(opts))
+        return DoneWork([output])
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> DoneWork:
+        """Copies the tensor of every rank to one, into a list of tensors."""
+        tensor = _as_list(inputs)[0]
+        receives = self.rank() == opts.rootRank
+        outputs = _as_lists(output_lists)[0] if receives else []
+        if receives:
+            _check_shapes(outputs, tensor, self.size(), "gather")
+        gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype)
+        self._group.gather(gathered, tensor, opts.rootRank, _timeout(opts))
+        _unpack(gathered, outputs)
+        return DoneWork([outputs])
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> DoneWork:
+        """Copies to each rank its tensor of a list on one rank."""
+        output = _as_list(outputs)[0]
+        flat = torch.empty(0, dtype=output.dtype)
+        if self.rank() == opts.rootRank:
+            tensors = _as_lists(input_lists)[0]
+            _check_shapes(tensors, output, self.size(), "scatter")
+            flat = _joined(tensors)
+        self._group.scatter(output, flat, opts.rootRank, _timeout(opts))
+        return DoneWork([output])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> DoneWork:
+        """Sends a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
+        send = _split_spans(tensor, input_splits, self.size())
+        receive = _split_spans(output, output_splits, self.size())
+        target = flat_view_of(output)
+        self._group.all_to_all(target, receive, flat_view_of(tensor), send, _timeout(opts))
+        if target.data_ptr() != output.data_ptr():
+            output.detach().copy_(target.view(output.shape))
+        return DoneWork([output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+        """Sends a tensor to each rank, and receives one from each."""
+        target = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype)
+        send = _neighbouring([tensor.numel() for tensor in inputs])
+        receive = _neighbouring([tensor.numel() for tensor in outputs])
+        self._group.all_to_all(target, receive, _joined(inputs), send, _timeout(opts))
+        for output, span in zip(outputs, receive, strict=True):
+            output.detach().copy_(target[slice(*span)].view(output.shape))
+        return DoneWork(outputs)
+
+    def barrier(self, opts: Any = None) -> DoneWork:
+        """Returns when all ranks have called it."""
+        self._group.barrier(_timeout(opts))
+        return DoneWork([])
+
+    # Several tensors at once.
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> DoneWork:
+        """Reduces each tensor in place, on all ranks."""
+        return self.allreduce(tensors, opts)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+        """Does `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
+        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+        """Does `all_gather_single` of each tensor."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, tensor, opts)
+        return DoneWork(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> DoneWork:
+        """Does `reduce_scatter_single` of each tensor."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, tensor, opts)
+        return DoneWork(outputs)
+
+    # PyTorch 2.11's names.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Messages.
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> MessageWork:
+        """Begins to send to one rank."""
+        return self._message(tensors, dst, tag, receiving=False)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> MessageWork:
+        """Begins to receive from one rank."""
+        return self._message(tensors, src, tag, receiving=True)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
+        """Begins to receive from whoever sends first."""
+        return self._message(tensors, ANY_SOURCE, tag, receiving=True)
+
+    def _message(self, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
+        tensor = tensors[0]
+        flat = flat_view_of(tensor)
+        mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
+
+        def finish() -> None:
+            if receiving and flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+        return MessageWork(mailbox, message, flat, finish, self._group.timeout.total_seconds())
+
+    # The end.
+
+    def shutdown(self) -> None:
+        """Leaves the group with a goodbye; harmless twice."""
+        self._at_exit.cancel()
+        self._group.leave()
+
+    def fail(self, reason: str) -> None:
+        """Ends the group because of an error of this rank's own, and tells all why."""
+        self._group.fail(reason)
+
+    def abort(self) -> None:
+        """Ends everything that waits in this group, on every rank."""
+        self.fail("its group was aborted")
+
+    # What PyTorch asks a group written in Python for.
+
+    def rank(self) -> int:
+        """Returns this rank."""
+        return self._group.rank
+
+    def size(self) -> int:
+        """Returns how many ranks there are."""
+        return self._group.world_size
+
+    getRank, getSize = rank, size  # noqa: N815 - PyTorch's names
+
+    def get_group_store(self) -> dist.Store:
+        """Returns the store that the group was made with."""
+        return self._store
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        """Returns "ring"."""
+        return "ring"
+
+    name = _get_backend_name = getBackendName
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
+        """Keeps the name that PyTorch gives."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
+        """Returns the name that PyTorch gave."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
+        """Keeps the description that PyTorch gives."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
+        """Returns the description that PyTorch gave."""
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> RingProcessGroup:
+        return self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """PyTorch need not bundle calls for us."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the deadline of later collectives."""
+        self._group.timeout = timeout
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._group.timeout = timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Groups number their collectives by themselves."""
+
+
+def register() -> None:
+    """Makes "ring" a backend of torch.distributed, for CPU tensors. No socket, no thread."""
+    if "ring" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("ring", _create, devices=["cpu"])
+
+
+def _create(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> RingProcessGroup:
+    return RingProcessGroup(store, rank, world_size, timeout)
+
+
+def _leave(group: weakref.ref[Group]) -> None:
+    alive = group()
+    if alive is not None:
+        alive.leave()
+
+
+def _reduction(opts: Any) -> Reduction:
+    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
+    try:
+        return _REDUCTIONS[kind]
+    except KeyError:
+        raise ConfigError(f"the ring has no reduction {kind}; it has {', '.join(r.name for r in Reduction if r)}.") from None
+
+
+def _timeout(opts: Any) -> timedelta | None:
+    """Returns a call's own timeout; PyTorch says "none" with a negative one."""
+    timeout = getattr(opts, "timeout", None)
+    return timeout if timeout is not None and timeout > timedelta(0) else None
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _as_lists(lists: Any) -> list[list[Tensor]]:
+    if lists and isinstance(lists[0], Tensor):
+        return [list(lists)]
+    return [list(tensors) for tensors in lists]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([flat_view_of(tensor) for tensor in tensors])
+
+
+def _neighbouring(lengths: Sequence[int]) -> list[Span]:
+    spans, start = [], 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans
+
+
+def _split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % parts:
+            raise ConfigError(f"all_to_all: {rows} rows do not divide among {parts} ranks; give the sizes of parts.")
+        splits = [rows // parts] * parts
+    if len(splits) != parts or sum(splits) != rows:
+        raise ConfigError(f"all_to_all: parts of {list(splits)} rows do not make {rows} rows for {parts} ranks.")
+    per_row = tensor.numel() // max(rows, 1)
+    return _neighbouring([split * per_row for split in splits])
+
+
+def _check_shapes(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
+    if len(tensors) != count:
+        raise ConfigError(f"{name}: needs a list of {count} tensors, one per rank, got {len(tensors)}.")
+    for tensor in tensors:
+        _check_count(tensor, like.numel(), like.dtype, name)
+
+
+def _check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> None:
+    if tensor.numel() != count or tensor.dtype != dtype:
+        raise ConfigError(
+            f"{name}: needs a tensor of {count} elements of {dtype}, got {tensor.numel()} of {tensor.dtype}."
+        )
+
+
+def _unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
+    for index, output in enumerate(outputs):
+        count = output.numel()
+        output.detach().copy_(flat[index * count : (index + 1) * count].view(output.shape))

@@ -1,0 +1,98 @@
+"""Files that are whole or absent: a reader never sees a half-written one, and a failed write leaves the old one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from cyxtrain.errors import CheckpointError
+
+TEMPORARY_SUFFIX = ".cyxtrain-tmp"
+"""How the names of temporary files end; one that is older than its process was left by a kill and may go."""
+
+_REMEDIES = {
+    errno.ENOSPC: "Free space there, or choose another folder.",
+    errno.EDQUOT: "Free space within your quota, or choose another folder.",
+    errno.EACCES: "Allow this user to write there, or choose another folder.",
+    errno.EPERM: "Allow this user to write there, or choose another folder.",
+    errno.EROFS: "The file system is read-only: choose another folder.",
+    errno.ENOTDIR: "A part of the path is a file: choose another folder.",
+    errno.EISDIR: "The path is a folder: give the name of a file.",
+}
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends well, and leaves no trace when it does not.
+
+    A temporary file in the same folder is written and synchronised, then renamed, then the folder is
+    synchronised: after the block the new content survives a power cut, and before that the old one does.
+
+    Args:
+        path: The file to write; its folder is made where it is missing.
+        what: What the file is, for the message, such as "checkpoint".
+
+    Raises:
+        CheckpointError: The operating system refuses, with the path, the cause and what to do.
+    """
+    target = Path(path)
+    # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        _make_folder(target.parent)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _synchronise_folder(target.parent)
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
+        raise CheckpointError(f"Cannot write {what} {target}: {error.strerror or error}. {remedy}") from error
+    finally:
+        # After the rename there is nothing of that name. A KeyboardInterrupt passes here too.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def read_file(path: str | os.PathLike[str], what: str) -> bytes:
+    """Returns the content of a file, read once and completely (a mapped file would crash on a bad disk).
+
+    Raises:
+        CheckpointError: It does not exist or cannot be read, with the path, the cause and what to do.
+    """
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"There is no {what} {path}. Check the path (now in {os.getcwd()}).") from error
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {what} {path}: {error.strerror or error}. Use another file.") from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder and those above it; each entry is synchronised, else a power cut takes the whole folder."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _synchronise_folder(folder.parent)
+
+
+def _synchronise_folder(folder: Path) -> None:
+    """Makes renames and new names in a folder survive a power cut, where the operating system can."""
+    if os.name == "nt":
+        return  # Windows opens no folders; its file systems write the journal in order
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such call: there is nothing more that we could do.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""Tensors as safetensors can store them: each memory once, no overlaps, and only types that every version knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cyxtrain.errors import CheckpointError
+
+# Types that some supported version of safetensors lacks are stored as others of the same width, bit for bit.
+# A fixed table: a file must not depend on the version that wrote it.
+_STAND_INS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+    torch.complex32: torch.float16,  # complex numbers: one more dimension, real and imaginary part
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What a safetensors file cannot say about its tensors, in JSON types."""
+
+    order: list[str]
+    """All names, in the order of the dictionary that was stored."""
+    aliases: dict[str, str]
+    """Names of tied tensors, each with the name under which the memory is stored."""
+    dtypes: dict[str, str]
+    """Stored names whose type is another one than the file says, such as "complex128"."""
+
+
+def encode_tensors(tensors: Mapping[str, torch.Tensor], what: str) -> tuple[dict[str, torch.Tensor], TensorLayout]:
+    """Returns tensors to store, and the layout that brings back the given ones.
+
+    Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
+    contiguous, are copied; all others are not.
+
+    Args:
+        tensors: By name, on any device.
+        what: What they belong to, for messages, such as "model".
+
+    Raises:
+        CheckpointError: A tensor without dense values of its own (sparse, nested, quantised, on the meta device).
+    """
+    stored: dict[str, torch.Tensor] = {}
+    layout = TensorLayout(list(tensors), {}, {})
+    spans: dict[object, list[tuple[int, int]]] = {}
+    plain = {name: _plain(tensor, name, what) for name, tensor in tensors.items()}
+    layout.aliases.update(tied_names(plain))
+    for name, tensor in plain.items():
+        if name in layout.aliases:
+            continue
+        if tensor.dtype in _STAND_INS:
+            layout.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
+        stored[name] = _own_memory(tensor, spans)
+    return stored, layout
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns each name whose tensor is the same memory as an earlier one, with the first name of that memory."""
+    first_names: dict[object, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        # Empty tensors all have the same address, and those on the meta device have none.
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+            continue
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept = first_names.setdefault(memory, name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> dict[str, torch.Tensor]:
+    """Returns the tensors that `encode_tensors` was given; tied ones are one object under two names.
+
+    Raises:
+        KeyError, RuntimeError, TypeError, ValueError: The layout is of another file.
+    """
+    expected = set(layout.order) - set(layout.aliases)
+    if expected != set(stored):
+        raise ValueError(f"the tensors {sorted(expected ^ set(stored))} are only in the file or only in its list")
+    tensors = dict(stored)
+    for name, type_name in layout.dtypes.items():
+        dtype = _STAND_IN_NAMES[type_name]
+        tensors[name] = torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
+    return {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+
+
+def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
+    """Returns a tensor without graph, whose memory says all; one that has no such memory is an error."""
+    if name == "__metadata__":
+        raise CheckpointError(f"The {what} has a tensor named '__metadata__', which safetensors reserves: rename it.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else "not strided"
+        raise CheckpointError(
+            f"'{name}' of the {what} is {kind} and has no dense values to save. Make it a dense tensor, "
+            "or keep it out of the state."
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _own_memory(tensor: torch.Tensor, spans: dict[object, list[tuple[int, int]]]) -> torch.Tensor:
+    """Returns a contiguous tensor that shares no byte with those of before, which `spans` lists by storage."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    if not tensor.numel():
+        return tensor
+    start = tensor.data_ptr()
+    end = start + tensor.numel() * tensor.element_size()
+    taken = spans.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
+    if any(start < other_end and other_start < end for other_start, other_end in taken):
+        return tensor.clone()
+    taken.append((start, end))
+    return tensor

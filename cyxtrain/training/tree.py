@@ -1,0 +1,88 @@
+"""Nested Python values as strict JSON, and back: exact, typed, with tensors kept apart, without running code.
+
+What JSON cannot say is an object with one key that begins with a dollar sign:
+
+    {"$tuple": [0.9, 0.999]}      a tuple
+    {"$float": "nan"}             nan, inf, -inf
+    {"$dict": [[1, "a"]]}         a dictionary whose keys are not plain text
+    {"$tensor": "weight.step"}    a tensor, stored under that name elsewhere
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cyxtrain.errors import CheckpointError
+
+
+def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Returns a value as JSON types; floats come back bit for bit (a nan as a nan), tuples as tuples.
+
+    Args:
+        value: None, bool, int, float, str, NumPy's scalars, a tensor, or lists, tuples and dictionaries of these.
+        path: Where the value stands, for the name of its tensors and for messages, such as "weight.exp_avg".
+        tensors: Takes the tensors, under names made from their paths. None: a tensor is refused.
+
+    Raises:
+        CheckpointError: Anything else is in it, with its path.
+    """
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        name = path
+        while name in tensors:  # "a" + "b.c" and "a.b" + "c" are one path
+            name += "'"
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, list):
+        return [encode_tree(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": encode_tree(list(value), path, tensors)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    raise CheckpointError(
+        f"'{path}' is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, text, lists, tuples "
+        f"and dictionaries{'' if tensors is None else ', and tensors'}, so that loading never runs code. "
+        "Convert it before saving."
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """Returns a dictionary as a JSON object; where that cannot hold its keys, as a list of pairs."""
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    return {
+        "$dict": [[encode_tree(key, path), encode_tree(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+    }
+
+
+def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Returns the value that `encode_tree` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is not what `encode_tree` makes.
+    """
+    if isinstance(value, list):
+        return [decode_tree(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        [(key, content)] = value.items()
+        if key == "$tuple":
+            return tuple(decode_tree(content, tensors))
+        if key == "$float":
+            return float(content)
+        if key == "$dict":
+            return {decode_tree(name): decode_tree(item, tensors) for name, item in content}
+        if key == "$tensor":
+            return (tensors or {})[content]
+    return {key: decode_tree(item, tensors) for key, item in value.items()}

@@ -1,0 +1,125 @@
+"""A model's weights as a plain safetensors file, for whoever reads such files, with or without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from cyxtrain.errors import CheckpointError
+from cyxtrain.training.files import read_file, replacing
+from cyxtrain.training.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
+from cyxtrain.training.tree import decode_tree, encode_tree
+
+# Where the metadata of the file holds what a plain safetensors file cannot say.
+_METADATA_KEY = "cyxtrain"
+
+
+def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes a model's `state_dict` as one safetensors file, in one piece: it is whole, or the old one stays.
+
+    Tied weights are stored once; the metadata names their other names, as `safetensors.torch.save_model` does.
+    The file has no checksums: a checkpoint has.
+
+    Args:
+        model: Its names are those in the file; nothing is put before them.
+        path: The file; its folder is made where it is missing. Cost: memory for the weights once more, on the CPU.
+
+    Raises:
+        CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
+    """
+    state = model.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    values = {name: encode_tree(value, name) for name, value in state.items() if name not in tensors}
+    stored, layout = encode_tensors(tensors, "model")
+    metadata = {**layout.aliases, "format": "pt"}
+    if values or layout.dtypes:
+        metadata[_METADATA_KEY] = json.dumps({"dtypes": layout.dtypes, "values": values}, allow_nan=False)
+    # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
+    content = safetensors.torch.save(stored, metadata)
+    with replacing(path, "weights") as file:
+        file.write(content)
+
+
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
+    """Gives a model the weights of a safetensors file, strictly: nothing is copied before all names and shapes fit.
+
+    Tied weights need one of their names in the file. Values are converted to the model's types and devices.
+
+    Args:
+        model: The same architecture, on any device.
+        path: A file of `save_weights`, or another safetensors file with the model's names.
+
+    Raises:
+        CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
+    """
+    load_model_state(model, _read_weights(path), f"weights {path}")
+
+
+def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Gives a model a `state_dict`, strictly: nothing is copied before all names and shapes fit.
+
+    Tied weights need one of their names in the state.
+
+    Args:
+        model: The same architecture, on any device.
+        state: Such as `CheckpointState.model`.
+        source: Where the state is from, for the message, such as "checkpoint run/7.ckpt".
+
+    Raises:
+        CheckpointError: Other names or shapes, with everything that differs.
+    """
+    expected, given = model.state_dict(), dict(state)
+    ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
+    for name, kept in ties.items():
+        # Other writers keep any one of the tied names.
+        if kept not in given and name in given:
+            given[kept] = given[name]
+    for name, kept in ties.items():
+        if name not in given and kept in given:
+            given[name] = given[kept]
+    differences = _differences(expected, given)
+    if differences:
+        raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
+    try:
+        model.load_state_dict(given)
+    except RuntimeError as error:
+        raise CheckpointError(f"Cannot load {source}: {error}. Build the model as it was when it was saved.") from error
+
+
+def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the state dict in a file, with the tied names that its metadata remembers."""
+    data = read_file(path, "weights")
+    try:
+        stored = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata: dict[str, str] = header.get("__metadata__", {})
+        aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
+        own = json.loads(metadata.get(_METADATA_KEY, "{}"))
+        layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}))
+        return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no safetensors file: {error}. Use a file that save_weights() wrote."
+        ) from error
+
+
+def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Returns every missing and unexpected name and every other shape in words; nothing where all fits."""
+    shapes = []
+    for name in expected:
+        own, given = expected[name], state.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
+            shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
+    parts = [
+        f"missing {sorted(set(expected) - set(state))}" if set(expected) - set(state) else "",
+        f"unexpected {sorted(set(state) - set(expected))}" if set(state) - set(expected) else "",
+        f"other shapes: {', '.join(shapes)}" if shapes else "",
+    ]
+    return "; ".join(filter(None, parts))

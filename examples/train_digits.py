@@ -1,0 +1,58 @@
+"""The main job: a small convolutional network learns handwritten digits, on as many ranks as you start.
+
+Run it alone, on two processes, or under torchrun; the data travel with the package:
+
+    python examples/train_digits.py
+    ./launch_distributed.sh 2 python examples/train_digits.py
+    torchrun --nproc-per-node 2 examples/train_digits.py
+
+Expect about 99 % after a few seconds, and `test accuracy: ...` as the last line. The batch over all ranks is
+fixed (configs/train_digits.yaml), so any number of ranks takes the same steps to the same model, up to rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.datasets import load_digits
+
+SETTINGS = Path(__file__).resolve().parents[1] / "configs" / "train_digits.yaml"
+
+
+def make_model() -> nn.Module:
+    """Two convolutions, each halved by pooling: pixels (n, 64) to scores (n, 10), 21,386 parameters."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Sequential(nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(32, 64, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Flatten(),
+        nn.Linear(64 * 2 * 2, 10),
+    )
+
+
+def main() -> None:
+    (x_train, y_train), (x_test, y_test) = load_digits()
+    settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
+    config = cx.DistributedTrainingConfig(**settings["training"])
+
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    # Smoothed labels keep so small a network from being too sure of 1,437 pictures: 0.5 % more on the test.
+    loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    with cx.init():
+        trainer = cx.DistributedTrainer(model, loss_fn, optimizer)
+        trainer.fit(x_train, y_train, config)
+        _, accuracy = trainer.evaluate(x_test, y_test)
+        if cx.is_master():
+            print(f"test accuracy: {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()

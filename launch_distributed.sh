@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Starts N ranks of a command on this machine: ./launch_distributed.sh 4 python train.py --lr 0.1
+# PYTHON chooses the interpreter of the launcher itself. Everything else: ./launch_distributed.sh --help
+set -euo pipefail
+
+python="${PYTHON:-}"
+for candidate in python python3; do
+  if [[ -z "$python" ]] && command -v "$candidate" >/dev/null; then
+    python="$candidate"
+  fi
+done
+if [[ -z "$python" ]]; then
+  echo "launch_distributed.sh: found neither python nor python3; set PYTHON to yours" >&2
+  exit 2
+fi
+
+exec "$python" -m cyxtrain.launch "$@"

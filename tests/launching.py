@@ -1,0 +1,144 @@
+"""Starts the launcher on scripts that do not import torch, and looks at what runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SECONDS = 20.0  # for anything that a test waits for
+
+# The launcher without cyxtrain/__init__.py, which imports torch: seconds per start that no test here needs.
+_PACKAGE = importlib.util.find_spec("cyxtrain")
+assert _PACKAGE is not None
+QUICK_LAUNCH = f"""
+import runpy, sys, types
+package = types.ModuleType("cyxtrain")
+package.__path__ = {list(_PACKAGE.submodule_search_locations or [])!r}
+sys.modules["cyxtrain"] = package
+runpy.run_module("cyxtrain.launch", run_name="__main__", alter_sys=True)
+"""
+LAUNCHER = [sys.executable, "-c", QUICK_LAUNCH]
+
+# What every rank's script can use.
+_PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+here = Path(__file__).parent
+def note(name, text):  # complete when it appears
+    (here / (name + ".part")).write_text(str(text))
+    (here / (name + ".part")).rename(here / name)
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+def wait_for_end_of(pid):
+    try:
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+    except ProcessLookupError:
+        pass
+def start_child():  # a process that ends only when it is told to
+    child = subprocess.Popen([sys.executable, "-c", "import signal; print(flush=True); signal.pause()"],
+                             stdout=subprocess.PIPE)
+    child.stdout.read(1)
+    return child.pid
+def ready(child=None):
+    note(f"ready{rank}", json.dumps([os.getpid(), child] if child else [os.getpid()]))
+"""
+
+
+def write_script(folder: Path, source: str) -> str:
+    script = folder / "train.py"
+    script.write_text(_PRELUDE + textwrap.dedent(source), encoding="utf-8")
+    return str(script)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's own, without what would decide for the launcher."""
+    decided = ("MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in decided} | variables
+
+
+def run(*words: object, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        LAUNCHER + [str(word) for word in words],
+        env=env or environment(),
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+        **options,
+    )
+
+
+def run_script(
+    folder: Path, num_ranks: int, source: str, *arguments: str, **options: Any
+) -> subprocess.CompletedProcess[bytes]:
+    return run(num_ranks, write_script(folder, source), *arguments, **options)
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, num_ranks: int, source: str, before: tuple[str, ...] = (), **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher, running; nothing that it started outlives the block."""
+    command = [*before, *LAUNCHER, str(num_ranks), write_script(folder, source)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()} | options
+    # Under nohup these tests ignore SIGHUP, and so would all that they start.
+    launcher = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **options)
+    try:
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.communicate(timeout=SECONDS)
+        for pid in filter(runs, noted_pids(folder)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [pid for file in folder.glob("ready?") for pid in json.loads(file.read_text())]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process runs; one that only waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+        if sys.platform == "linux":
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def wait_for_ranks(folder: Path, num_ranks: int) -> list[int]:
+    """The processes that the ranks have noted, once all have."""
+    wait_until(lambda: len(list(folder.glob("ready?"))) == num_ranks)
+    return noted_pids(folder)
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes that this one has started and that still run; only Linux can tell."""
+    children = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                children.add(int(stat.parent.name))
+    return children

@@ -1,0 +1,102 @@
+"""Claims about writing a checkpoint: it is whole or the old one stays, and nothing else is left behind."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from cyxtrain.errors import CheckpointError
+from cyxtrain.training.checkpoint import CheckpointState, pack_checkpoint, read_checkpoint, write_checkpoint
+
+
+def state(**fields):
+    return CheckpointState(**{"model": {"weight": torch.arange(6.0)}, "world_size": 2, **fields})
+
+
+def test_a_file_comes_back_and_its_folder_is_made(tmp_path):
+    path = tmp_path / "runs" / "first" / "7.ckpt"
+    write_checkpoint(path, state())
+    assert pack_checkpoint(read_checkpoint(path)) == pack_checkpoint(state())
+    assert path.read_bytes() == pack_checkpoint(state())
+    assert os.listdir(path.parent) == ["7.ckpt"]
+
+
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "any").touch()
+    write_checkpoint(tmp_path / "7.ckpt", state())
+    assert (tmp_path / "7.ckpt").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call, failure):
+    path = tmp_path / "7.ckpt"
+    write_checkpoint(path, state())
+
+    def fail(*arguments):
+        raise failure
+
+    monkeypatch.setattr(os, call, fail)
+    expected = CheckpointError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(expected) as caught:
+        write_checkpoint(path, state(world_size=9))
+    monkeypatch.undo()
+    if expected is CheckpointError:
+        assert str(caught.value) == (
+            f"Cannot write checkpoint {path}: No space left on device. Free space there, or choose another folder."
+        )
+    assert read_checkpoint(path).world_size == 2
+    assert os.listdir(tmp_path) == ["7.ckpt"]
+
+
+def test_a_kill_between_temporary_file_and_rename_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "7.ckpt"
+    write_checkpoint(path, state())
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(*arguments):
+        raise KilledError
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(Path, "unlink", killed)  # a process that is killed cleans nothing up
+    with pytest.raises(KilledError):
+        write_checkpoint(path, state(world_size=9))
+    monkeypatch.undo()
+    assert read_checkpoint(path).world_size == 2
+    (left,) = set(os.listdir(tmp_path)) - {"7.ckpt"}
+    assert left.endswith(".cyxtrain-tmp")
+
+
+def test_a_state_that_cannot_be_saved_leaves_the_old_file(tmp_path):
+    path = tmp_path / "7.ckpt"
+    write_checkpoint(path, state())
+    with pytest.raises(CheckpointError, match=r"position\.callback"):
+        write_checkpoint(path, state(position={"callback": print}))
+    assert pack_checkpoint(read_checkpoint(path)) == pack_checkpoint(state())
+    assert os.listdir(tmp_path) == ["7.ckpt"]
+
+
+def test_the_new_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, original=original: (calls.append(name), original(*a))[1])
+    write_checkpoint(tmp_path / "7.ckpt", state())
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_folder_that_is_a_file_is_an_error_with_a_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Cannot write checkpoint .*choose another folder"):
+        write_checkpoint(tmp_path / "file" / "7.ckpt", state())
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*7\.ckpt"):
+        read_checkpoint(tmp_path / "7.ckpt")
+    with pytest.raises(CheckpointError, match="Cannot read checkpoint"):
+        read_checkpoint(tmp_path)

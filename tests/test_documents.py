@@ -1,0 +1,125 @@
+"""What the documents say is what the code has, and no file tells where it was written."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import cyxtrain as cx
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = (".ci", "benchmarks", "configs", "cyxtrain", "examples", "tests")
+
+
+def blocks(language):
+    """The fenced blocks of README in one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def project_files(*folders):
+    """Every text file in some folders of the project, or in all of it: (path, text)."""
+    paths = [path for folder in folders or FOLDERS for path in (ROOT / folder).rglob("*")]
+    if not folders:
+        paths += ROOT.iterdir()
+    for path in sorted(paths):
+        if path.is_file() and "__pycache__" not in path.parts and b"\0" not in (data := path.read_bytes()):
+            yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
+
+
+def public_objects(tree):
+    """The public objects that a program uses, as (name, the object that has it): `cx.init`, `trainer.fit`."""
+    kinds = {"cx": cx, "trainer": cx.DistributedTrainer}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
+            yield node.attr, kinds[node.value.id]
+
+
+def test_readme_begins_with_the_two_commands():
+    commands = [block.strip() for block in blocks("sh")[:2]]
+    assert commands == [
+        "pip install . && ./launch_distributed.sh 2 python examples/train_digits.py",
+        "pip install '.[test]' && pytest",
+    ]
+
+
+def test_continuous_integration_reads_the_commands_from_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "readme_block 1" in script
+    assert "readme_block 2" in script
+    assert "examples/train_digits.py" not in script
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
+def test_continuous_integration_is_a_script_that_bash_understands():
+    subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=True)
+
+
+@pytest.mark.parametrize("program", blocks("python"))
+def test_programs_in_readme_use_public_names(program):
+    tree = ast.parse(program)
+    for name, owner in public_objects(tree):
+        names = cx.__all__ if owner is cx else [name for name, _ in inspect.getmembers(owner)]
+        assert name in names, f"README uses {name!r}, which is not public in {owner.__name__}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cyxtrain"):
+            for alias in node.names:
+                assert hasattr(importlib.import_module(node.module), alias.name)
+
+
+def test_first_program_in_readme_is_fifteen_lines():
+    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+def test_errors_in_readme_are_those_that_exist():
+    named = set(re.findall(r"^\| `(\w+Error)` \|", README, flags=re.MULTILINE))
+    raised = {name for name in cx.__all__ if name.endswith("Error")} - {"CyxtrainError", "PeerSilentError"}
+    assert named == raised  # nobody raises PeerSilentError yet
+
+
+def test_files_that_documents_name_exist():
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:cyxtrain|examples|configs|tests|\.ci)/[\w./]*)`", text):
+            assert (ROOT / name).exists(), f"{document} names {name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
+def test_settings_are_those_of_the_training_config(path):
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    cx.DistributedTrainingConfig(**settings["training"]).validate()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
+def test_settings_come_with_a_reason_on_each_line(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert "#" in line or line.endswith(":"), f"{path.name}: no reason for {line!r}"
+
+
+def test_examples_begin_with_what_they_show_and_how_to_run_them():
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert docstring, path.name
+        assert f"examples/{path.name}" in docstring, path.name
+        assert "Expect" in docstring, path.name
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on():
+    path_of_machine = re.compile(r"(?<![\w.$}])/(?:root|work|farm|opt)\b")
+    found = [str(path) for path, text in project_files() if path_of_machine.search(text)]
+    assert found == []
+
+
+def test_package_unpickles_nothing():
+    pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
+    found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
+    assert found == []

@@ -1,0 +1,131 @@
+"""Claims about the history: nothing is lost on the way out and back, and people can read it."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+
+from cyxtrain.errors import ConfigError
+from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
+
+
+def history(num_epochs=3, first=1):
+    return TrainingHistory(
+        train_losses=[1 / (3 + epoch) for epoch in range(num_epochs)],
+        train_accuracies=[epoch / 100 for epoch in range(num_epochs)],
+        val_losses=[0.1 + 0.2 + epoch for epoch in range(num_epochs)],
+        total_time_seconds=12.34,
+        samples_per_second=4567.8,
+        effective_batch_size=128,
+        world_size=2,
+        epochs=list(range(first, first + num_epochs)),
+    )
+
+
+def test_both_names_are_one_class():
+    assert DistributedTrainingHistory is TrainingHistory
+
+
+def test_a_dictionary_comes_back_equal_and_is_independent():
+    original = history()
+    values = original.to_dict()
+    assert TrainingHistory.from_dict(values) == original
+    values["train_losses"].append(1.0)
+    assert len(original.train_losses) == 3
+
+
+def test_json_comes_back_bit_for_bit():
+    original = history()
+    assert TrainingHistory.from_json(original.to_json()) == original
+
+
+def test_numbers_that_are_not_finite_survive_strict_json():
+    original = TrainingHistory(train_losses=[math.nan, math.inf, -math.inf, 1.0], samples_per_second=math.inf)
+    text = original.to_json()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    read = TrainingHistory.from_json(text)
+    assert math.isnan(read.train_losses[0])
+    assert read.train_losses[1:] == [math.inf, -math.inf, 1.0]
+    assert read.samples_per_second == math.inf
+
+
+def test_files_hold_what_the_calls_return(tmp_path):
+    original = history()
+    path = tmp_path / "history.json"
+    assert original.to_json(path) == path.read_text()
+    assert TrainingHistory.from_json(path) == TrainingHistory.from_json(str(path)) == original
+    table = tmp_path / "history.csv"
+    assert original.to_csv(table) == table.read_text()
+
+
+def test_csv_has_a_row_per_epoch_and_empty_cells_for_what_is_missing():
+    original = history(num_epochs=2, first=4)
+    original.val_losses.pop()
+    rows = list(csv.DictReader(io.StringIO(original.to_csv())))
+    assert [row["epoch"] for row in rows] == ["4", "5"]
+    assert [float(row["train_loss"]) for row in rows] == original.train_losses
+    assert [row["val_loss"] for row in rows] == [repr(original.val_losses[0]), ""]
+    assert [row["val_accuracy"] for row in rows] == ["", ""]
+
+
+def test_kerass_history_has_the_lists_that_are_not_empty():
+    original = history()
+    assert original.history == {
+        "loss": original.train_losses,
+        "accuracy": original.train_accuracies,
+        "val_loss": original.val_losses,
+    }
+    assert TrainingHistory().history == {}
+
+
+def test_a_short_history_is_shown_completely():
+    lines = repr(history(num_epochs=10)).splitlines()
+    assert lines[0].split() == ["epoch", "loss", "accuracy", "val_loss"]
+    assert [line.split()[0] for line in lines[1:-1]] == [str(epoch) for epoch in range(1, 11)]
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert lines[-1] == ("TrainingHistory: 10 epochs in 12.3 s, 4,568 samples/s, effective batch size 128 on 2 ranks")
+
+
+def test_a_long_history_shows_its_first_and_last_epochs():
+    lines = repr(history(num_epochs=1000, first=7)).splitlines()
+    shown = [line.split()[0] for line in lines[1:-1]]
+    assert shown == ["7", "8", "9", "10", "11", "...", "1003", "1004", "1005", "1006"]
+
+
+def test_an_empty_history_can_be_shown_and_written():
+    assert repr(TrainingHistory()).startswith("TrainingHistory: 0 epochs")
+    assert len(TrainingHistory().to_csv().splitlines()) == 1
+    assert TrainingHistory.from_json(TrainingHistory().to_json()) == TrainingHistory()
+
+
+def test_a_history_made_by_hand_counts_its_epochs_from_1():
+    assert [line.split(",")[0] for line in TrainingHistory([0.5, 0.25]).to_csv().splitlines()] == ["epoch", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"train_loses": []}, "train_losses"),
+        ({"train_losses": 1.0}, "list"),
+        ({"train_losses": ["much"]}, "numbers"),
+        ({"world_size": None}, "numbers"),
+    ],
+)
+def test_what_is_no_history_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainingHistory.from_dict(values)
+
+
+@pytest.mark.parametrize("text", ["{", '{"train_losses": [nan]}'])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ConfigError, match="JSON"):
+        TrainingHistory.from_json(text)
+
+
+def test_json_that_is_no_object_is_refused(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"list\.json"):
+        TrainingHistory.from_json(path)
