@@ -80,6 +80,11 @@ def test_a_rank_that_succeeds_stops_nobody(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, b"[rank 1] still here\n")
 
 
+def test_only_a_failure_stops_the_others() -> None:
+    reactions = [supervisor.stop_all_at_first_failure(RankExit(0, "rank 0", code, None, 0.0)) for code in (0, 1, 137)]
+    assert reactions == [Reaction.KEEP_GOING, Reaction.STOP_ALL, Reaction.STOP_ALL]
+
+
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
     with started(tmp_path, 3, "ready(); signal.pause()") as launcher:
         wait_for_ranks(tmp_path, 3)
@@ -243,13 +248,14 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path: Path, num_rank
 
 
 class Screen:
-    """Both streams of a terminal, in memory; takes little at a time, as a slow one does."""
+    """Both streams of a terminal, in memory; takes little at a time and lets others run, as a slow one does."""
 
     def __init__(self) -> None:
         self.shown = b""
 
     def write(self, data: bytes, /) -> int:
         self.shown += data[:7]
+        time.sleep(0)
         return min(len(data), 7)
 
 
@@ -326,6 +332,20 @@ def test_a_pipe_that_a_daemon_holds_does_not_hold_us(tmp_path: Path, monkeypatch
     finally:
         os.kill(noted_pids(tmp_path)[0], signal.SIGKILL)
     wait_until(lambda: threading.active_count() == threads)  # the reader ends with the daemon
+
+
+def test_lines_are_not_mixed_on_a_slow_terminal(tmp_path: Path) -> None:
+    source = """
+        ready()
+        for other in range(3):
+            wait_for(f"ready{other}")
+        for i in range(200):
+            print(str(rank) * 100, file=(sys.stdout, sys.stderr)[i % 2])
+    """
+    _, shown = supervise(tmp_path, 3, source)
+    lines = shown.splitlines()
+    assert len(lines) == 600
+    assert set(lines) == {b"[rank %d] " % rank + b"%d" % rank * 100 for rank in range(3)}
 
 
 def test_a_slow_terminal_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,10 @@ _HELLO_SECONDS = 5.0
 _STORE_ERRORS = (RuntimeError,)  # DistStoreError and DistNetworkError are RuntimeErrors
 
 
+class StoreLostError(RendezvousError):
+    """The store has gone while ranks were meeting; another one may open in its place."""
+
+
 class Role(enum.IntEnum):
     """What a connection between two ranks is for."""
 
@@ -161,7 +165,7 @@ def _publish(
     except RendezvousError:
         raise
     except _STORE_ERRORS as error:
-        raise RendezvousError(
+        raise StoreLostError(
             f"rank {rank} lost the store at which the ranks meet ({_first_line(error)}): "
             "has the process of rank 0, or the launcher, ended? Look at its output first.",
             rank=0,

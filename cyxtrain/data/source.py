@@ -1,0 +1,120 @@
+"""The user's arrays as rows: what a batch is gathered from, and what is wrong with them before anything starts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from cyxtrain.errors import ConfigError
+
+_SAMPLED_ROWS = 1024
+_SCAN_ELEMENTS = 1 << 22
+
+
+class ArraySource:
+    """Rows of a NumPy array or a tensor, with or without targets. Nothing is copied, memory maps stay on disk.
+
+    Args:
+        inputs: X, shape (n, ...).
+        targets: y, shape (n, ...), or None.
+
+    Raises:
+        ConfigError: Not arrays, no rows, or X and y of different length.
+    """
+
+    def __init__(self, inputs: Any, targets: Any = None) -> None:
+        self.is_numpy = not isinstance(inputs, Tensor)
+        self.inputs = _as_tensor(inputs, "X")
+        self.targets = None if targets is None else _as_tensor(targets, "y")
+        if len(self.inputs) == 0:
+            raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
+        if self.targets is not None and len(self.targets) != len(self.inputs):
+            raise ConfigError(
+                f"X and y have different lengths: {len(self.inputs)} rows and {len(self.targets)} targets. "
+                "Each row needs its target."
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor | None]:
+        """Returns (inputs, targets) of rows by number, in that order."""
+        rows = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
+        targets = None if self.targets is None else self.targets.index_select(0, rows)
+        return self.inputs.index_select(0, rows), targets
+
+    def slice(self, first: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Returns (inputs, targets) of neighbouring rows, as views."""
+        return self.inputs[first:end], None if self.targets is None else self.targets[first:end]
+
+    def part(self, first: int, end: int) -> ArraySource:
+        """Returns neighbouring rows as a source of their own; a view."""
+        part = object.__new__(ArraySource)
+        part.is_numpy = self.is_numpy
+        part.inputs, part.targets = self.slice(first, end)
+        return part
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Returns what must be the same on every rank: shapes, dtypes and a hash of up to 1,024 rows."""
+        facts: dict[str, Any] = {}
+        for label, tensor in ((f"{name} X", self.inputs), (f"{name} y", self.targets)):
+            if tensor is not None:
+                facts[f"{label}: shape"] = list(tensor.shape)
+                facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
+                facts[f"{label}: hash of its values"] = _sampled_hash(tensor)
+        return facts
+
+    def has_nan(self, part: int, parts: int) -> bool:
+        """Returns whether X holds NaN in one of `parts` shares of its rows: each rank looks through one."""
+        if not self.inputs.is_floating_point():
+            return False
+        first, end = len(self) * part // parts, len(self) * (part + 1) // parts
+        rows = max(1, _SCAN_ELEMENTS // max(1, self.inputs[0].numel()))
+        for start in range(first, end, rows):
+            piece = self.inputs[start : min(start + rows, end)]
+            # A sum is NaN where any element is; it may be NaN for infinities too, so look again.
+            if bool(piece.sum().isnan()) and bool(piece.isnan().any()):
+                return True
+        return False
+
+
+def _as_tensor(values: Any, name: str) -> Tensor:
+    if isinstance(values, Tensor):
+        tensor = values.detach()
+    else:
+        array = np.asarray(values) if not isinstance(values, np.ndarray) else values
+        tensor = _from_numpy(array, name)
+    if tensor.dim() == 0:
+        raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
+    return tensor
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    if array.dtype.kind not in "fiubc":
+        raise ConfigError(
+            f"{name} holds {array.dtype} values; it must hold numbers. "
+            "Rows of different lengths must be padded, and texts encoded, first."
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    if array.dtype == np.longdouble and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    with warnings.catch_warnings():
+        # Read-only arrays are fine: nothing here writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _sampled_hash(tensor: Tensor) -> str:
+    """Returns a hash of up to 1,024 rows, evenly spaced, the first and the last among them."""
+    count = min(len(tensor), _SAMPLED_ROWS)
+    rows = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
+    sample = tensor.index_select(0, rows.to(tensor.device)).cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,168 @@
+"""One bucket at work: gradients come in, travel, and come back averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.parallel.layout import BucketSpec
+
+
+class Bucket:
+    """Gradients that travel together. It is also what PyTorch's comm hooks get as a GradBucket.
+
+    Args:
+        spec: Which parameters, and where.
+        parameters: All parameters of the module, which `spec` indexes.
+        index: Number of this bucket, in the order of launching.
+        last: Whether it is the last one.
+    """
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[nn.Parameter], index: int, last: bool) -> None:
+        self._parameters = [parameters[i] for i in spec.parameters]
+        self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device)
+        self._flags = self._flat[spec.flags_offset :]
+        self._gradients_end = spec.flags_offset
+        self._views = [
+            _slot(self._flat, offset, parameter)
+            for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
+        ]
+        self._index = index
+        self._last = last
+        self._works: list[Any] = []
+        self._future: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a new synchronisation: nothing has come in yet."""
+        self._ready = [False] * len(self._parameters)
+        self._missing = len(self._parameters)
+        self._works, self._future = [], None
+        self.launched = False
+
+    def take(self, slot: int, *, as_view: bool) -> None:
+        """Takes in the gradient of a parameter; with `as_view`, `.grad` becomes its place in the bucket."""
+        parameter, view = self._parameters[slot], self._views[slot]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not view:
+            view.copy_(gradient)
+            if as_view:
+                parameter.grad = view
+        if not self._ready[slot]:
+            self._ready[slot] = True
+            self._missing -= 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient has come in."""
+        return self._missing == 0
+
+    def fill(self, *, as_view: bool) -> None:
+        """Completes the bucket: gradients that were accumulated earlier are taken, the others count as zeros."""
+        for slot, ready in enumerate(self._ready):
+            if ready:
+                continue
+            if self._parameters[slot].grad is not None:
+                self.take(slot, as_view=as_view)
+            else:
+                self._views[slot].zero_()
+
+    def launch(self, group: Any, averages: bool, hook: tuple[Any, Any] | None) -> None:
+        """Sends the bucket on its way.
+
+        Args:
+            group: The process group.
+            averages: Whether its backend has AVG; else the sum is divided afterwards.
+            hook: (state, function) as PyTorch's comm hooks; None: all_reduce.
+        """
+        dist = torch.distributed
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self.launched = True
+        if self.complete:
+            self._flags.zero_()
+        else:
+            self._flags.copy_(torch.tensor([0.0 if ready else 1.0 for ready in self._ready]))
+        if hook is None:
+            self._works = [dist.all_reduce(self._flat, op, group, async_op=True)]
+            return
+        # A hook may do anything to gradients: the flags travel by themselves.
+        state, function = hook
+        self._future = function(state, self)
+        self._works = [dist.all_reduce(self._flags, op, group, async_op=True)]
+
+    def finish(self, world_size: int, averages: bool, *, as_view: bool) -> list[tuple[nn.Parameter, bool]]:
+        """Waits, and gives each parameter its averaged gradient.
+
+        Returns:
+            The parameters that took no part on some rank, and whether that was every rank. Those used nowhere
+            keep the gradient that they had: none.
+        """
+        for work in self._works:
+            work.wait()
+        if self._future is not None:
+            self._set_result(self._future.wait())
+        if not averages:
+            self._flags.div_(world_size)
+            if self._future is None:
+                self._flat[: self._gradients_end].div_(world_size)
+        flags = self._flags.real if self._flags.is_complex() else self._flags
+        shares = flags.tolist() if bool(flags.any()) else [0.0] * len(self._parameters)
+        unused = []
+        for slot, parameter in enumerate(self._parameters):
+            # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
+            nowhere = not self._ready[slot] and shares[slot] >= 1.0 - 1e-6
+            if shares[slot] > 0:
+                unused.append((parameter, nowhere))
+            if nowhere:
+                continue
+            if as_view:
+                parameter.grad = self._views[slot]
+            elif parameter.grad is None:
+                parameter.grad = self._views[slot].clone()
+            else:
+                parameter.grad.copy_(self._views[slot])
+        return unused
+
+    def _set_result(self, result: Any) -> None:
+        flat = result[0] if isinstance(result, (list, tuple)) else result
+        if flat.data_ptr() != self._flat.data_ptr():
+            self._flat[: self._gradients_end] = flat
+
+    # PyTorch's GradBucket.
+
+    def buffer(self) -> Tensor:
+        """Returns the gradients as one flat tensor."""
+        return self._flat[: self._gradients_end]
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the gradients."""
+        self._flat[: self._gradients_end] = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients, as views of the buffer."""
+        return list(self._views)
+
+    def parameters(self) -> list[Tensor]:
+        """Returns the parameters."""
+        return list(self._parameters)
+
+    def index(self) -> int:
+        """Returns the number of this bucket."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Returns whether it is the last bucket of a synchronisation."""
+        return self._last
+
+
+def _slot(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+    """Returns the parameter's place, with its strides where its memory is dense: autograd wants them alike."""
+    count = parameter.numel()
+    place = flat[offset : offset + count]
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return place.view(parameter.shape)
+    return place.as_strided(parameter.shape, parameter.stride(), place.storage_offset())

@@ -1,0 +1,273 @@
+"""The same module on every rank, its gradients averaged during backward."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cyxtrain import runtime
+from cyxtrain.config import DDPConfig, unknown_name
+from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.reducer import Reducer, trained_parameters
+
+_BROADCAST_BYTES = 25 << 20
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module, so that training it on N ranks is training it once on all their samples.
+
+    Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs; buffers
+    follow rank 0 at each training forward. In a world of one it is inert: no hook, no copy.
+
+    Args:
+        model: The module. It is not copied: training the wrapper trains it.
+        config: How gradients travel.
+        device_ids: As PyTorch's; at most one device, where the module must be already.
+        output_device: As PyTorch's; ignored, outputs stay where they are.
+        **fields: Fields of `DDPConfig`, which rule over `config`.
+
+    Raises:
+        NotInitializedError: Before `cyxtrain.init()`.
+        ConfigError: A setting is wrong, or the ranks have different modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DDPConfig | None = None,
+        *,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        self.config = _merged(config, fields)
+        if device_ids is not None and len(device_ids) > 1:
+            raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
+        self.module = model
+        world_size = runtime.get_world_size()
+        named = trained_parameters(model)
+        self._reducer: Reducer | None = None
+        self._syncs = True
+        self._last_input: weakref.ref[Tensor] | None = None
+        self._last_output: weakref.ref[Tensor] | None = None
+        if world_size > 1:
+            _check_same_module(model)
+            if self.config.broadcast_parameters:
+                broadcast_tensors([*model.parameters(), *model.buffers()])
+            self._reducer = Reducer(named, self.config)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Calls the module, and prepares backward to average gradients (unless under `no_sync`)."""
+        if torch.is_grad_enabled() and self._reducer is not None:
+            if self._syncs:
+                self._reducer.arm(dist.group.WORLD)
+                self._sync_buffers()
+            else:
+                self._reducer.disarm()
+        output = self.module(*inputs, **named_inputs)
+        self._last_input = _reference(_first_tensor((inputs, named_inputs)))
+        self._last_output = _reference(_first_tensor(output))
+        return output
+
+    def backward(self, t: Tensor) -> Tensor | None:
+        """Accumulates gradients locally; no rank hears of them before `sync_gradients`.
+
+        Args:
+            t: The loss, where it has a graph; else the gradient of the last output, of its shape.
+
+        Returns:
+            The gradient of the last input, where that is a leaf that asks for one; else None.
+
+        Raises:
+            ConfigError: `t` is a gradient, and the last output is gone.
+        """
+        with self._held():
+            if t.requires_grad:
+                t.backward()  # type: ignore[no-untyped-call]
+            else:
+                output = None if self._last_output is None else self._last_output()
+                if output is None:
+                    raise ConfigError("backward(gradient) needs the output of the last forward: keep it in a variable.")
+                output.backward(t)  # type: ignore[no-untyped-call]
+        source = None if self._last_input is None else self._last_input()
+        return source.grad if source is not None and source.is_leaf else None
+
+    def sync_gradients(self) -> dict[str, Tensor]:
+        """Averages over ranks what has accumulated; calling it twice changes nothing.
+
+        Returns:
+            The gradient of each parameter that has one, by name.
+        """
+        if self._reducer is not None and self._reducer.unsynced:
+            self._reducer.synchronize(dist.group.WORLD)
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Averages what is not averaged yet, steps the optimizer and clears the gradients."""
+        self.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward_without_batch(self) -> None:
+        """Takes the part of a rank without samples in a step's forward."""
+        if self._reducer is not None:
+            self._sync_buffers()
+
+    def backward_without_batch(self) -> None:
+        """Takes the part of a rank without samples in a step's backward: its gradients count as zeros."""
+        if self._reducer is not None:
+            self._reducer.synchronize(dist.group.WORLD)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward accumulates locally; the first backward outside averages everything."""
+        before, self._syncs = self._syncs, False
+        try:
+            with self._held():
+                yield
+        finally:
+            self._syncs = before
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
+        if self._reducer is None:
+            return  # a world of one has nothing to send
+        if self._reducer.comm_hook is not None:
+            raise ConfigError("a comm hook is registered already; a module has one.")
+        self._reducer.comm_hook = (state, hook)
+
+    def sync_buffers(self) -> None:
+        """Copies rank 0's buffers, such as running means, to all."""
+        if self._reducer is not None:
+            broadcast_tensors(list(self.module.buffers()))
+
+    def _sync_buffers(self) -> None:
+        if self.training:
+            self.sync_buffers()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        if self._reducer is None:
+            yield
+            return
+        before, self._reducer.held = self._reducer.held, True
+        try:
+            yield
+        finally:
+            self._reducer.held = before
+
+    def close(self) -> None:
+        """Takes the hooks off the module, which can then be wrapped anew."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+    def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:
+        """Returns the module's own state: names have no prefix, and load into the bare module."""
+        state: dict[str, Any] = self.module.state_dict(*args, **fields)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state without prefix."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def get_model(self) -> nn.Module:
+        """Returns the wrapped module."""
+        return self.module
+
+    def get_rank(self) -> int:
+        """Returns this rank."""
+        return runtime.get_rank()
+
+    def get_world_size(self) -> int:
+        """Returns how many ranks there are."""
+        return runtime.get_world_size()
+
+    def is_master(self) -> bool:
+        """Returns whether this is rank 0."""
+        return runtime.is_master()
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], src: int = 0) -> None:
+    """Copies the tensors of rank `src` to all, in place; small ones travel together.
+
+    Cost: the bytes once in and once out, in messages of up to 25 MiB per dtype and device.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for kind in kinds.values():
+        for batch in _batches(kind):
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.broadcast(flat, src)
+            for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BROADCAST_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
+    known = [field.name for field in dataclasses.fields(DDPConfig)]
+    for name in fields:
+        if name not in known:
+            raise unknown_name("DistributedDataParallel", name, known, "argument")
+    merged = dataclasses.replace(config or DDPConfig(), **fields)
+    merged.validate()
+    return merged
+
+
+def _check_same_module(model: nn.Module) -> None:
+    """Refuses, on every rank, modules whose parameters or buffers differ in name, shape, dtype or training."""
+    own = {
+        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
+    for rank, other in enumerate(everyone):
+        for name in {**everyone[0], **other}:
+            if everyone[0].get(name) != other.get(name):
+                raise ConfigError(
+                    f"rank {rank} has another model than rank 0: {name} is {_text(other.get(name))} on rank {rank} and "
+                    f"{_text(everyone[0].get(name))} on rank 0. Build the same model on every rank.",
+                    rank=rank,
+                )
+        if list(everyone[0]) != list(other):
+            raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
+
+
+def _text(facts: list[Any] | None) -> str:
+    if facts is None:
+        return "absent"
+    return f"{facts[1].removeprefix('torch.')} {facts[0]}{'' if facts[2] else ' (frozen)'}"
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for found in map(_first_tensor, parts) if found is not None), None)
+
+
+def _reference(tensor: Tensor | None) -> weakref.ref[Tensor] | None:
+    # Weak: a strong one would keep the last output alive, and with it memory that the next step needs.
+    return None if tensor is None else weakref.ref(tensor)

@@ -1,0 +1,85 @@
+"""Which gradients travel together: pure arithmetic, fixed when the wrapper is made.
+
+A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
+rank where that parameter took no part. The flags are summed with the gradients, so that all ranks know who used
+what without another message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that communication begins early in backward."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter: its number of elements, dtype and device."""
+
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """A bucket: which parameters, and where each begins.
+
+    Attributes:
+        parameters: Indices of parameters.
+        offsets: First element of each, in the flat tensor.
+        flags_offset: First element of the flags, one per parameter; the gradients end here.
+        dtype: Of the flat tensor.
+        device: Of the flat tensor.
+    """
+
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    flags_offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        """Elements of the flat tensor, the flags included."""
+        return self.flags_offset + len(self.parameters)
+
+
+def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
+    """Returns the buckets in the order in which they are launched.
+
+    Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket
+    is closed when it has reached its size, so that one large parameter does not wait for small ones.
+
+    Args:
+        parameters: In the order of the module.
+        bucket_bytes: Size at which a bucket is closed; the first one of each kind is closed at 1 MiB.
+    """
+    finished: list[tuple[int, list[int]]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    seen: set[tuple[torch.dtype, torch.device]] = set()
+    for index in reversed(range(len(parameters))):
+        kind = (parameters[index].dtype, parameters[index].device)
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(index)
+        limit = bucket_bytes if kind in seen else min(bucket_bytes, _FIRST_BUCKET_BYTES)
+        if sum(parameters[i].count for i in bucket) * kind[0].itemsize >= limit:
+            finished.append((index, open_buckets.pop(kind)))
+            seen.add(kind)
+    finished += [(bucket[-1], bucket) for bucket in open_buckets.values()]
+    # By the parameter that is ready last: the order in which buckets fill.
+    finished.sort(key=lambda item: -item[0])
+    return [_bucket([*bucket], parameters) for _, bucket in finished]
+
+
+def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:
+    offsets, position = [], 0
+    for index in indices:
+        offsets.append(position)
+        position += parameters[index].count
+    first = parameters[indices[0]]
+    return BucketSpec(tuple(indices), tuple(offsets), position, first.dtype, first.device)

@@ -1,0 +1,164 @@
+"""Averages gradients over ranks while backward still runs.
+
+Each parameter has a hook that fires when its gradient is complete. It puts the gradient into its bucket; buckets
+leave in index order as they become complete, and the end of backward sends the rest and waits. The layout never
+changes: a resumed run sums in the same order as the uninterrupted one.
+Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020), section 4.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import DDPConfig
+from cyxtrain.errors import ConfigError, DistributedTrainingError
+from cyxtrain.parallel.bucket import Bucket
+from cyxtrain.parallel.layout import ParameterSpec, bucket_layout
+
+
+class Reducer:
+    """The buckets of a module, and the hooks that fill them.
+
+    Args:
+        parameters: (name, parameter) of those that are trained, in the order of the module.
+        config: Sizes and semantics.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: DDPConfig) -> None:
+        self._names = {parameter: name for name, parameter in parameters}
+        self._as_view = config.gradient_as_bucket_view
+        self._allow_unused = config.find_unused_parameters or config.static_graph
+        trained = [parameter for _, parameter in parameters]
+        specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
+        layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
+        self._buckets = [
+            Bucket(spec, trained, index, index == len(layout) - 1) for index, spec in enumerate(layout)
+        ]
+        self.comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
+        self._group: Any = None
+        self._armed = False
+        self._running = False
+        self._next_bucket = 0
+        self.held = False
+        """Whether backward shall accumulate locally, whatever forward decided."""
+        self.unsynced = False
+        """Whether gradients have been accumulated that no other rank has seen."""
+        self._handles = []
+        own = weakref.ref(self)  # a hook must not keep the reducer, and with it the buckets, alive
+        for index, spec in enumerate(layout):
+            for slot, number in enumerate(spec.parameters):
+                hook = _hook(own, index, slot)
+                self._handles.append(trained[number].register_post_accumulate_grad_hook(hook))
+
+    def arm(self, group: Any) -> None:
+        """Lets backward synchronise over `group`, from now on."""
+        self._group, self._armed, self._running = group, True, False
+
+    def disarm(self) -> None:
+        """Lets backward accumulate locally only, from now on."""
+        self._armed = False
+
+    def close(self) -> None:
+        """Removes the hooks; `.grad` stays as it is."""
+        for handle in self._handles:
+            handle.remove()
+
+    def synchronize(self, group: Any) -> None:
+        """Averages what has accumulated in `.grad`; a parameter without one counts as zeros.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: As the collectives.
+        """
+        self._group = group
+        self._begin()
+        self._finish(check=False)
+
+    def on_gradient(self, index: int, slot: int) -> None:
+        """Takes in one gradient, and launches what is complete. Called by autograd."""
+        if self.held or not self._armed:
+            self.unsynced = True
+            return
+        if not self._running:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_backward)
+        bucket = self._buckets[index]
+        if bucket.launched:
+            raise DistributedTrainingError(
+                "a gradient came after its bucket had been sent: backward reached a parameter twice. "
+                "Gradient checkpointing must be used with use_reentrant=False."
+            )
+        bucket.take(slot, as_view=self._as_view)
+        self._launch_complete()
+
+    def _begin(self) -> None:
+        for bucket in self._buckets:
+            bucket.clear()
+        self._next_bucket = 0
+        self._running = True
+
+    def _launch_complete(self) -> None:
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._buckets[self._next_bucket].launch(self._group, self._averages, self.comm_hook)
+        self._next_bucket += 1
+
+    def _at_end_of_backward(self) -> None:
+        self._finish(check=not self._allow_unused)
+
+    def _finish(self, *, check: bool) -> None:
+        """Sends the rest, waits for all, and gives the averages to the parameters."""
+        try:
+            while self._next_bucket < len(self._buckets):
+                self._buckets[self._next_bucket].fill(as_view=self._as_view)
+                self._launch_next()
+            world_size = torch.distributed.get_world_size(self._group)
+            unused: list[tuple[nn.Parameter, bool]] = []
+            for bucket in self._buckets:
+                unused += bucket.finish(world_size, self._averages, as_view=self._as_view)
+        finally:
+            self._running = False
+        self.unsynced = False
+        if check and unused:
+            self._refuse_unused([parameter for parameter, _ in unused])
+
+    def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Every rank has seen the same flags, so every rank raises.
+        names = ", ".join(self._names[parameter] for parameter in parameters)
+        raise DistributedTrainingError(
+            f"these parameters took no part in the loss on at least one rank: {names}. If that is intended, set "
+            "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
+        )
+
+    @property
+    def _averages(self) -> bool:
+        return torch.distributed.get_backend(self._group) != "gloo"  # Gloo has no AVG
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Tensor], None]:
+    def on_gradient(_: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.on_gradient(index, slot)
+
+    return on_gradient
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns (name, parameter) of those that are trained, each once.
+
+    Raises:
+        ConfigError: A parameter of a lazy module that has not run yet.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} has no shape yet: run a lazy module once, on every rank, before it is trained."
+            )
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,195 @@
+"""How the loss of a batch is put together from the ranks' parts, so that N ranks equal one.
+
+Every loss is a sum of terms over a weight: mean losses divide by the number of samples, PyTorch's weighted means
+by the weights of the classes they saw. A rank knows its own sum and weight; the step needs the weight of all.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cyxtrain.config import unknown_name
+from cyxtrain.errors import ConfigError
+
+_BY_NAME: dict[str, Callable[[], nn.Module]] = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "nll": nn.NLLLoss,
+    "bce": nn.BCELoss,
+    "bce_with_logits": nn.BCEWithLogitsLoss,
+    "mse": nn.MSELoss,
+    "l1": nn.L1Loss,
+    "mae": nn.L1Loss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "huber": nn.HuberLoss,
+    "kl_div": nn.KLDivLoss,
+}
+_BY_FUNCTION: dict[Any, Callable[[], nn.Module]] = {
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.mse_loss: nn.MSELoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.huber_loss: nn.HuberLoss,
+}
+_CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
+_BINARY_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
+_ELEMENTWISE_LOSSES = (*_BINARY_LOSSES, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
+
+
+class Weighting(enum.Enum):
+    """What the sum of a batch's terms is divided by."""
+
+    SAMPLES = "mean over samples"
+    """The number of samples: known to every rank without asking."""
+    TERMS = "weighted mean"
+    """What the loss itself counts, such as class weights: one number is summed over ranks before backward."""
+    NOTHING = "sum"
+    """Nothing: the loss is a sum."""
+
+
+@dataclass
+class BatchLoss:
+    """The loss of this rank's part of a batch.
+
+    Attributes:
+        total: Sum of its terms, with a graph while training; 0-dim.
+        weight: What belongs below it; a tensor where it came out of the data.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+
+class Loss:
+    """A loss function as the trainer uses it.
+
+    Args:
+        loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns
+            the mean over samples or (sum, weight), or None: the model returns its loss.
+
+    Raises:
+        ConfigError: An unknown name, or nothing that can be called.
+    """
+
+    def __init__(self, loss_fn: nn.Module | Callable[..., Any] | str | None) -> None:
+        self.function = _resolve(loss_fn)
+        self.weighting = Weighting.SAMPLES
+        self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
+        self._summing: nn.Module | None = None
+        if self._reduction == "sum":
+            self.weighting = Weighting.NOTHING
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one of torch.nn, whose arithmetic we know."""
+        return isinstance(self.function, nn.modules.loss._Loss) and type(self.function).__module__.startswith("torch.")
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether targets are 0 or 1, one per output."""
+        return isinstance(self.function, _BINARY_LOSSES)
+
+    @property
+    def threshold(self) -> float:
+        """Output above which a binary model says 1."""
+        return 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether output and target must have one shape."""
+        return isinstance(self.function, _ELEMENTWISE_LOSSES)
+
+    @property
+    def is_assumed_mean(self) -> bool:
+        """Whether it is a function of the user's, taken for a mean over samples."""
+        return self.function is not None and not self.is_known and self.weighting is Weighting.SAMPLES
+
+    def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns targets of the type that the loss wants: class numbers, else the model's floats."""
+        if target.is_floating_point():
+            return target.to(dtype)
+        if target.is_complex():
+            return target
+        wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
+        return target.to(dtype if wants_floats else torch.int64)
+
+    def look_at(self, targets: Tensor | None) -> None:
+        """Finds out what this data is weighted by. Every rank has the same data, so all come to the same."""
+        function = self.function
+        if not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or self._reduction != "mean" or targets is None:
+            return
+        by_class = not targets.is_floating_point()
+        counts_terms = by_class and (
+            function.weight is not None or bool((targets == function.ignore_index).any())
+        )
+        self.weighting = Weighting.TERMS if counts_terms else Weighting.SAMPLES
+        if counts_terms:
+            # Its own mean over a part with no valid target is 0 / 0: the sum is taken instead, the weight beside it.
+            self._summing = copy.copy(function)
+            self._summing.reduction = "sum"
+
+    def look_at_result(self, result: Any) -> None:
+        """Finds out whether a function of the user's returns (sum, weight)."""
+        if not self.is_known and isinstance(result, tuple):
+            self.weighting = Weighting.TERMS
+
+    def __call__(self, output: Any, target: Tensor | None, rows: int) -> BatchLoss:
+        """Returns the loss of `rows` samples."""
+        if self.function is None:
+            return BatchLoss(_models_own(output) * rows, float(rows))
+        if self._summing is not None and self.weighting is Weighting.TERMS:
+            assert target is not None
+            return BatchLoss(self._summing(output, target), self._weight_of(target))
+        result = self.function(output, target)
+        if isinstance(result, tuple):
+            total, weight = result
+            return BatchLoss(total, weight)
+        if self.weighting is Weighting.NOTHING:
+            return BatchLoss(result, float(rows))
+        mean = result.mean() if self._reduction == "none" or result.dim() else result
+        return BatchLoss(mean * rows, float(rows))
+
+    def _weight_of(self, target: Tensor) -> Tensor:
+        function = self.function
+        assert isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+        valid = target != function.ignore_index
+        if function.weight is None:
+            return valid.sum()
+        return function.weight[target[valid]].sum()
+
+
+def _resolve(loss_fn: Any) -> Any:
+    if isinstance(loss_fn, str):
+        if loss_fn not in _BY_NAME:
+            raise unknown_name("cyxtrain", loss_fn, list(_BY_NAME), "loss")
+        return _BY_NAME[loss_fn]()
+    if isinstance(loss_fn, type):
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}().")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be callable, a name or None, got {loss_fn!r}.")
+    if isinstance(loss_fn, nn.Module) or loss_fn is None:
+        return loss_fn
+    return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
+
+
+def _models_own(output: Any) -> Tensor:
+    """Returns the loss that a model has computed itself."""
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    elif not isinstance(output, Tensor):
+        output = getattr(output, "loss", None)
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output.reshape(())
+    raise ConfigError(
+        "there is no loss: give the trainer a loss_fn, or let the model return a scalar, or an output with 'loss'."
+    )
