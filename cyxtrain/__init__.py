@@ -1,0 +1,107 @@
+"""Keras's `fit` for any PyTorch module, on as many processes as there are: exact, fast, honest.
+
+    import cyxtrain as cx
+    cx.init()
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-3))
+    history = trainer.fit(X, y, cx.DistributedTrainingConfig(epochs=10, batch_size=64))
+    loss, accuracy = trainer.evaluate(X_test, y_test)
+
+Importing opens no socket, starts no thread, logs nothing and reads no environment.
+"""
+
+from torch.distributed import ReduceOp
+
+from cyxtrain import datasets, ring
+from cyxtrain.config import BackendType, DDPConfig, DistributedConfig, DistributedTrainingConfig
+from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.errors import (
+    BackendUnavailableError,
+    CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    CyxtrainError,
+    DistributedTrainingError,
+    NotInitializedError,
+    PeerLostError,
+    PeerSilentError,
+    RendezvousError,
+)
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.runtime import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    destroy_process_group,
+    finalize,
+    gather,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    init,
+    init_process_group,
+    is_initialized,
+    is_master,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
+from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.weights import load_weights, save_weights
+
+__version__ = "0.1.0"
+
+# In the order in which data flow: join, exchange, deal, average, train, keep; then what can go wrong.
+__all__ = [  # noqa: RUF022
+    "DistributedConfig",
+    "BackendType",
+    "init",
+    "finalize",
+    "init_process_group",
+    "destroy_process_group",
+    "is_initialized",
+    "get_rank",
+    "get_world_size",
+    "get_local_rank",
+    "is_master",
+    "ReduceOp",
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "scatter",
+    "gather",
+    "reduce",
+    "barrier",
+    "send",
+    "recv",
+    "datasets",
+    "DistributedSampler",
+    "DistributedBatchIterator",
+    "DDPConfig",
+    "DistributedDataParallel",
+    "DistributedTrainingConfig",
+    "DistributedTrainer",
+    "TrainingHistory",
+    "DistributedTrainingHistory",
+    "save_weights",
+    "load_weights",
+    "CyxtrainError",
+    "NotInitializedError",
+    "ConfigError",
+    "BackendUnavailableError",
+    "RendezvousError",
+    "PeerLostError",
+    "PeerSilentError",
+    "CollectiveTimeoutError",
+    "CollectiveMismatchError",
+    "CheckpointError",
+    "DistributedTrainingError",
+]
+
+ring.register()

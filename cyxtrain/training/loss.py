@@ -62,11 +62,13 @@ class BatchLoss:
     """The loss of this rank's part of a batch.
 
     Attributes:
-        total: Sum of its terms, with a graph while training; 0-dim.
-        weight: What belongs below it; a tensor where it came out of the data.
+        value: What the loss function gave, 0-dim; with a graph while training.
+        terms: `value` times this is the sum of the terms.
+        weight: What belongs below that sum; a tensor where it came out of the data.
     """
 
-    total: Tensor
+    value: Tensor
+    terms: float
     weight: Tensor | float
 
 
@@ -146,18 +148,17 @@ class Loss:
     def __call__(self, output: Any, target: Tensor | None, rows: int) -> BatchLoss:
         """Returns the loss of `rows` samples."""
         if self.function is None:
-            return BatchLoss(_models_own(output) * rows, float(rows))
+            return BatchLoss(_models_own(output), rows, rows)
         if self._summing is not None and self.weighting is Weighting.TERMS:
             assert target is not None
-            return BatchLoss(self._summing(output, target), self._weight_of(target))
+            return BatchLoss(self._summing(output, target), 1, self._weight_of(target))
         result = self.function(output, target)
         if isinstance(result, tuple):
             total, weight = result
-            return BatchLoss(total, weight)
+            return BatchLoss(total, 1, weight)
         if self.weighting is Weighting.NOTHING:
-            return BatchLoss(result, float(rows))
-        mean = result.mean() if self._reduction == "none" or result.dim() else result
-        return BatchLoss(mean * rows, float(rows))
+            return BatchLoss(result, 1, rows)
+        return BatchLoss(result.mean() if result.dim() else result, rows, rows)
 
     def _weight_of(self, target: Tensor) -> Tensor:
         function = self.function

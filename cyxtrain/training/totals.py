@@ -29,7 +29,7 @@ class Totals:
     def add(self, row: int, loss: BatchLoss, correct: Tensor | None, counted: Tensor | int) -> None:
         """Adds a batch to a row, without waiting for the device."""
         line = self.table[row]
-        line[LOSS] += loss.total.detach()
+        line[LOSS].add_(loss.value.detach(), alpha=loss.terms)
         line[WEIGHT] += loss.weight
         if correct is not None:
             line[CORRECT] += correct

@@ -1,0 +1,77 @@
+"""The ways of calling `fit`, brought to one form."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cyxtrain.config import DistributedTrainingConfig, unknown_name
+from cyxtrain.errors import ConfigError
+
+_FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
+
+
+@dataclass
+class FitArguments:
+    """What `fit` was asked for.
+
+    Attributes:
+        inputs: X.
+        targets: y, or None.
+        validation: (X_val, y_val), or None.
+        config: Complete and valid.
+    """
+
+    inputs: Any
+    targets: Any
+    validation: tuple[Any, Any] | None
+    config: DistributedTrainingConfig
+
+
+def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
+    """Returns one form of `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)` and Keras's keywords.
+
+    Raises:
+        ConfigError: An unknown argument (with the nearest known one), or ones that do not go together.
+    """
+    config = keywords.pop("config", None)
+    arrays = list(positional)
+    if arrays and isinstance(arrays[-1], DistributedTrainingConfig):
+        if config is not None:
+            raise ConfigError("fit got two configs: one by position, one by name.")
+        config = arrays.pop()
+    if len(arrays) not in (1, 2, 4):
+        raise ConfigError(f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {len(arrays)} arrays.")
+    validation = keywords.pop("validation_data", None)
+    if len(arrays) == 4:
+        if validation is not None:
+            raise ConfigError("fit got validation data twice: by position, and as validation_data.")
+        validation = (arrays[2], arrays[3])
+    settings = _settings(config, keywords)
+    return FitArguments(arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings)
+
+
+def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
+    if config is not None and not isinstance(config, DistributedTrainingConfig):
+        raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
+    for name in keywords:
+        if name not in _FIELDS:
+            raise unknown_name("fit", name, [*_FIELDS, "validation_data", "config"], "argument")
+    if keywords.get("verbose") in (0, 1, 2, "auto"):
+        keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
+    if "batch_size" in keywords and "effective_batch_size" not in keywords:
+        keywords["effective_batch_size"] = None  # the one that was asked for last rules
+    settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
+    settings.validate()
+    return settings
+
+
+def _pair(validation: Any, settings: DistributedTrainingConfig) -> tuple[Any, Any] | None:
+    if validation is None:
+        return None
+    if settings.validation_split:
+        raise ConfigError("fit got validation data and validation_split: give one of them.")
+    if not isinstance(validation, (tuple, list)) or len(validation) != 2:
+        raise ConfigError("validation_data must be (X_val, y_val).")
+    return validation[0], validation[1]

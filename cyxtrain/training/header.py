@@ -1,0 +1,67 @@
+"""The lines that explain a run before it starts: one fact each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.training.checkpoint import library_versions
+from cyxtrain.training.loss import Loss
+
+_BACKENDS = {"ring": "cpu (cyxtrain's TCP ring)", "gloo": "gloo (PyTorch's, on CPUs)", "nccl": "nccl (NVIDIA's, on GPUs)"}
+
+
+def explain(
+    config: DistributedTrainingConfig,
+    model: nn.Module,
+    loss: Loss,
+    device: torch.device,
+    rows: tuple[int, int],
+    steps: int,
+    first_epoch: int,
+) -> list[tuple[str, str]]:
+    """Returns (what, how) of a run, in the order in which they are shown.
+
+    Args:
+        config: Of the run.
+        model: Not wrapped.
+        loss: As it is used.
+        device: Of this rank.
+        rows: Of training and of validation.
+        steps: Per epoch.
+        first_epoch: From 1; higher where training goes on.
+    """
+    world_size = dist.get_world_size()
+    facts = [
+        ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
+        ("world", _count(world_size, "rank")),
+        ("backend", _BACKENDS.get(dist.get_backend(), dist.get_backend())),
+        ("batch", _batch(config, world_size)),
+        ("steps", f"{_count(steps, 'step')} per epoch, epochs {first_epoch} to {first_epoch + config.epochs - 1}"),
+        ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
+        ("device", f"{device}" + (f", {_count(torch.get_num_threads(), 'thread')} per rank" if device.type == "cpu" else "")),
+        ("model", f"{type(model).__name__}, {_parameters(model)}"),
+    ]
+    if loss.is_assumed_mean:
+        facts.append(("loss", "a function of yours, taken for a mean over samples; else return (sum, weight)"))
+    return facts
+
+
+def _batch(config: DistributedTrainingConfig, world_size: int) -> str:
+    if config.effective_batch_size is None:
+        return f"{config.batch_size:,} per rank, {config.batch_size * world_size:,} effective"
+    whole, rest = divmod(config.effective_batch_size, world_size)
+    per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
+    return f"{per_rank} per rank, {config.effective_batch_size:,} effective"
+
+
+def _parameters(model: nn.Module) -> str:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

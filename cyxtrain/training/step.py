@@ -1,0 +1,139 @@
+"""What happens with one batch. The order of a training step:
+
+zero the gradients; forward; the weight of the joined batch; backward, which averages gradients over ranks while
+it runs; step the optimizer; add to the sums of the epoch.
+
+Parameters change only after every collective of the step has succeeded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cyxtrain import runtime
+from cyxtrain.data.batches import Batch
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.loss import BatchLoss, Loss, Weighting
+from cyxtrain.training.totals import Totals, count_correct
+
+
+class Step(Protocol):
+    """Deals with a batch, and sums up."""
+
+    totals: Totals
+
+    def __call__(self, batch: Batch) -> None:
+        """Deals with one batch."""
+
+
+class TrainingStep:
+    """One update of the parameters per batch.
+
+    Args:
+        ddp: The model.
+        loss: Of a batch.
+        optimizer: Of the model's parameters.
+        device: Where the model computes.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        self._ddp = ddp
+        self._loss = loss
+        self._optimizer = optimizer
+        self.totals = Totals(1, device)
+
+    def __call__(self, batch: Batch) -> None:
+        """Zero, forward, backward, step."""
+        self._optimizer.zero_grad()
+        output, loss = self._forward(batch)
+        self._backward(loss, self._joined_weight(loss, batch))
+        self._optimizer.step()
+        if loss is not None:
+            self.totals.add(0, loss, *count_correct(output, batch.targets, self._loss))
+
+    def _forward(self, batch: Batch) -> tuple[Any, BatchLoss | None]:
+        if batch.rows == 0:
+            self._ddp.forward_without_batch()
+            return None, None
+        output = call_model(self._ddp, batch, self._loss)
+        return output, self._loss(output, batch.targets, batch.rows)
+
+    def _joined_weight(self, loss: BatchLoss | None, batch: Batch) -> float:
+        """Returns what the sum of all ranks' terms is divided by."""
+        if self._loss.weighting is Weighting.SAMPLES:
+            return batch.joined_rows
+        if self._loss.weighting is Weighting.NOTHING:
+            return 1
+        weight = torch.as_tensor(0.0 if loss is None else loss.weight, dtype=torch.float64).detach().cpu().reshape(1)
+        weight = weight.clone()
+        dist.all_reduce(weight, group=runtime.cpu_group())
+        return weight.item()
+
+    def _backward(self, loss: BatchLoss | None, joined_weight: float) -> None:
+        if loss is None:
+            self._ddp.backward_without_batch()
+            return
+        # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even batches.
+        share = loss.terms * dist.get_world_size() / joined_weight if joined_weight else math.nan
+        value = loss.value if share == 1 else loss.value * share
+        value.backward()  # type: ignore[no-untyped-call]
+
+
+class EvaluationStep:
+    """Sums of each batch, without gradients.
+
+    Args:
+        model: In evaluation mode.
+        loss: Of a batch.
+        batches: How many there are over all ranks.
+        device: Where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, batches: int, device: torch.device) -> None:
+        self._model = model
+        self._loss = loss
+        self.totals = Totals(batches, device)
+
+    def __call__(self, batch: Batch) -> None:
+        """Forward."""
+        with torch.no_grad():
+            output = call_model(self._model, batch, self._loss)
+            loss = self._loss(output, batch.targets, batch.rows)
+            self.totals.add(batch.number, loss, *count_correct(output, batch.targets, self._loss))
+
+
+class PredictionStep:
+    """Collects the outputs of batches, without gradients.
+
+    Args:
+        model: In evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.outputs: list[Tensor] = []
+        self.other: str | None = None
+        """What the model returned, where that was no tensor."""
+
+    def __call__(self, batch: Batch) -> None:
+        """Forward."""
+        with torch.no_grad():
+            output = self._model(batch.inputs)
+        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != batch.rows:
+            self.other = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            return
+        self.outputs.append(output.cpu())
+
+
+def call_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
+    """Returns the model's output; a model that computes its own loss is given the targets too."""
+    if loss.function is None and batch.targets is not None:
+        return model(batch.inputs, batch.targets)
+    return model(batch.inputs)
