@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,16 +25,27 @@ class Totals:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.table = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
+        self._on_device = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
+        self._here = np.zeros((rows, _COLUMNS))
 
     def add(self, row: int, loss: BatchLoss, correct: Tensor | None, counted: Tensor | int) -> None:
         """Adds a batch to a row, without waiting for the device."""
-        line = self.table[row]
-        line[LOSS].add_(loss.value.detach(), alpha=loss.terms)
-        line[WEIGHT] += loss.weight
+        self._on_device[row, LOSS].add_(loss.value.detach(), alpha=loss.terms)
+        self._add(row, WEIGHT, loss.weight)
         if correct is not None:
-            line[CORRECT] += correct
-            line[COUNTED] += counted
+            self._add(row, CORRECT, correct)
+            self._add(row, COUNTED, counted)
+
+    def _add(self, row: int, column: int, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            self._on_device[row, column].add_(value)
+        else:
+            self._here[row, column] += value  # plain numbers cost no operation of the device
+
+    @property
+    def table(self) -> Tensor:
+        """The sums so far, shape (rows, 4), float64, on the CPU: this waits for the device."""
+        return self._on_device.cpu() + torch.from_numpy(self._here)
 
     def over_ranks(self, group: Any) -> list[float]:
         """Returns the sums over all rows and ranks: the same on every rank.
@@ -41,13 +53,13 @@ class Totals:
         The table is added up over ranks element by element, then exactly over its rows: where each row was
         filled by one rank, the result does not depend on how many there are, not in one bit.
         """
-        table = self.table.cpu()
+        table = self.table
         dist.all_reduce(table, group=group)
         return exact_sums(table)
 
     def here(self) -> list[float]:
         """Returns the sums over this rank's rows."""
-        return exact_sums(self.table.cpu())
+        return exact_sums(self.table)
 
 
 def exact_sums(table: Tensor) -> list[float]:
