@@ -105,3 +105,6 @@ __all__ = [  # noqa: RUF022
 ]
 
 ring.register()
+
+# cx.distributed.X works without another import. Last: it takes every name above.
+from cyxtrain import distributed as distributed  # noqa: E402

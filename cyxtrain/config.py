@@ -10,6 +10,8 @@ import dataclasses
 import difflib
 import enum
 import functools
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from typing_extensions import dataclass_transform
 
 from cyxtrain.errors import ConfigError
 
-_Class = TypeVar("_Class", bound=type)
+_Settings = TypeVar("_Settings")
 
 
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
@@ -29,11 +31,11 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 
 
 @dataclass_transform()
-def _settings(cls: _Class) -> _Class:
+def _settings(cls: type[_Settings]) -> type[_Settings]:
     """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
-    cls = dataclass(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
-    generated: Callable[..., None] = cls.__init__
+    made: Any = dataclass(cls)
+    known = [field.name for field in dataclasses.fields(made)]
+    generated: Callable[..., None] = made.__init__
 
     @functools.wraps(generated)
     def initialize(self: Any, *args: Any, **fields: Any) -> None:
@@ -47,8 +49,7 @@ def _settings(cls: _Class) -> _Class:
             raise unknown_name(cls.__name__, name, known)
         object.__setattr__(self, name, value)
 
-    cls.__init__ = initialize  # type: ignore[misc]
-    cls.__setattr__ = assign  # type: ignore[method-assign,assignment]
+    made.__init__, made.__setattr__ = initialize, assign
     return cls
 
 
@@ -135,7 +136,8 @@ class DistributedConfig:
         if (self.rank is None) != (self.world_size is None):
             missing, given = ("rank", "world_size") if self.rank is None else ("world_size", "rank")
             raise ConfigError(
-                f"{owner}.{given} is set and {missing} is not. Set both, or neither (then the environment is asked)."
+                f"{owner}.{given} is set and {missing} is not. Set both, or neither: what is None comes from "
+                "RANK and WORLD_SIZE in the environment, and is not there."
             )
         if self.rank is not None and self.world_size is not None:
             require_integer(owner, "world_size", self.world_size, 1)
@@ -147,7 +149,8 @@ class DistributedConfig:
             )
         if self.local_rank is not None:
             require_integer(owner, "local_rank", self.local_rank, 0)
-        require(bool(self.master_addr), f"{owner}.master_addr is empty; set it to the host name of rank 0.")
+        named = isinstance(self.master_addr, str) and bool(self.master_addr.strip())
+        require(named, f"{owner}.master_addr must be the host name or address of rank 0, got {self.master_addr!r}.")
         require_integer(owner, "master_port", self.master_port, 1)
         require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
         require_integer(owner, "timeout_ms", self.timeout_ms, 1)
@@ -184,8 +187,8 @@ class DDPConfig:
         """
         right = isinstance(self.bucket_size_mb, (int, float)) and not isinstance(self.bucket_size_mb, bool)
         require(
-            right and self.bucket_size_mb > 0,
-            f"DDPConfig.bucket_size_mb must be a number above 0, got {self.bucket_size_mb!r}.",
+            right and 0 < self.bucket_size_mb < math.inf,
+            f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
         )
         for field in dataclasses.fields(self):
             if field.name != "bucket_size_mb":
@@ -236,6 +239,10 @@ class DistributedTrainingConfig:
         require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
         for name in ("shuffle", "verbose", "save_on_master_only"):
             require_boolean(owner, name, getattr(self, name))
+        if isinstance(self.checkpoint_dir, os.PathLike):
+            self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
+        named = isinstance(self.checkpoint_dir, str) and bool(self.checkpoint_dir.strip())
+        require(named, f"{owner}.checkpoint_dir must be the path of a folder, got {self.checkpoint_dir!r}.")
         split = self.validation_split
         right = isinstance(split, (int, float)) and not isinstance(split, bool) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")

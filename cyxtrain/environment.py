@@ -11,6 +11,7 @@ torchrun sets these very names. Slurm, Open MPI and others come with clusters.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
@@ -32,48 +33,88 @@ def read_config(variables: Mapping[str, str] | None = None) -> DistributedConfig
     Raises:
         ConfigError: Half an environment, a number that is none, a rank outside the world.
     """
+    return complete(DistributedConfig(), variables)
+
+
+def complete(config: DistributedConfig, variables: Mapping[str, str] | None = None) -> DistributedConfig:
+    """Returns a copy in which the environment has said what the config leaves open.
+
+    Open is what is None, and what has its default: a program that sets only a deadline still meets the others
+    where its launcher says.
+
+    Args:
+        config: What the user set, which rules.
+        variables: The environment; None: this process's.
+
+    Raises:
+        ConfigError: As `read_config`; or a setting is wrong.
+    """
     variables = os.environ if variables is None else variables
     if "NCCL_TIMEOUT" in variables:
         warnings.warn(
             "NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    config = DistributedConfig(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr=variables.get("MASTER_ADDR") or "127.0.0.1",
-        backend=_backend(variables),
-    )
-    if "MASTER_PORT" in variables:
-        config.master_port = _number(variables, "MASTER_PORT")
-    if "DISTRIBUTED_TIMEOUT_MS" in variables:
-        config.timeout_ms = _number(variables, "DISTRIBUTED_TIMEOUT_MS")
-    missing = [name for name in _IDENTITY if name not in variables]
-    present = [name for name in (*_IDENTITY, *_SIGNS) if name in variables]
-    if missing and present:
-        raise ConfigError(
-            f"the environment is half set: {', '.join(present)} is there and {' and '.join(missing)} is missing. "
-            "Start with ./launch_distributed.sh or torchrun, set RANK and WORLD_SIZE by hand, or unset them all."
-        )
-    if not missing:
-        config.rank = _number(variables, "RANK")
-        config.world_size = _number(variables, "WORLD_SIZE")
-        config.local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else config.rank
+    config = dataclasses.replace(config)
+    _complete_identity(config, variables)
+    if config.master_addr == DistributedConfig.master_addr:
+        config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
+    for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
+        if getattr(config, name) == getattr(DistributedConfig, name) and variables.get(variable):
+            setattr(config, name, _number(variables, variable))
+    config.backend = _backend(variables) if config.backend is None else BackendType.parse(config.backend)
     config.validate()
     return config
 
 
-def agent_store_prefix(variables: Mapping[str, str] | None = None) -> str | None:
-    """Returns the prefix of our keys where torchrun's agent keeps the store; None where rank 0 does."""
+def local_rank(default: int, variables: Mapping[str, str] | None = None) -> int:
+    """Returns LOCAL_RANK, or the default where nobody set it."""
     variables = os.environ if variables is None else variables
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    return _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else default
+
+
+def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] | None = None) -> str | None:
+    """Returns the prefix of our keys where torchrun's agent keeps the store; None where rank 0 does.
+
+    Args:
+        config: Complete. Where it names another meeting point than the agent's, rank 0 opens that one.
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    agent = (variables.get("MASTER_ADDR"), variables.get("MASTER_PORT"))
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (
+        config.master_addr,
+        str(config.master_port),
+    ):
         return None
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
+def _complete_identity(config: DistributedConfig, variables: Mapping[str, str]) -> None:
+    """Sets rank, world size and local rank where they are None; `validate` refuses what is still missing."""
+    if config.rank is None and config.world_size is None:
+        missing = [name for name in _IDENTITY if name not in variables]
+        present = [name for name in (*_IDENTITY, *_SIGNS) if name in variables]
+        if missing and present:
+            raise ConfigError(
+                f"the environment is half set: {', '.join(present)} is there and {' and '.join(missing)} is missing. "
+                "Start with ./launch_distributed.sh or torchrun, set RANK and WORLD_SIZE by hand, or unset them all."
+            )
+        if missing:
+            config.rank, config.world_size = 0, 1
+    if config.rank is None and "RANK" in variables:
+        config.rank = _number(variables, "RANK")
+    if config.world_size is None and "WORLD_SIZE" in variables:
+        config.world_size = _number(variables, "WORLD_SIZE")
+    if config.local_rank is None and config.rank is not None:
+        config.local_rank = local_rank(config.rank, variables)
+
+
 def _backend(variables: Mapping[str, str]) -> BackendType:
-    return BackendType.parse(variables.get("DISTRIBUTED_BACKEND") or BackendType.CPU)
+    try:
+        return BackendType.parse(variables.get("DISTRIBUTED_BACKEND") or BackendType.CPU)
+    except ConfigError as error:
+        raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

@@ -40,6 +40,8 @@ def main() -> None:
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
     config = cx.DistributedTrainingConfig(**settings["training"])
 
+    # More threads gain nothing on so small a model, and on a busy machine they would wait for each other.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -42,7 +42,8 @@ class Placement:
 
     Attributes:
         device: To compute on.
-        dtype: Of the model's parameters: floats become it, and bytes (images) too; other whole numbers stay.
+        dtype: Of the model's parameters: floats become it, and bytes (images) too. Other whole numbers stay whole;
+            unsigned ones become int64, because no layer takes them.
         prepare_target: Gives targets the type that the loss wants.
     """
 
@@ -52,8 +53,12 @@ class Placement:
 
     def place(self, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns a batch's tensors on the device, converted."""
-        to_float = inputs.is_floating_point() or inputs.dtype in (torch.uint8, torch.bool)
-        inputs = inputs.to(self.device, self.dtype if to_float else inputs.dtype)
+        dtype = inputs.dtype
+        if inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
+            dtype = self.dtype
+        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
+            dtype = torch.int64
+        inputs = inputs.to(self.device, dtype)
         if targets is None:
             return inputs, None
         return inputs, self.prepare_target(targets.to(self.device), self.dtype)

@@ -15,6 +15,9 @@ from cyxtrain.errors import ConfigError
 _SAMPLED_ROWS = 1024
 _SCAN_ELEMENTS = 1 << 22
 
+# PyTorch gathers no rows of these; the same bits under a signed name it does.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 class ArraySource:
     """Rows of a NumPy array or a tensor, with or without targets. Nothing is copied, memory maps stay on disk.
@@ -45,18 +48,18 @@ class ArraySource:
     def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor | None]:
         """Returns (inputs, targets) of rows by number, in that order."""
         rows = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
-        targets = None if self.targets is None else self.targets.index_select(0, rows)
-        return self.inputs.index_select(0, rows), targets
+        return _gather(self.inputs, rows), None if self.targets is None else _gather(self.targets, rows)
 
     def slice(self, first: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Returns (inputs, targets) of neighbouring rows, as views."""
-        return self.inputs[first:end], None if self.targets is None else self.targets[first:end]
+        """Returns (inputs, targets) of neighbouring rows, as copies: a model may change its input in place."""
+        return _copy(self.inputs[first:end]), None if self.targets is None else _copy(self.targets[first:end])
 
     def part(self, first: int, end: int) -> ArraySource:
         """Returns neighbouring rows as a source of their own; a view."""
         part = object.__new__(ArraySource)
         part.is_numpy = self.is_numpy
-        part.inputs, part.targets = self.slice(first, end)
+        part.inputs = self.inputs[first:end]
+        part.targets = None if self.targets is None else self.targets[first:end]
         return part
 
     def facts(self, name: str) -> dict[str, Any]:
@@ -66,7 +69,7 @@ class ArraySource:
             if tensor is not None:
                 facts[f"{label}: shape"] = list(tensor.shape)
                 facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
-                facts[f"{label}: hash of its values"] = _sampled_hash(tensor)
+                facts[f"{label}: hash of its values"] = sampled_hash(tensor)
         return facts
 
     def has_nan(self, part: int, parts: int) -> bool:
@@ -84,14 +87,23 @@ class ArraySource:
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:
-    if isinstance(values, Tensor):
-        tensor = values.detach()
-    else:
-        array = np.asarray(values) if not isinstance(values, np.ndarray) else values
-        tensor = _from_numpy(array, name)
+    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name), name)
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{name} is a sparse tensor, whose rows cannot be dealt: give {name}.to_dense().")
     if tensor.dim() == 0:
         raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
     return tensor
+
+
+def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise ConfigError(f"{name} is a masked array, and the mask would be lost: fill it, with {name}.filled(value).")
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # such as lists of different lengths
+        raise ConfigError(f"{name} cannot be made an array: {error}") from error
 
 
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
@@ -102,19 +114,28 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if any(stride < 0 for stride in array.strides):
-        array = np.ascontiguousarray(array)
-    if array.dtype == np.longdouble and array.dtype.itemsize > 8:
+    if array.dtype.name in ("float96", "float128", "longdouble"):
         array = array.astype(np.float64)
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = np.ascontiguousarray(array)
     with warnings.catch_warnings():
         # Read-only arrays are fine: nothing here writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
-def _sampled_hash(tensor: Tensor) -> str:
-    """Returns a hash of up to 1,024 rows, evenly spaced, the first and the last among them."""
-    count = min(len(tensor), _SAMPLED_ROWS)
-    rows = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
-    sample = tensor.index_select(0, rows.to(tensor.device)).cpu().contiguous()
-    return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy())
+def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
+    signed = tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+    return signed.index_select(0, rows.to(tensor.device)).view(tensor.dtype)
+
+
+def _copy(rows: Tensor) -> Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def sampled_hash(tensor: Tensor, rows: int = _SAMPLED_ROWS) -> str:
+    """Returns a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    count = min(len(tensor), rows)
+    chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
+    sample = _gather(tensor, chosen).cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy().data)

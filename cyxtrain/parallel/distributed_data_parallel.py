@@ -56,7 +56,6 @@ class DistributedDataParallel(nn.Module):
         world_size = runtime.get_world_size()
         named = trained_parameters(model)
         self._reducer: Reducer | None = None
-        self._syncs = True
         self._last_input: weakref.ref[Tensor] | None = None
         self._last_output: weakref.ref[Tensor] | None = None
         if world_size > 1:
@@ -66,13 +65,11 @@ class DistributedDataParallel(nn.Module):
             self._reducer = Reducer(named, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Calls the module, and prepares backward to average gradients (unless under `no_sync`)."""
+        """Calls the module, and prepares backward to average gradients."""
         if torch.is_grad_enabled() and self._reducer is not None:
-            if self._syncs:
-                self._reducer.arm(dist.group.WORLD)
+            self._reducer.arm(dist.group.WORLD)
+            if not self._reducer.held:
                 self._sync_buffers()
-            else:
-                self._reducer.disarm()
         output = self.module(*inputs, **named_inputs)
         self._last_input = _reference(_first_tensor((inputs, named_inputs)))
         self._last_output = _reference(_first_tensor(output))
@@ -90,14 +87,14 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ConfigError: `t` is a gradient, and the last output is gone.
         """
-        with self._held():
+        with self.no_sync():
             if t.requires_grad:
-                t.backward()  # type: ignore[no-untyped-call]
+                t.backward()
             else:
                 output = None if self._last_output is None else self._last_output()
                 if output is None:
                     raise ConfigError("backward(gradient) needs the output of the last forward: keep it in a variable.")
-                output.backward(t)  # type: ignore[no-untyped-call]
+                output.backward(t)
         source = None if self._last_input is None else self._last_input()
         return source.grad if source is not None and source.is_leaf else None
 
@@ -106,9 +103,14 @@ class DistributedDataParallel(nn.Module):
 
         Returns:
             The gradient of each parameter that has one, by name.
+
+        Cost: a number, to agree on whether any rank has accumulated something; then the gradients.
         """
-        if self._reducer is not None and self._reducer.unsynced:
-            self._reducer.synchronize(dist.group.WORLD)
+        if self._reducer is not None:
+            unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
+            dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
+            if unsynced.item():
+                self._reducer.synchronize(dist.group.WORLD)
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,12 +132,14 @@ class DistributedDataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, backward accumulates locally; the first backward outside averages everything."""
-        before, self._syncs = self._syncs, False
+        if self._reducer is None:
+            yield
+            return
+        before, self._reducer.held = self._reducer.held, True
         try:
-            with self._held():
-                yield
+            yield
         finally:
-            self._syncs = before
+            self._reducer.held = before
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
@@ -154,24 +158,13 @@ class DistributedDataParallel(nn.Module):
         if self.training:
             self.sync_buffers()
 
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        if self._reducer is None:
-            yield
-            return
-        before, self._reducer.held = self._reducer.held, True
-        try:
-            yield
-        finally:
-            self._reducer.held = before
-
     def close(self) -> None:
         """Takes the hooks off the module, which can then be wrapped anew."""
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
 
-    def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the module's own state: names have no prefix, and load into the bare module."""
         state: dict[str, Any] = self.module.state_dict(*args, **fields)
         return state
@@ -209,8 +202,11 @@ def broadcast_tensors(tensors: Sequence[Tensor], src: int = 0) -> None:
         for batch in _batches(kind):
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             dist.broadcast(flat, src)
+            if dist.get_rank() == src:
+                continue
             for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
+                tensor.data.copy_(part.view(tensor.shape))
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -237,9 +233,9 @@ def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
 
 
 def _check_same_module(model: nn.Module) -> None:
-    """Refuses, on every rank, modules whose parameters or buffers differ in name, shape, dtype or training."""
+    """Refuses, on every rank, modules whose parameters or buffers differ in what the ring would not notice."""
     own = {
-        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
@@ -258,7 +254,15 @@ def _check_same_module(model: nn.Module) -> None:
 def _text(facts: list[Any] | None) -> str:
     if facts is None:
         return "absent"
-    return f"{facts[1].removeprefix('torch.')} {facts[0]}{'' if facts[2] else ' (frozen)'}"
+    shape, dtype, trained, strides = facts
+    return f"{dtype.removeprefix('torch.')} {shape}{'' if trained else ' (frozen)'}" + (
+        f" (strides {strides})" if strides else ""
+    )
+
+
+def _strides(tensor: Tensor) -> list[int] | None:
+    """Returns how the elements lie in memory, where that is not the usual order: buckets follow it."""
+    return None if tensor.is_contiguous() else list(tensor.stride())
 
 
 def _first_tensor(value: Any) -> Tensor | None:

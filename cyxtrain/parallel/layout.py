@@ -61,15 +61,16 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
     """
     finished: list[tuple[int, list[int]]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    seen: set[tuple[torch.dtype, torch.device]] = set()
+    open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in reversed(range(len(parameters))):
-        kind = (parameters[index].dtype, parameters[index].device)
-        bucket = open_buckets.setdefault(kind, [])
-        bucket.append(index)
-        limit = bucket_bytes if kind in seen else min(bucket_bytes, _FIRST_BUCKET_BYTES)
-        if sum(parameters[i].count for i in bucket) * kind[0].itemsize >= limit:
+        spec = parameters[index]
+        kind = (spec.dtype, spec.device)
+        open_buckets.setdefault(kind, []).append(index)
+        open_bytes[kind] = open_bytes.get(kind, 0) + spec.count * spec.dtype.itemsize
+        if open_bytes[kind] >= limits.get(kind, min(bucket_bytes, _FIRST_BUCKET_BYTES)):
             finished.append((index, open_buckets.pop(kind)))
-            seen.add(kind)
+            open_bytes[kind], limits[kind] = 0, bucket_bytes
     finished += [(bucket[-1], bucket) for bucket in open_buckets.values()]
     # By the parameter that is ready last: the order in which buckets fill.
     finished.sort(key=lambda item: -item[0])

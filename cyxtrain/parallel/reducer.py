@@ -20,6 +20,8 @@ from cyxtrain.errors import ConfigError, DistributedTrainingError
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.layout import ParameterSpec, bucket_layout
 
+_REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
+
 
 class Reducer:
     """The buckets of a module, and the hooks that fill them.
@@ -36,16 +38,14 @@ class Reducer:
         trained = [parameter for _, parameter in parameters]
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
-        self._buckets = [
-            Bucket(spec, trained, index, index == len(layout) - 1) for index, spec in enumerate(layout)
-        ]
+        self._buckets = [Bucket(spec, trained, index, index == len(layout) - 1) for index, spec in enumerate(layout)]
         self.comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._group: Any = None
         self._armed = False
-        self._running = False
+        self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self.held = False
-        """Whether backward shall accumulate locally, whatever forward decided."""
+        """Whether backward shall accumulate locally."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles = []
@@ -57,11 +57,7 @@ class Reducer:
 
     def arm(self, group: Any) -> None:
         """Lets backward synchronise over `group`, from now on."""
-        self._group, self._armed, self._running = group, True, False
-
-    def disarm(self) -> None:
-        """Lets backward accumulate locally only, from now on."""
-        self._armed = False
+        self._group, self._armed = group, True
 
     def close(self) -> None:
         """Removes the hooks; `.grad` stays as it is."""
@@ -83,23 +79,28 @@ class Reducer:
         if self.held or not self._armed:
             self.unsynced = True
             return
-        if not self._running:
+        if self._backward is None or self._backward() is None:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_backward)
+            backward = _Backward(self)
+            self._backward = weakref.ref(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(backward.at_end)
         bucket = self._buckets[index]
         if bucket.launched:
-            raise DistributedTrainingError(
-                "a gradient came after its bucket had been sent: backward reached a parameter twice. "
-                "Gradient checkpointing must be used with use_reentrant=False."
-            )
+            raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
         bucket.take(slot, as_view=self._as_view)
         self._launch_complete()
+
+    def at_end_of_backward(self) -> None:
+        """Sends what has not been sent, and waits for all. Called by autograd."""
+        if torch._C._current_autograd_node() is not None:
+            self._backward = None
+            raise DistributedTrainingError(f"a backward ended inside another one. {_REENTRANT}")
+        self._finish(check=not self._allow_unused)
 
     def _begin(self) -> None:
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
-        self._running = True
 
     def _launch_complete(self) -> None:
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
@@ -108,9 +109,6 @@ class Reducer:
     def _launch_next(self) -> None:
         self._buckets[self._next_bucket].launch(self._group, self._averages, self.comm_hook)
         self._next_bucket += 1
-
-    def _at_end_of_backward(self) -> None:
-        self._finish(check=not self._allow_unused)
 
     def _finish(self, *, check: bool) -> None:
         """Sends the rest, waits for all, and gives the averages to the parameters."""
@@ -123,7 +121,7 @@ class Reducer:
             for bucket in self._buckets:
                 unused += bucket.finish(world_size, self._averages, as_view=self._as_view)
         finally:
-            self._running = False
+            self._backward = None
         self.unsynced = False
         if check and unused:
             self._refuse_unused([parameter for parameter, _ in unused])
@@ -138,7 +136,17 @@ class Reducer:
 
     @property
     def _averages(self) -> bool:
-        return torch.distributed.get_backend(self._group) != "gloo"  # Gloo has no AVG
+        return torch.distributed.get_backend(self._group) in ("ring", "nccl")  # Gloo, say, has no AVG
+
+
+class _Backward:
+    """One run of autograd, which alone keeps this alive: where it dies of an error, the reducer begins anew."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def at_end(self) -> None:
+        self._reducer.at_end_of_backward()
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Tensor], None]:

@@ -9,6 +9,7 @@ ring, beginning at rank c + 1 and ending at rank c, and every rank gets those ve
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Transfer(NamedTuple):
 def chunks(count: int, parts: int) -> list[Span]:
     """Returns `parts` neighbouring spans that cover 0..count, as even as they can be."""
     bounds = [count * part // parts for part in range(parts + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def agreement(rank: int, world_size: int) -> list[Transfer]:
@@ -81,6 +82,8 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int) ->
     ahead = None if place == world_size - 1 else (rank + 1) % world_size
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
     schedule = agreement(rank, world_size)
+    if world_size == 1:
+        return schedule
     if behind is None:
         return schedule + [Transfer(ahead, piece, None, _NOTHING) for piece in pieces]
     for index, piece in enumerate(pieces):
@@ -99,9 +102,7 @@ def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Spa
     schedule = agreement(rank, world_size)
     if rank != dst:
         return [*schedule, Transfer(dst, own, None, _NOTHING)]
-    return schedule + [
-        Transfer(None, _NOTHING, other, spans[other]) for other in range(world_size) if other != dst
-    ]
+    return schedule + [Transfer(None, _NOTHING, other, spans[other]) for other in range(world_size) if other != dst]
 
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
@@ -112,9 +113,7 @@ def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Sp
     schedule = agreement(rank, world_size)
     if rank != src:
         return [*schedule, Transfer(None, _NOTHING, src, own)]
-    return schedule + [
-        Transfer(other, spans[other], None, _NOTHING) for other in range(world_size) if other != src
-    ]
+    return schedule + [Transfer(other, spans[other], None, _NOTHING) for other in range(world_size) if other != src]
 
 
 def all_to_all(rank: int, world_size: int, send: Sequence[Span], receive: Sequence[Span]) -> list[Transfer]:

@@ -4,8 +4,8 @@ A data frame is a header of `HEADER_BYTES` and a payload. The header says which 
 to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
 hostile length never allocates anything. A control frame is a short JSON text beside the data.
 
-Header, big-endian: magic "CX", protocol version, generation (u32), sequence (u64), operation, reduction, dtype
-and number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), checksum (u64, 0: none).
+Header, big-endian: magic "CX", protocol version, generation (u32), sequence (u64), operation, reduction, dtype and
+number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), checksum (u64, 0: none).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TRANSFER = struct.Struct(">QQ")
 _CONTROL = struct.Struct(">2sBBI")
 HEADER_BYTES = _IDENTITY.size + _TRANSFER.size
 CONTROL_HEADER_BYTES = _CONTROL.size
-CONTROL_MAX_BYTES = 16 * 1024
+_TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
+CONTROL_MAX_BYTES = 64 * 1024
 _NO_ROOT = -1
 
 
@@ -150,9 +151,19 @@ class Operation:
         if self.root != _NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{'src' if self.kind in (Kind.BROADCAST, Kind.SCATTER) else 'dst'} {self.root}")
         if self.kind is Kind.MESSAGE:
-            facts.append(f"tag {self.root}")
-        name = self.kind.name.lower()
-        return f"{name} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
+            return f"message ({', '.join([*facts, f'tag {self.root}'])})"
+        return f"{self.kind.name.lower()} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
+
+    def payload_bytes(self) -> int:
+        """Returns how many bytes the whole tensor of `shape` has."""
+        return math.prod(self.shape) * (_DTYPES[self.dtype - 1].itemsize if self.dtype else 0)
+
+
+def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
+    """Returns a copy of a group's error that says what this rank was doing."""
+    here = operation.describe()
+    message = str(error) if here in str(error) else f"{error} This rank was in {here}."
+    return type(error)(message, rank=error.rank, during=here)
 
 
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -195,11 +206,12 @@ class Control(enum.IntEnum):
 
     ABORT = 1
     GOODBYE = 2
+    WAITING = 3
 
 
 def control_frame(kind: Control, facts: dict[str, Any]) -> bytes:
     """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
-    short = {key: value[:2000] if isinstance(value, str) else value for key, value in facts.items()}
+    short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
     body = json.dumps(short).encode()
     return _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
 

@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from cyxtrain.errors import ConfigError, PeerLostError
+from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Transfer, chunks
-from cyxtrain.ring.frames import Kind, Operation, Reduction, dtype_code
+from cyxtrain.ring.door import Role
+from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Link
-from cyxtrain.ring.mailbox import Mailbox, Message
-from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers, Mesh, at_operation
-from cyxtrain.ring.rendezvous import Meeting, Role, meet
+from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
+from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers, Mesh
+from cyxtrain.ring.rendezvous import Meeting, meet
 from cyxtrain.ring.tensors import check_tensor, combiner, divide, flat_copy_of, flat_view_of, memory_of
 from cyxtrain.ring.watch import Watch
+
+_LEAVE_SECONDS = 1.0
+"""How long leaving waits for a collective that another thread is in."""
 
 
 class _Ring:
@@ -32,16 +36,18 @@ class _Ring:
     Args:
         meeting: The connections; owned from now on.
         rank: This rank.
+        names: By rank, how errors call it.
     """
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, names: Sequence[int]) -> None:
         self.meeting = meeting
         sockets = meeting.sockets
-        self.links = {peer: Link(sock, peer) for peer, sock in sockets[Role.COLLECTIVES].items()}
-        self.message_links = {peer: Link(sock, peer) for peer, sock in sockets[Role.MESSAGES].items()}
-        self.watch = Watch(rank, sockets[Role.CONTROL], self.stop_links)
+        self.links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.COLLECTIVES].items()}
+        self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
+        controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
+        self.watch = Watch(names[rank], controls, self.stop_links)
         self.mailbox = Mailbox(self.message_links, self.watch)
-        self.mesh = Mesh(rank, self.links, self.mailbox, self.watch)
+        self.mesh = Mesh(self.links, self.mailbox, self.watch)
         self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
 
     def stop_links(self) -> None:
@@ -50,6 +56,7 @@ class _Ring:
 
     def close(self, collectives: int) -> None:
         self.watch.leave(collectives)
+        self.mailbox.close()
         self.meeting.close()
 
 
@@ -67,6 +74,7 @@ class Group:
         timeout: Deadline of each collective.
         join_timeout: Deadline of joining.
         generation: Frames of another generation are refused.
+        names: By rank, how errors call it: its rank in the world; None: the same.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -80,6 +88,7 @@ class Group:
         timeout: timedelta,
         join_timeout: timedelta,
         generation: int = 0,
+        names: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -87,32 +96,35 @@ class Group:
         self._generation = generation
         self._sequence = 0
         self._lock = threading.RLock()
-        meeting = meet(store, rank, world_size, join_timeout.total_seconds(), generation)
-        self._ring = _Ring(meeting, rank) if world_size > 1 else None
+        self._left = False
+        self._names = tuple(range(world_size)) if names is None else tuple(names)
+        meeting = meet(store, rank, self._names, join_timeout.total_seconds(), generation)
+        self._ring = _Ring(meeting, rank, self._names) if world_size > 1 else None
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduces in place, on all ranks. Cost: 2 (N - 1) frames, 2 (N - 1) / N of the bytes each way."""
         flat = flat_view_of(tensor)
         spans = chunks(flat.numel(), self.world_size)
         reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        rest = algorithms.all_gather(self.rank, self.world_size, spans)
+        buffers, deadline = self._reducing_buffers(flat, reduction), self._deadline(timeout)
         with self._lock:
             operation = self._operation(Kind.ALL_REDUCE, tensor, reduction)
-            buffers = self._reduce_chunks(operation, reducing, flat, spans[self.rank], timeout)
-            rest = algorithms.all_gather(self.rank, self.world_size, spans)
-            self._run(operation, rest, buffers, timeout)
+            self._reduce_chunks(operation, reducing, buffers, flat[slice(*spans[self.rank])], deadline)
+            self._run(operation, rest, buffers, deadline)
         _copy_back(flat, tensor)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
         flat = flat_copy_of(tensor)
         spans = chunks(flat.numel(), self.world_size)
-        reducing = algorithms.agreement(self.rank, self.world_size)
-        reducing += algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
+        buffers, deadline = self._reducing_buffers(flat, reduction), self._deadline(timeout)
         with self._lock:
             operation = self._operation(Kind.REDUCE, tensor, reduction, dst)
-            buffers = self._reduce_chunks(operation, reducing, flat, spans[self.rank], timeout)
-            rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
-            self._run(operation, rest, buffers, timeout)
+            self._reduce_chunks(operation, reducing, buffers, flat[slice(*spans[self.rank])], deadline)
+            self._run(operation, rest, buffers, deadline)
         if self.rank == dst:
             _copy_back(flat, tensor)
 
@@ -125,23 +137,26 @@ class Group:
         """
         spans = even_spans(output.numel(), self.world_size)
         schedule = algorithms.reduce_scatter(self.rank, self.world_size, spans)
+        buffers, own = self._reducing_buffers(flat, reduction), flat[slice(*spans[self.rank])]
         with self._lock:
             operation = self._operation(Kind.REDUCE_SCATTER, output, reduction)
-            self._reduce_chunks(operation, schedule, flat, spans[self.rank], timeout)
-        output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
+            self._reduce_chunks(operation, schedule, buffers, own, self._deadline(timeout))
+        output.detach().copy_(own.view(output.shape))
 
-    def _reduce_chunks(
-        self, operation: Operation, schedule: Sequence[Transfer], flat: Tensor, own: Span, timeout: timedelta | None
-    ) -> Buffers:
-        """Leaves the span `own` of `flat` reduced; returns the buffers for what follows."""
+    def _reducing_buffers(self, flat: Tensor, reduction: Reduction) -> Buffers:
+        """Raises where this dtype has no such reduction, before anything starts."""
         memory = memory_of(flat)
         scratch = torch.empty(0, dtype=torch.uint8) if self._ring is None else self._ring.scratch
-        combine = combiner(operation.reduction, flat, scratch.view(flat.dtype))
-        buffers = Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
-        self._run(operation, schedule, buffers, timeout)
+        combine = combiner(reduction, flat, scratch.view(flat.dtype))
+        return Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
+
+    def _reduce_chunks(
+        self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, own: Tensor, deadline: float
+    ) -> None:
+        """Leaves this rank's chunk, `own`, reduced, and the others half done."""
+        self._run(operation, schedule, buffers, deadline)
         if operation.reduction is Reduction.AVG:
-            divide(flat[slice(*own)], self.world_size)
-        return buffers
+            divide(own, self.world_size)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
@@ -151,20 +166,20 @@ class Group:
         schedule = algorithms.broadcast(self.rank, self.world_size, flat.numel(), src, segment)
         with self._lock:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
-            self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), timeout)
+            self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), self._deadline(timeout))
         _copy_back(flat, tensor)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
-        if source.data_ptr() != own.data_ptr():
-            own.copy_(source)
         memory = memory_of(gathered)
+        schedule = algorithms.all_gather(self.rank, self.world_size, spans)
         with self._lock:
             operation = self._operation(Kind.ALL_GATHER, tensor)
-            schedule = algorithms.all_gather(self.rank, self.world_size, spans)
-            self._run(operation, schedule, Buffers(memory, memory, gathered.element_size()), timeout)
+            if source.data_ptr() != own.data_ptr():
+                own.copy_(source)
+            self._run(operation, schedule, Buffers(memory, memory, gathered.element_size()), self._deadline(timeout))
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of every rank into the flat `gathered` of rank `dst`, directly."""
@@ -174,7 +189,7 @@ class Group:
         schedule = algorithms.gather(self.rank, self.world_size, spans, dst, (0, count))
         buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
         with self._lock:
-            self._run(self._operation(Kind.GATHER, tensor, root=dst), schedule, buffers, timeout)
+            self._run(self._operation(Kind.GATHER, tensor, root=dst), schedule, buffers, self._deadline(timeout))
         if self.rank == dst:
             gathered[slice(*spans[dst])] = source
 
@@ -186,7 +201,7 @@ class Group:
         schedule = algorithms.scatter(self.rank, self.world_size, spans, src, (0, count))
         buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
         with self._lock:
-            self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, timeout)
+            self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, self._deadline(timeout))
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
         _copy_back(target, output)
@@ -200,31 +215,44 @@ class Group:
         timeout: timedelta | None = None,
     ) -> None:
         """Sends `send[r]` of the flat source to each rank r, and puts what comes from it at `receive[r]`."""
-        target[slice(*receive[self.rank])] = source[slice(*send[self.rank])]
+        (begin, end), (first, last) = send[self.rank], receive[self.rank]
+        if end - begin != last - first:
+            raise ConfigError(
+                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to get "
+                f"{last - first} from itself."
+            )
         schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)
         buffers = Buffers(memory_of(source), memory_of(target), source.element_size())
         with self._lock:
             # Ranks may send different amounts: the shape is no part of what they must agree on.
-            self._run(self._operation(Kind.ALL_TO_ALL, source, shape=()), schedule, buffers, timeout)
+            operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
+            self._run(operation, schedule, buffers, self._deadline(timeout))
+        target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
         nothing = memoryview(b"")
         schedule = algorithms.agreement(self.rank, self.world_size)
         with self._lock:
-            self._run(self._operation(Kind.BARRIER, None), schedule, Buffers(nothing, nothing, 1), timeout)
+            operation = self._operation(Kind.BARRIER, None)
+            self._run(operation, schedule, Buffers(nothing, nothing, 1), self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Begins a send or a recv of a flat tensor, which must be kept alive until it is done."""
         if peer == self.rank or self._ring is None:
-            raise ConfigError(f"rank {self.rank} cannot send to or receive from itself.")
+            raise ConfigError(f"rank {self._names[self.rank]} cannot send to or receive from itself.")
+        if not ANY_SOURCE <= peer < self.world_size:
+            raise ConfigError(f"rank {peer} is not in this group of {self.world_size}.")
         operation = Operation(
             Kind.MESSAGE, 0, Reduction.NONE, dtype_code(flat.dtype), tuple(flat.shape), tag, self._generation
         )
         self._raise_failure(operation)
         message = Message(operation, peer, memory_of(flat))
         mailbox = self._ring.mailbox
-        (mailbox.post_receive if receiving else mailbox.post_send)(message)
+        try:
+            (mailbox.post_receive if receiving else mailbox.post_send)(message)
+        except CyxtrainError as error:
+            raise at_operation(error, operation) from None
         return mailbox, message
 
     def _operation(
@@ -241,20 +269,17 @@ class Group:
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
-        operation = Operation(kind, self._sequence + 1, reduction, code, shape, root, self._generation)
+        name = -1 if root == -1 else self._names[root]
+        operation = Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation)
         self._raise_failure(operation)
         self._sequence += 1
         return operation
 
-    def _run(
-        self,
-        operation: Operation,
-        schedule: Sequence[Transfer],
-        buffers: Buffers,
-        timeout: timedelta | None,
-    ) -> None:
+    def _deadline(self, timeout: timedelta | None) -> float:
+        return time.monotonic() + (timeout or self.timeout).total_seconds()
+
+    def _run(self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, deadline: float) -> None:
         if self._ring is not None:
-            deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
             self._ring.mesh.run(operation, schedule, buffers, deadline)
 
     def _raise_failure(self, operation: Operation) -> None:
@@ -264,17 +289,22 @@ class Group:
             raise at_operation(failure, operation)
 
     def leave(self) -> None:
-        """Leaves with a goodbye, unless the group has failed; harmless twice."""
-        with self._lock:
-            ring, self._ring = self._ring, None
-            if ring is not None:
-                ring.close(self._sequence)
+        """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
+        if not self._lock.acquire(timeout=_LEAVE_SECONDS):
+            self.fail("it left in the middle of a collective that another of its threads was in.")
+            self._lock.acquire()
+        try:
+            left, self._left = self._left, True
+            if self._ring is not None and not left:
+                self._ring.close(self._sequence)
+        finally:
+            self._lock.release()
 
     def fail(self, reason: str) -> None:
         """Ends the group because of an error of this rank's own, and tells all why."""
-        ring = self._ring
-        if ring is not None:
-            ring.watch.fail(PeerLostError(f"rank {self.rank} has ended: {reason}", rank=self.rank))
+        if self._ring is not None:
+            rank = self._names[self.rank]
+            self._ring.watch.fail(PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
 
 
 def even_spans(count: int, parts: int) -> list[Span]:

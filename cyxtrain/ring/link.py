@@ -5,13 +5,23 @@ Waiting is in one place, `Poller.wait`, always with a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
-_TOO_LONG_MS = 2**31 - 1
+_LONGEST_POLL_MS = 2**31 - 1
 _MAX_POLLS = 64
+
+
+class Pollable(Protocol):
+    """Something that the kernel can wait for: a link or a socket."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
 
 
 class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
@@ -85,10 +95,8 @@ class Link:
 
     def stop(self) -> None:
         """Ends both directions, so that everyone who waits on this link wakes; what has arrived can still be read."""
-        try:
+        with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
 
     def close(self) -> None:
         """Gives the socket back; harmless twice."""
@@ -108,24 +116,34 @@ class Poller:
     def __init__(self) -> None:
         self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
 
-    def wait(self, readers: list[Link], writers: list[Link], deadline: float) -> bool:
-        """Returns True when a reader has something, a writer takes something or one of them has ended.
+    def wait(self, readers: Sequence[Pollable], writers: Sequence[Pollable], deadline: float) -> bool:
+        """Returns when a reader has something, a writer takes something, one of them has ended, or it is too late.
 
         Args:
             readers: To receive from.
             writers: To send to.
-            deadline: In seconds of `time.monotonic`; False when it passes.
+            deadline: In seconds of `time.monotonic`.
+
+        Returns:
+            Whether to go on: False once the deadline has passed, also for a peer that trickles.
         """
-        left_ms = int(max(0.0, deadline - time.monotonic()) * 1000) + 1
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
         if sys.platform == "win32":
-            return any(select.select(readers, writers, writers, left_ms / 1000))
+            select.select(readers, writers, writers, left)
+        else:
+            self._poll(readers, writers).poll(min(int(left * 1000) + 1, _LONGEST_POLL_MS))
+        return time.monotonic() < deadline
+
+    def _poll(self, readers: Sequence[Pollable], writers: Sequence[Pollable]) -> select.poll:
         key = (tuple(link.fileno() for link in readers), tuple(link.fileno() for link in writers))
         poll = self._polls.get(key)
         if poll is None:
             if len(self._polls) >= _MAX_POLLS:
                 self._polls.clear()
             poll = self._polls[key] = _new_poll(*key)
-        return bool(poll.poll(min(left_ms, _TOO_LONG_MS)))
+        return poll
 
 
 def _new_poll(readers: tuple[int, ...], writers: tuple[int, ...]) -> select.poll:

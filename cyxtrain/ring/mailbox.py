@@ -6,16 +6,21 @@ so that two ranks that both send first, or both receive first, come through.
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, decode_header, header
-from cyxtrain.ring.link import Link, LinkBroken, Poller
+import numpy as np
+
+from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, decode_header, header
+from cyxtrain.ring.link import Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.watch import Watch
 
 ANY_SOURCE = -1
+_CLOSE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -50,10 +55,38 @@ class _Inbox:
     have: int = 0
     current: Message | None = None
     early: list[Message] = field(default_factory=list)
+    ended: bool = False
+    """The rank has left with a goodbye: there will be nothing more."""
+
+
+class _Sleeper:
+    """Where one thread at a time waits: it wakes too when another thread has moved what it waits for."""
+
+    def __init__(self) -> None:
+        self._poller = Poller()
+        self._alarm, self._bell = socket.socketpair()
+        self._rung = False
+
+    def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: float) -> None:
+        self._poller.wait([*readers, self._alarm], writers, deadline)
+
+    def wake(self) -> None:
+        if not self._rung:
+            self._rung = True
+            self._bell.send(b"!")
+
+    def rise(self) -> None:
+        if self._rung:
+            self._rung = False
+            self._alarm.recv(1)
+
+    def close(self) -> None:
+        self._alarm.close()
+        self._bell.close()
 
 
 class Mailbox:
-    """The messages of one rank.
+    """The messages of one rank. Any number of threads may use it.
 
     Args:
         links: To each other rank, for messages.
@@ -67,7 +100,9 @@ class Mailbox:
         self._inboxes = {peer: _Inbox() for peer in links}
         self._wanted: list[Message] = []
         self._lock = threading.RLock()
-        self._pollers = threading.local()
+        self._risen = threading.Condition(self._lock)
+        self._asleep: list[_Sleeper] = []
+        self._idle: list[_Sleeper] = []
 
     @property
     def busy(self) -> bool:
@@ -95,23 +130,41 @@ class Mailbox:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
         """
-        poller = self._poller()
-        while True:
-            with self._lock:
-                self.progress()
-                if message.done:
-                    return
-                readers, writers = self.waiting()
-            if poller.wait(readers, writers, deadline):
-                continue
-            whom = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
-            error = CollectiveTimeoutError(
-                f"waited for {whom} in {message.operation.describe()} until the deadline. "
-                "Is there a matching call with the same tag? collective_timeout_ms sets the deadline.",
-                rank=None if message.peer == ANY_SOURCE else message.peer,
-                during=message.operation.describe(),
-            )
-            raise self._watch.fail(error).again()
+        try:
+            while not self._finish_or_sleep(message, deadline):
+                pass
+        except CyxtrainError as error:
+            raise at_operation(error, message.operation) from None
+
+    def _finish_or_sleep(self, message: Message, deadline: float) -> bool:
+        with self._lock:
+            self.progress()
+            if message.done:
+                return True
+            if time.monotonic() >= deadline:
+                raise self._watch.fail(self._too_late(message))
+            sleeper = self._idle.pop() if self._idle else _Sleeper()
+            self._asleep.append(sleeper)
+            readers, writers = self.waiting()
+        try:
+            sleeper.sleep(readers, writers, deadline)
+        finally:
+            with self._risen:
+                sleeper.rise()
+                self._asleep.remove(sleeper)
+                self._idle.append(sleeper)
+                self._risen.notify_all()
+        return False
+
+    def _too_late(self, message: Message) -> CyxtrainError:
+        peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
+        return CollectiveTimeoutError(
+            f"rank {self._watch.rank} waited for {'any rank' if peer is None else f'rank {peer}'} in "
+            f"{message.operation.describe()} until the deadline. "
+            "Is there a matching call with the same tag? collective_timeout_ms sets the deadline.",
+            rank=peer,
+            during=message.operation.describe(),
+        )
 
     def progress(self) -> None:
         """Moves what can move now, and never waits.
@@ -125,28 +178,40 @@ class Mailbox:
                     while outbox and self._send(self._links[peer], outbox[0]):
                         outbox.popleft()
                 for peer in self._inboxes:
-                    while self._listens_to(peer) and self._receive(peer):
-                        pass
+                    self._receive_all(peer)
             except LinkBroken as broken:
                 raise self._watch.fail(self._watch.explain(broken.rank, broken.reason)).again() from None
+            except CyxtrainError:
+                raise
+            except BaseException as error:
+                # Ctrl-C, say, between a system call and our count of what it moved.
+                rank = self._watch.rank
+                self._watch.fail(PeerLostError(f"rank {rank} was interrupted in a message by {error!r}.", rank=rank))
+                raise
 
-    def waiting(self) -> tuple[list[Link], list[Link]]:
+    def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
         """Returns the links that messages wait to (receive from, send to)."""
         with self._lock:
-            readers = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
+            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
             return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
 
-    def _poller(self) -> Poller:
-        # A poll object serves one thread at a time.
-        if "poller" not in self._pollers.__dict__:
-            self._pollers.poller = Poller()
-        poller: Poller = self._pollers.poller
-        return poller
+    def close(self) -> None:
+        """Waits until no thread sleeps on a link; they wake because the links have been stopped."""
+        with self._risen:
+            self._risen.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
+            for sleeper in self._idle:
+                sleeper.close()
+            self._idle.clear()
 
     def _listens_to(self, peer: int) -> bool:
-        if self._inboxes[peer].current is not None:
+        inbox = self._inboxes[peer]
+        if inbox.current is not None or any(message.peer == peer for message in self._wanted):
             return True
-        return any(message.peer in (peer, ANY_SOURCE) for message in self._wanted)
+        anyone = any(message.peer == ANY_SOURCE for message in self._wanted)
+        return anyone and (not inbox.ended or self._all_ended())
+
+    def _all_ended(self) -> bool:
+        return all(inbox.ended for inbox in self._inboxes.values())
 
     def _send(self, link: Link, message: Message) -> bool:
         """Sends on; returns whether the message has left."""
@@ -157,8 +222,22 @@ class Mailbox:
             start = message.moved - HEADER_BYTES
             if start < len(message.data):
                 message.moved += link.send(message.data[start:])
-            message.done = message.moved == HEADER_BYTES + len(message.data)
+            if message.moved == HEADER_BYTES + len(message.data):
+                self._complete(message)
         return message.done
+
+    def _receive_all(self, peer: int) -> None:
+        try:
+            while self._listens_to(peer) and self._receive(peer):
+                pass
+        except LinkBroken as broken:
+            inbox = self._inboxes[peer]
+            awaited = inbox.current is not None or any(message.peer == peer for message in self._wanted)
+            if awaited or not self._watch.has_left(broken.rank):
+                raise
+            inbox.ended = True  # a recv from any source may still be served by the others
+            if self._all_ended():
+                raise
 
     def _receive(self, peer: int) -> bool:
         """Receives on from one rank; returns whether anything moved."""
@@ -180,27 +259,42 @@ class Mailbox:
         """Finds who wants what a header announces; what nobody wants yet is kept."""
         try:
             operation, payload_bytes = decode_header(inbox.head)
+            if payload_bytes != operation.payload_bytes():
+                raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
         except FrameError as error:
-            raise LinkBroken(peer, str(error)) from None
+            raise LinkBroken(self._links[peer].rank, str(error)) from None
         message = self._claim(operation, peer)
         if message is None:
-            message = Message(operation, peer, memoryview(bytearray(payload_bytes)))
+            message = Message(operation, peer, self._room_for(payload_bytes, peer))
             inbox.early.append(message)
         inbox.current = message
         self._finish(peer, inbox, message)
 
+    def _room_for(self, payload_bytes: int, peer: int) -> memoryview:
+        """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
+        try:
+            return np.empty(payload_bytes, np.uint8).data
+        except (MemoryError, ValueError):
+            reason = f"it sends {payload_bytes} bytes that nobody has asked for, and there is no memory to keep them"
+            raise LinkBroken(self._links[peer].rank, reason) from None
+
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
-            message.done = True
             inbox.current = None
+            self._complete(message)
             if inbox.early:
                 self._hand_out(peer)
+
+    def _complete(self, message: Message) -> None:
+        message.done = True
+        for sleeper in self._asleep:
+            sleeper.wake()
 
     def _claim(self, operation: Operation, peer: int) -> Message | None:
         """Returns the oldest recv that wants this, no longer waiting; None: nobody does."""
         for message in self._wanted:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
-                self._check(message, operation, peer)
+                self._check(message, operation, self._links[peer].rank)
                 self._wanted.remove(message)
                 message.peer = peer
                 return message
@@ -214,9 +308,9 @@ class Mailbox:
             if message is not None:
                 inbox.early.remove(kept)
                 message.data[:] = kept.data
-                message.done = True
+                self._complete(message)
 
-    def _check(self, message: Message, found: Operation, peer: int) -> None:
+    def _check(self, message: Message, found: Operation, rank: int) -> None:
         ours = message.operation
         if (ours.kind, ours.dtype, ours.shape, ours.generation) == (
             found.kind,
@@ -225,10 +319,10 @@ class Mailbox:
             found.generation,
         ):
             return
-        error: CyxtrainError = CollectiveMismatchError(
-            f"rank {peer} sends {found.describe()}, which does not fit our recv: {ours.describe()}. "
-            "send and recv must agree on the number of elements and the dtype.",
-            rank=peer,
+        error = CollectiveMismatchError(
+            f"rank {rank} sends {found.describe()}, which does not fit the recv of rank {self._watch.rank}: "
+            f"{ours.describe()}. send and recv must agree on the number of elements and the dtype.",
+            rank=rank,
             during=ours.describe(),
         )
         raise self._watch.fail(error).again()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import Transfer
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, decode_header, header
-from cyxtrain.ring.link import Link, LinkBroken, Poller
+from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, decode_header, header
+from cyxtrain.ring.link import Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.watch import Watch
 
@@ -21,6 +21,8 @@ SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
+_LONG_SECONDS = 1.0
+"""A rank that waits longer for another says so to all: a timeout then names who holds all up."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,13 @@ class Mesh:
     """The links of one rank to all others, and the running of schedules over them.
 
     Args:
-        rank: This rank.
         links: To each other rank, for collectives.
         mailbox: Messages between two ranks, which go on while a collective waits.
         watch: Knows why a link broke.
     """
 
-    def __init__(self, rank: int, links: dict[int, Link], mailbox: Mailbox, watch: Watch) -> None:
-        self._rank = rank
+    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch) -> None:
+        self._rank = watch.rank
         self._links = links
         self._mailbox = mailbox
         self._watch = watch
@@ -167,16 +168,18 @@ class Mesh:
             for transfer in schedule:
                 self._transfer(identity, transfer, buffers, operation, deadline)
         except LinkBroken as broken:
-            raise self.fail(self._watch.explain(broken.rank, broken.reason), operation) from None
+            raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
         except _Unexpected as unexpected:
-            raise self.fail(self._mismatch(operation, unexpected), operation) from None
+            raise self._fail(self._mismatch(operation, unexpected), operation) from None
+        except CyxtrainError as error:
+            raise self._fail(error, operation) from None
         except BaseException as error:
             # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
-            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {type(error).__name__}: {error}"
+            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}."
             self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
             raise
 
-    def fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
+    def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
 
@@ -212,23 +215,26 @@ class Mesh:
     def _wait(
         self, incoming: _Incoming | None, outgoing: _Outgoing | None, operation: Operation, deadline: float
     ) -> None:
-        readers = [incoming.link] if incoming else []
-        writers = [outgoing.link] if outgoing else []
+        readers: list[Pollable] = [incoming.link] if incoming else []
+        writers: list[Pollable] = [outgoing.link] if outgoing else []
         if self._mailbox.busy:
             self._mailbox.progress()
             more_readers, more_writers = self._mailbox.waiting()
             readers, writers = readers + more_readers, writers + more_writers
+        now = time.monotonic()
+        if self._poller.wait(readers, writers, now + min(_LONG_SECONDS, (deadline - now) / 2)):
+            return
+        waited_for = incoming or outgoing
+        assert waited_for is not None
+        self._watch.tell_waiting(operation.sequence, waited_for.link.rank)
         if self._poller.wait(readers, writers, deadline):
             return
-        peer = incoming.link.rank if incoming else writers[0].rank
-        raise self.fail(
-            CollectiveTimeoutError(
-                f"rank {self._rank} waited for rank {peer} in {operation.describe()} until the deadline. "
-                f"Look at what rank {peer} does; collective_timeout_ms sets the deadline.",
-                rank=peer,
-                during=operation.describe(),
-            ),
-            operation,
+        peer = self._watch.blame(operation.sequence, waited_for.link.rank)
+        raise CollectiveTimeoutError(
+            f"rank {self._rank} waited for rank {peer} in {operation.describe()} until the deadline. "
+            f"Look at what rank {peer} does; collective_timeout_ms sets the deadline.",
+            rank=peer,
+            during=operation.describe(),
         )
 
     def _mismatch(self, operation: Operation, unexpected: _Unexpected) -> CyxtrainError:
@@ -245,10 +251,3 @@ class Mesh:
             rank=peer,
             during=ours,
         )
-
-
-def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
-    """Returns a copy of a group's error that says what this rank was doing."""
-    here = operation.describe()
-    message = str(error) if here in str(error) else f"{error} This rank was in {here}."
-    return type(error)(message, rank=error.rank, during=here)

@@ -4,9 +4,13 @@ It turns PyTorch's arguments into those of `Group`. PyTorch 2.11 and 2.13 call s
 both are here.
 """
 
+# PyTorch's own annotations of what is overridden here differ from version to version.
+# mypy: disable-error-code="override,assignment"
+
 from __future__ import annotations
 
 import multiprocessing.util
+import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,25 +20,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain.errors import ConfigError
-from cyxtrain.ring.algorithms import Span
-from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.arguments import (
+    as_list,
+    as_lists,
+    check_count,
+    check_dtypes,
+    check_length,
+    check_shapes,
+    joined,
+    neighbouring,
+    reduction_of,
+    split_spans,
+    timeout_of,
+    unpack,
+)
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.tensors import flat_copy_of, flat_view_of
 from cyxtrain.ring.work import DoneWork, MessageWork
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: Reduction.SUM,
-    dist.ReduceOp.AVG: Reduction.AVG,
-    dist.ReduceOp.PRODUCT: Reduction.PRODUCT,
-    dist.ReduceOp.MIN: Reduction.MIN,
-    dist.ReduceOp.MAX: Reduction.MAX,
-    dist.ReduceOp.BAND: Reduction.BAND,
-    dist.ReduceOp.BOR: Reduction.BOR,
-    dist.ReduceOp.BXOR: Reduction.BXOR,
-}
 
 
 class RingProcessGroup(dist.ProcessGroup):
@@ -50,6 +55,7 @@ class RingProcessGroup(dist.ProcessGroup):
         timeout: For joining and for every collective.
         join_timeout: For joining alone.
         generation: Of the group; frames of another generation are refused.
+        names: By rank, how errors call it: its rank in the world; None: the same.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -64,11 +70,12 @@ class RingProcessGroup(dist.ProcessGroup):
         *,
         join_timeout: timedelta | None = None,
         generation: int = 0,
+        names: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg,arg-type]
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._store = store
         self._name = self._description = "ring"
-        self._group = Group(store, rank, world_size, timeout, join_timeout or timeout, generation)
+        self._group = Group(store, rank, world_size, timeout, join_timeout or timeout, generation, names)
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
 
@@ -76,74 +83,74 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduces in place, on all ranks."""
-        for tensor in _as_list(tensors):
-            self._group.all_reduce(tensor, _reduction(opts), _timeout(opts))
-        return DoneWork(_as_list(tensors))
+        for tensor in as_list(tensors):
+            self._group.all_reduce(tensor, reduction_of(opts), timeout_of(opts))
+        return DoneWork(as_list(tensors))
 
     def reduce(self, tensors: Any, opts: Any) -> DoneWork:
         """Reduces in place on one rank; the others keep what they had."""
-        for tensor in _as_list(tensors):
-            self._group.reduce(tensor, _reduction(opts), opts.rootRank, _timeout(opts))
-        return DoneWork(_as_list(tensors))
+        for tensor in as_list(tensors):
+            self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
+        return DoneWork(as_list(tensors))
 
     def broadcast(self, tensors: Any, opts: Any) -> DoneWork:
         """Copies the tensor of one rank to all."""
-        for tensor in _as_list(tensors):
-            self._group.broadcast(tensor, opts.rootRank, _timeout(opts))
-        return DoneWork(_as_list(tensors))
+        for tensor in as_list(tensors):
+            self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
+        return DoneWork(as_list(tensors))
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Copies the tensor of every rank to all, into a list of tensors."""
-        for outputs, tensor in zip(_as_lists(output_lists), _as_list(inputs), strict=True):
-            _check_shapes(outputs, tensor, self.size(), "all_gather")
+        for outputs, tensor in zip(as_lists(output_lists), as_list(inputs), strict=True):
+            check_shapes(outputs, tensor, self.size(), "all_gather")
             gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype)
-            self._group.all_gather(gathered, tensor, _timeout(opts))
-            _unpack(gathered, outputs)
-        return DoneWork(_as_lists(output_lists))
+            self._group.all_gather(gathered, tensor, timeout_of(opts))
+            unpack(gathered, outputs)
+        return DoneWork(as_lists(output_lists))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
         """Copies the tensor of every rank to all, into one tensor."""
-        _check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
+        check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
         flat = flat_view_of(output)
-        self._group.all_gather(flat, tensor, _timeout(opts))
+        self._group.all_gather(flat, tensor, timeout_of(opts))
         if flat.data_ptr() != output.data_ptr():
             output.detach().copy_(flat.view(output.shape))
         return DoneWork([output])
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> DoneWork:
         """Reduces a list of tensors, and leaves to each rank its own."""
-        for output, tensors in zip(_as_list(outputs), _as_lists(input_lists), strict=True):
-            _check_shapes(tensors, output, self.size(), "reduce_scatter")
-            self._group.reduce_scatter(output, _joined(tensors), _reduction(opts), _timeout(opts))
-        return DoneWork(_as_list(outputs))
+        for output, tensors in zip(as_list(outputs), as_lists(input_lists), strict=True):
+            check_shapes(tensors, output, self.size(), "reduce_scatter")
+            self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts))
+        return DoneWork(as_list(outputs))
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
         """Reduces a tensor, and leaves to each rank its own part."""
-        _check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
-        self._group.reduce_scatter(output, flat_copy_of(tensor), _reduction(opts), _timeout(opts))
+        check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
+        self._group.reduce_scatter(output, flat_copy_of(tensor), reduction_of(opts), timeout_of(opts))
         return DoneWork([output])
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> DoneWork:
         """Copies the tensor of every rank to one, into a list of tensors."""
-        tensor = _as_list(inputs)[0]
+        tensor = as_list(inputs)[0]
         receives = self.rank() == opts.rootRank
-        outputs = _as_lists(output_lists)[0] if receives else []
+        outputs = as_lists(output_lists)[0] if receives else []
         if receives:
-            _check_shapes(outputs, tensor, self.size(), "gather")
+            check_shapes(outputs, tensor, self.size(), "gather")
         gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype)
-        self._group.gather(gathered, tensor, opts.rootRank, _timeout(opts))
-        _unpack(gathered, outputs)
+        self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
+        unpack(gathered, outputs)
         return DoneWork([outputs])
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> DoneWork:
         """Copies to each rank its tensor of a list on one rank."""
-        output = _as_list(outputs)[0]
+        output = as_list(outputs)[0]
         flat = torch.empty(0, dtype=output.dtype)
         if self.rank() == opts.rootRank:
-            tensors = _as_lists(input_lists)[0]
-            _check_shapes(tensors, output, self.size(), "scatter")
-            flat = _joined(tensors)
-        self._group.scatter(output, flat, opts.rootRank, _timeout(opts))
+            tensors = as_lists(input_lists)[0]
+            check_shapes(tensors, output, self.size(), "scatter")
+            flat = joined(tensors)
+        self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
         return DoneWork([output])
 
     def all_to_all_single(
@@ -155,27 +162,31 @@ class RingProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> DoneWork:
         """Sends a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
-        send = _split_spans(tensor, input_splits, self.size())
-        receive = _split_spans(output, output_splits, self.size())
+        check_dtypes([output, tensor], "all_to_all")
+        send = split_spans(tensor, input_splits, self.size())
+        receive = split_spans(output, output_splits, self.size())
         target = flat_view_of(output)
-        self._group.all_to_all(target, receive, flat_view_of(tensor), send, _timeout(opts))
+        self._group.all_to_all(target, receive, flat_view_of(tensor), send, timeout_of(opts))
         if target.data_ptr() != output.data_ptr():
             output.detach().copy_(target.view(output.shape))
         return DoneWork([output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> DoneWork:
         """Sends a tensor to each rank, and receives one from each."""
+        check_dtypes([*outputs, *inputs], "all_to_all")
+        check_length(outputs, self.size(), "all_to_all")
+        check_length(inputs, self.size(), "all_to_all")
         target = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype)
-        send = _neighbouring([tensor.numel() for tensor in inputs])
-        receive = _neighbouring([tensor.numel() for tensor in outputs])
-        self._group.all_to_all(target, receive, _joined(inputs), send, _timeout(opts))
+        send = neighbouring([tensor.numel() for tensor in inputs])
+        receive = neighbouring([tensor.numel() for tensor in outputs])
+        self._group.all_to_all(target, receive, joined(inputs), send, timeout_of(opts))
         for output, span in zip(outputs, receive, strict=True):
             output.detach().copy_(target[slice(*span)].view(output.shape))
         return DoneWork(outputs)
 
     def barrier(self, opts: Any = None) -> DoneWork:
         """Returns when all ranks have called it."""
-        self._group.barrier(_timeout(opts))
+        self._group.barrier(timeout_of(opts))
         return DoneWork([])
 
     # Several tensors at once.
@@ -316,83 +327,19 @@ class RingProcessGroup(dist.ProcessGroup):
 def register() -> None:
     """Makes "ring" a backend of torch.distributed, for CPU tensors. No socket, no thread."""
     if "ring" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ring", _create, devices=["cpu"])
+        dist.Backend.register_backend("ring", _create, extended_api=True, devices=["cpu"])
 
 
-def _create(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> RingProcessGroup:
-    return RingProcessGroup(store, rank, world_size, timeout)
+def _create(options: Any, _: Any) -> RingProcessGroup:
+    names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
+    return RingProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, names=names)
 
 
 def _leave(group: weakref.ref[Group]) -> None:
     alive = group()
-    if alive is not None:
-        alive.leave()
-
-
-def _reduction(opts: Any) -> Reduction:
-    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
-    try:
-        return _REDUCTIONS[kind]
-    except KeyError:
-        raise ConfigError(f"the ring has no reduction {kind}; it has {', '.join(r.name for r in Reduction if r)}.") from None
-
-
-def _timeout(opts: Any) -> timedelta | None:
-    """Returns a call's own timeout; PyTorch says "none" with a negative one."""
-    timeout = getattr(opts, "timeout", None)
-    return timeout if timeout is not None and timeout > timedelta(0) else None
-
-
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _as_lists(lists: Any) -> list[list[Tensor]]:
-    if lists and isinstance(lists[0], Tensor):
-        return [list(lists)]
-    return [list(tensors) for tensors in lists]
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([flat_view_of(tensor) for tensor in tensors])
-
-
-def _neighbouring(lengths: Sequence[int]) -> list[Span]:
-    spans, start = [], 0
-    for length in lengths:
-        spans.append((start, start + length))
-        start += length
-    return spans
-
-
-def _split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]:
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
-        if rows % parts:
-            raise ConfigError(f"all_to_all: {rows} rows do not divide among {parts} ranks; give the sizes of parts.")
-        splits = [rows // parts] * parts
-    if len(splits) != parts or sum(splits) != rows:
-        raise ConfigError(f"all_to_all: parts of {list(splits)} rows do not make {rows} rows for {parts} ranks.")
-    per_row = tensor.numel() // max(rows, 1)
-    return _neighbouring([split * per_row for split in splits])
-
-
-def _check_shapes(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
-    if len(tensors) != count:
-        raise ConfigError(f"{name}: needs a list of {count} tensors, one per rank, got {len(tensors)}.")
-    for tensor in tensors:
-        _check_count(tensor, like.numel(), like.dtype, name)
-
-
-def _check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> None:
-    if tensor.numel() != count or tensor.dtype != dtype:
-        raise ConfigError(
-            f"{name}: needs a tensor of {count} elements of {dtype}, got {tensor.numel()} of {tensor.dtype}."
-        )
-
-
-def _unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
-    for index, output in enumerate(outputs):
-        count = output.numel()
-        output.detach().copy_(flat[index * count : (index + 1) * count].view(output.shape))
+    if alive is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; a prompt's may be long past
+        alive.fail(f"{type(error).__name__}: {error}")
+    alive.leave()

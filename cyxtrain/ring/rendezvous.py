@@ -9,73 +9,26 @@ Cost per rank: three sockets to each other rank and one to listen; two store rou
 
 from __future__ import annotations
 
-import enum
 import json
+import os
 import secrets
-import selectors
 import socket
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.frames import PROTOCOL_VERSION
+from cyxtrain.ring.door import HELLO, Identity, Role, accept_all
 
-_HELLO = struct.Struct(">2sBBIII16s")
-_HELLO_SECONDS = 5.0
-"""How long a stranger may take to say who it is."""
+_PROCESS = secrets.token_hex(8)
 _STORE_ERRORS = (RuntimeError,)  # DistStoreError and DistNetworkError are RuntimeErrors
 
 
 class StoreLostError(RendezvousError):
     """The store has gone while ranks were meeting; another one may open in its place."""
-
-
-class Role(enum.IntEnum):
-    """What a connection between two ranks is for."""
-
-    COLLECTIVES = 1
-    MESSAGES = 2
-    CONTROL = 3
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who a rank says it is; all but the rank must be the same on both sides.
-
-    Attributes:
-        run: 16 random bytes that rank 0 made for this meeting.
-        generation: Of the group.
-        rank: This rank.
-        world_size: How many ranks meet.
-    """
-
-    run: bytes
-    generation: int
-    rank: int
-    world_size: int
-
-    def hello(self, role: Role) -> bytes:
-        """Returns what is said first on a new connection, by both sides."""
-        return _HELLO.pack(b"CX", PROTOCOL_VERSION, role, self.generation, self.rank, self.world_size, self.run)
-
-    def recognize(self, hello: bytes | bytearray) -> tuple[int, Role] | None:
-        """Returns (rank, role) of a member of this meeting; None for a stranger."""
-        magic, version, role, generation, rank, world_size, run = _HELLO.unpack(hello)
-        same = (magic, version, generation, world_size, run) == (
-            b"CX",
-            PROTOCOL_VERSION,
-            self.generation,
-            self.world_size,
-            self.run,
-        )
-        if not same or rank >= self.world_size or role not in iter(Role):
-            return None
-        return rank, Role(role)
 
 
 @dataclass
@@ -101,13 +54,13 @@ class Meeting:
             self.listener.close()
 
 
-def meet(store: Store, rank: int, world_size: int, timeout_seconds: float, generation: int = 0) -> Meeting:
+def meet(store: Store, rank: int, names: Sequence[int], timeout_seconds: float, generation: int = 0) -> Meeting:
     """Connects this rank with all others.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this meeting.
+        store: Shared by all ranks. Ranks may meet there again, each as often as the others.
         rank: This rank.
-        world_size: How many ranks meet.
+        names: By rank, how errors call it: its rank in the world.
         timeout_seconds: Until it gives up.
         generation: Of the group that is made.
 
@@ -116,17 +69,17 @@ def meet(store: Store, rank: int, world_size: int, timeout_seconds: float, gener
             disagree on the world size, or a rank cannot be reached.
     """
     meeting = Meeting()
-    if world_size == 1:
+    if len(names) == 1:
         return meeting  # a world of one binds no port
     deadline = time.monotonic() + timeout_seconds
     try:
-        meeting.listener = _listen(_own_address(_store_host(store)), world_size)
-        run, meeting.table = _publish(store, rank, world_size, meeting.listener, deadline)
-        identity = Identity(run, generation, rank, world_size)
+        meeting.listener = _listen(names[rank], _own_address(_store_host(store)), len(names))
+        run, meeting.table = _publish(store, rank, names, meeting.listener, deadline)
+        identity = Identity(run, generation, rank, tuple(names))
         for peer in range(rank):
             for role in Role:
                 meeting.sockets[role][peer] = _connect(meeting.table[peer], peer, identity, role, deadline)
-        _accept_all(meeting, identity, deadline)
+        accept_all(meeting.listener, identity, meeting.sockets, deadline)
     except BaseException:
         meeting.close()
         raise
@@ -134,42 +87,51 @@ def meet(store: Store, rank: int, world_size: int, timeout_seconds: float, gener
 
 
 def _publish(
-    store: Store, rank: int, world_size: int, listener: socket.socket, deadline: float
+    store: Store, rank: int, names: Sequence[int], listener: socket.socket, deadline: float
 ) -> tuple[bytes, list[tuple[str, int]]]:
     """Says where this rank listens; returns the run's random bytes and where every rank listens."""
     try:
-        if store.add(f"claims/{rank}", 1) > 1:
-            raise RendezvousError(
-                f"rank {rank} is taken: another process has joined as rank {rank} already. "
-                "Give every process a RANK of its own; a store can be used for one start only.",
-                rank=rank,
-            )
+        life = _claim(store, rank, names[rank])
+        keys = {name: f"{life}/address/{other}" for other, name in enumerate(names)}
         if rank == 0:
-            store.set("run", secrets.token_hex(16))
+            store.set(f"{life}/run", secrets.token_hex(16))
         host, port = listener.getsockname()[:2]
-        store.set(f"address/{rank}", json.dumps({"host": host, "port": port, "world_size": world_size}))
-        keys = {other: f"address/{other}" for other in range(world_size)}
+        store.set(keys[names[rank]], json.dumps({"host": host, "port": port, "world_size": len(names)}))
         table = []
-        for other, key in keys.items():
+        for name, key in keys.items():
             _await_key(store, key, keys, deadline)
             entry = json.loads(store.get(key))
-            if entry["world_size"] != world_size:
+            if entry["world_size"] != len(names):
                 raise RendezvousError(
-                    f"rank {other} was started for a world of {entry['world_size']}, rank {rank} for a world of "
-                    f"{world_size}. Start all ranks with the same WORLD_SIZE.",
-                    rank=other,
+                    f"rank {name} was started for a world of {entry['world_size']}, rank {names[rank]} for a world of "
+                    f"{len(names)}. Start all ranks with the same WORLD_SIZE.",
+                    rank=name,
                 )
             table.append((str(entry["host"]), int(entry["port"])))
-        _await_key(store, "run", keys, deadline)
-        return bytes.fromhex(store.get("run").decode()), table
+        _await_key(store, f"{life}/run", keys, deadline)
+        return bytes.fromhex(store.get(f"{life}/run").decode()), table
     except RendezvousError:
         raise
     except _STORE_ERRORS as error:
         raise StoreLostError(
-            f"rank {rank} lost the store at which the ranks meet ({_first_line(error)}): "
+            f"rank {names[rank]} lost the store at which the ranks meet ({_first_line(error)}): "
             "has the process of rank 0, or the launcher, ended? Look at its output first.",
             rank=0,
         ) from error
+
+
+def _claim(store: Store, rank: int, name: int) -> int:
+    """Takes a rank in the store; returns how often this process has done so: all ranks meet in the same life."""
+    process = f"{os.getpid()}-{_PROCESS}"
+    life = store.add(f"claims/{rank}", 1)
+    if life > 1 and store.get(f"{life - 1}/process/{rank}").decode() != process:
+        raise RendezvousError(
+            f"rank {name} is taken: another process has joined as rank {name} already. Give every process a RANK of "
+            "its own, and start all ranks anew after one has failed.",
+            rank=name,
+        )
+    store.set(f"{life}/process/{rank}", process)
+    return life
 
 
 def _await_key(store: Store, key: str, keys: dict[int, str], deadline: float) -> None:
@@ -222,37 +184,42 @@ def _own_address(store_host: str) -> str:
     return "127.0.0.1"
 
 
-def _listen(address: str, world_size: int) -> socket.socket:
+def _listen(name: int, address: str, world_size: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=len(Role) * world_size + 16)
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=len(Role) * world_size + 16)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank {name} cannot listen at {address} ({error.strerror or error}), where others would reach it.",
+            rank=name,
+        ) from error
     listener.setblocking(False)
     return listener
 
 
-def _connect(
-    address: tuple[str, int], peer: int, identity: Identity, role: Role, deadline: float
-) -> socket.socket:
+def _connect(address: tuple[str, int], peer: int, identity: Identity, role: Role, deadline: float) -> socket.socket:
     """Connects to a peer that listens already, and says who we are."""
+    rank, other = identity.names[identity.rank], identity.names[peer]
     left = max(deadline - time.monotonic(), 0.001)
     try:
         sock = socket.create_connection(address, timeout=left)
     except OSError as error:
         raise RendezvousError(
-            f"rank {identity.rank} cannot reach rank {peer} at {address[0]}:{address[1]} ({error.strerror or error}). "
-            f"Has rank {peer} ended? Across machines, firewalls must allow TCP between all ranks.",
-            rank=peer,
+            f"rank {rank} cannot reach rank {other} at {address[0]}:{address[1]} ({error.strerror or error}). "
+            f"Has rank {other} ended? Across machines, firewalls must allow TCP between all ranks.",
+            rank=other,
         ) from error
     try:
         sock.sendall(identity.hello(role))
-        answer = _receive_exactly(sock, _HELLO.size, deadline)
+        answer = _receive_exactly(sock, HELLO.size, deadline)
         if identity.recognize(answer) != (peer, role):
             raise OSError("the answer came from a process of another run")
     except OSError as error:
         sock.close()
         raise RendezvousError(
-            f"rank {peer} at {address[0]}:{address[1]} did not take rank {identity.rank} in "
-            f"({error.strerror or error}). Look at the output of rank {peer}; do old processes of this job still run?",
-            rank=peer,
+            f"rank {other} at {address[0]}:{address[1]} did not take rank {rank} in "
+            f"({error.strerror or error}). Look at the output of rank {other}; do old processes of this job still run?",
+            rank=other,
         ) from error
     return sock
 
@@ -266,106 +233,6 @@ def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
             raise OSError("it closed the connection")
         data += part
     return data
-
-
-class _Door:
-    """Takes connections at the listener until all members have come; a stranger costs 32 bytes and five seconds.
-
-    Args:
-        listener: Non-blocking.
-        identity: Of this rank.
-        admit: Called with (rank, role, socket) of each member.
-    """
-
-    def __init__(
-        self, listener: socket.socket, identity: Identity, admit: Callable[[int, Role, socket.socket], None]
-    ) -> None:
-        self._identity = identity
-        self._admit = admit
-        self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytearray] = {}
-        self._patience: dict[socket.socket, float] = {}
-
-    def serve(self, deadline: float) -> None:
-        """Waits for a connection or for words on one, and deals with them."""
-        soonest = min([deadline, *self._patience.values()])
-        for key, _ in self._selector.select(max(soonest - time.monotonic(), 0.001)):
-            if key.fileobj is self._listener:
-                self._welcome()
-            elif isinstance(key.fileobj, socket.socket):
-                self._listen_to(key.fileobj)
-        for sock in [sock for sock, until in self._patience.items() if until <= time.monotonic()]:
-            self._forget(sock).close()
-
-    def close(self) -> None:
-        """Turns away whoever has not said who it is."""
-        for sock in list(self._heard):
-            self._forget(sock).close()
-        self._selector.close()
-
-    def _welcome(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has left again
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._heard[sock] = bytearray()
-        self._patience[sock] = time.monotonic() + _HELLO_SECONDS
-
-    def _listen_to(self, sock: socket.socket) -> None:
-        heard = self._heard[sock]
-        try:
-            part = sock.recv(_HELLO.size - len(heard))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        heard += part
-        if part and len(heard) < _HELLO.size:
-            return
-        self._forget(sock)
-        member = self._identity.recognize(heard) if part else None
-        if member is None:
-            sock.close()
-            return
-        self._admit(*member, sock)
-
-    def _forget(self, sock: socket.socket) -> socket.socket:
-        self._selector.unregister(sock)
-        del self._heard[sock], self._patience[sock]
-        return sock
-
-
-def _accept_all(meeting: Meeting, identity: Identity, deadline: float) -> None:
-    """Takes the connections of all higher ranks."""
-    awaited = {(rank, role) for rank in range(identity.rank + 1, identity.world_size) for role in Role}
-
-    def admit(rank: int, role: Role, sock: socket.socket) -> None:
-        if (rank, role) not in awaited:
-            sock.close()
-            return
-        awaited.discard((rank, role))
-        meeting.sockets[role][rank] = sock
-        sock.send(identity.hello(role))  # 32 bytes into an empty buffer: it cannot block
-
-    assert meeting.listener is not None
-    door = _Door(meeting.listener, identity, admit)
-    try:
-        while awaited:
-            if time.monotonic() >= deadline:
-                missing = sorted({rank for rank, _ in awaited})
-                names = ", ".join(f"rank {rank}" for rank in missing)
-                raise RendezvousError(
-                    f"{names} did not connect to rank {identity.rank} before the deadline. Look at the output of "
-                    "the missing ranks; across machines, firewalls must allow TCP between all ranks.",
-                    rank=missing[0],
-                )
-            door.serve(deadline)
-    finally:
-        door.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,18 +14,19 @@ from cyxtrain.ring.frames import Reduction
 
 
 class _Memory:
-    """Names a piece of memory for NumPy. `Tensor.numpy()` would mark the user's storage as not resizable."""
+    """Names a tensor's memory for NumPy. `Tensor.numpy()` would mark the user's storage as not resizable."""
 
-    def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+    def __init__(self, flat: Tensor, size: int) -> None:
+        self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.flat = flat  # NumPy's array keeps this object, and so the memory
 
 
 def memory_of(flat: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor, without a copy. The tensor must be kept alive meanwhile."""
+    """Returns the bytes of a contiguous CPU tensor, without a copy; they live as long as either of the two."""
     size = flat.numel() * flat.element_size()
     if size == 0:
         return memoryview(bytearray())
-    return memoryview(np.asarray(_Memory(flat.data_ptr(), size)))
+    return np.asarray(_Memory(flat, size)).data
 
 
 def check_tensor(tensor: Tensor) -> Tensor:

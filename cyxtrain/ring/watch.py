@@ -10,7 +10,6 @@ import contextlib
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts
@@ -30,24 +29,29 @@ _CAUSE_SECONDS = 1.0
 class Watch:
     """Hears and tells why a group ends.
 
+    Attributes:
+        rank: This rank, as errors name it.
+
     Args:
-        rank: This rank.
+        rank: This rank, as errors name it.
         controls: The control connection to each other rank; the watch owns them from now on.
-        stop_links: Wakes everybody who waits on a link of the group; called once, on the first error.
+        stop_links: Wakes everybody who waits on a link of the group; called once, when the group ends.
     """
 
     def __init__(self, rank: int, controls: dict[int, socket.socket], stop_links: Callable[[], None]) -> None:
-        self._rank = rank
+        self.rank = rank
         self._controls = controls
         self._stop_links = stop_links
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
         self._departed: dict[int, int] = {}
+        self._waiting: dict[int, tuple[int, int]] = {}
         self._heard = {peer: bytearray() for peer in controls}
         self._wake_reader, self._wake_writer = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="cyxtrain-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cyxtrain-watch", daemon=True)
         for sock in controls.values():
             sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread.start()
 
     @property
@@ -65,7 +69,7 @@ class Watch:
             if self._failure is not None:
                 return self._failure
             self._failure = error
-            self._say(Control.ABORT, {**error.to_facts(), "reporter": self._rank})
+            self._say(Control.ABORT, error.to_facts())
             self._stop_links()
             self._changed.notify_all()
         return error
@@ -75,30 +79,52 @@ class Watch:
 
         Waits up to a second: the cause travels on another connection than the data.
         """
-        deadline = time.monotonic() + _CAUSE_SECONDS
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or peer in self._departed, deadline - time.monotonic()
+        if self.has_left(peer):
+            return CollectiveMismatchError(
+                f"rank {peer} has left (finalize, or the end of its program) after {self._departed[peer]} "
+                f"collectives, and rank {self.rank} still needs it. All ranks must make the same calls.",
+                rank=peer,
             )
-            if self._failure is not None:
-                return self._failure
-            if peer in self._departed:
-                return CollectiveMismatchError(
-                    f"rank {peer} has left (finalize, or the end of its program) after {self._departed[peer]} "
-                    f"collectives, and rank {self._rank} still needs it. All ranks must make the same calls.",
-                    rank=peer,
-                )
-        return PeerLostError(
+        return self._failure or PeerLostError(
             f"rank {peer} is lost: the connection to it broke ({reason}). "
             f"Look at the output of rank {peer} and at the network, and start all ranks again.",
             rank=peer,
         )
 
+    def has_left(self, peer: int) -> bool:
+        """Returns whether `peer`, whose link has ended, said goodbye before; waits up to a second for a word."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_SECONDS)
+            return self._failure is None and peer in self._departed
+
+    def tell_waiting(self, sequence: int, peer: int) -> None:
+        """Tells all that this rank has been waiting for `peer` for long, in the collective of that number."""
+        with self._changed:
+            if self._failure is None:
+                self._say(Control.WAITING, {"sequence": sequence, "peer": peer})
+
+    def blame(self, sequence: int, peer: int) -> int:
+        """Returns whom all wait for in the end, where this rank waits for `peer`, and `peer` perhaps for another."""
+        seen, found = {self.rank}, peer
+        while found not in seen:
+            seen.add(found)
+            number, waits_for = self._waiting.get(found, (-1, -1))
+            if number != sequence:
+                return found
+            found = waits_for
+        return peer  # they wait in a circle: nobody is more to blame than the next
+
     def leave(self, collectives: int) -> None:
-        """Says goodbye to all, unless the group has failed, and ends the thread. Not to be called from it."""
+        """Says goodbye to all, unless the group has failed, stops every link and ends the thread."""
         with self._changed:
             if self._failure is None:
                 self._say(Control.GOODBYE, {"collectives": collectives})
+                self._failure = CyxtrainError(
+                    f"rank {self.rank} has left this group (finalize, destroy_process_group, or the end of the "
+                    "program). Make a new group, or leave later."
+                )
+                self._stop_links()
+                self._changed.notify_all()
         self._wake_writer.close()
         self._thread.join()
         for sock in self._controls.values():
@@ -114,6 +140,14 @@ class Watch:
                 # One short frame into an empty buffer: what does not fit belongs to a peer that reads no more.
                 with contextlib.suppress(OSError):
                     sock.send(frame)
+
+    def _run(self) -> None:
+        try:
+            self._listen()
+        except BaseException as error:
+            # Without this thread no loss would be noticed any more.
+            self.fail(CyxtrainError(f"rank {self.rank} can no longer hear the others ({error!r}).", rank=self.rank))
+            raise
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -161,11 +195,18 @@ class Watch:
             return False
         facts = decode_control_body(heard[CONTROL_HEADER_BYTES : CONTROL_HEADER_BYTES + length])
         del heard[: CONTROL_HEADER_BYTES + length]
-        if kind is Control.GOODBYE:
-            with self._changed:
-                self._departed[peer] = int(facts.get("collectives", 0))
-                self._changed.notify_all()
-        else:
-            facts["message"] = f"{facts.get('message')} (reported by rank {peer})"
+        if kind is Control.ABORT:
+            if "(reported by rank " not in str(facts.get("message")):
+                facts["message"] = f"{facts.get('message')} (reported by rank {peer})"
             self.fail(error_from_facts(facts))
+            return True
+        numbers = [facts.get(name, 0) for name in ("collectives", "sequence", "peer")]
+        if not all(isinstance(number, int) for number in numbers):
+            raise FrameError("a control frame counts in something else than whole numbers")
+        with self._changed:
+            if kind is Control.GOODBYE:
+                self._departed[peer] = numbers[0]
+                self._changed.notify_all()
+            else:
+                self._waiting[peer] = (numbers[1], numbers[2])
         return True

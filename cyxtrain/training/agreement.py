@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from cyxtrain import runtime
-from cyxtrain.errors import ConfigError, CyxtrainError
+from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, error_from_facts
+
+_Planned = TypeVar("_Planned")
+_SHOWN_CHARACTERS = 200
+
+
+def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Planned, list[dict[str, Any]]]:
+    """Returns what `plan` made of this rank's input, and every rank's facts about it, by rank.
+
+    Every rank calls it, also one whose input is wrong: so all refuse, and none waits for another. Cost: two
+    all_gathers of some kilobytes.
+
+    Args:
+        plan: Returns (whatever is planned, facts about it), or raises. The facts are JSON values by name, as people
+            call them; they must be the same on every rank, but for names that begin with "_".
+
+    Raises:
+        ConfigError: Some rank's plan failed, or the facts differ; on every rank.
+    """
+    facts: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        planned, facts = plan()
+    except Exception as error:
+        problem = error
+    everyone = agree(facts, problem)
+    return planned, everyone
 
 
 def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
     """Returns every rank's facts, by rank, when they are the same and no rank has a problem.
 
-    Every rank calls it, also one that has found its input wrong: so all refuse, and none waits for another.
-    Keys that begin with "_" may differ. Cost: two all_gathers of some kilobytes.
-
     Args:
-        facts: JSON values by name, as people call them.
+        facts: As `agree_on`.
         problem: What is wrong on this rank.
 
     Raises:
-        ConfigError: Some rank has a problem, or the facts differ; the same on every rank.
+        ConfigError: Some rank has a problem, or the facts differ; on every rank.
     """
     text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
     everyone = [json.loads(found) for found in runtime.gather_texts(text)]
@@ -34,6 +58,25 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
     return [other["facts"] for other in everyone]
 
 
+def raise_together(problem: Exception | None) -> None:
+    """Raises on every rank what went wrong on any, so that no rank waits for one that has failed.
+
+    Every rank calls it. The rank itself raises its own error; the others one that names the rank, of the same type
+    where that is ours. Cost: two small all_gathers.
+    """
+    mine = ""
+    if problem is not None:
+        ours = problem if isinstance(problem, CyxtrainError) else DistributedTrainingError(_text(problem))
+        mine = json.dumps(ours.to_facts())
+    everyone = runtime.gather_texts(mine)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(everyone):
+        if text:
+            facts = json.loads(text)
+            raise error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank})
+
+
 def _text(problem: Exception) -> str:
     return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
 
@@ -42,7 +85,12 @@ def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name in {**first, **other}:
         if not name.startswith("_") and first.get(name) != other.get(name):
             raise ConfigError(
-                f"rank {rank} differs from rank 0 in {name}: {other.get(name)} on rank {rank}, {first.get(name)} on "
-                "rank 0. Every rank must be given the same.",
+                f"rank {rank} differs from rank 0 in {name}: {_shown(other.get(name))} on rank {rank}, "
+                f"{_shown(first.get(name))} on rank 0. Every rank must be given the same.",
                 rank=rank,
             )
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

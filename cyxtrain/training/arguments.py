@@ -9,6 +9,8 @@ from typing import Any
 from cyxtrain.config import DistributedTrainingConfig, unknown_name
 from cyxtrain.errors import ConfigError
 
+# Keras's own letter for X is small.
+_ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
@@ -36,28 +38,42 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         ConfigError: An unknown argument (with the nearest known one), or ones that do not go together.
     """
     config = keywords.pop("config", None)
-    arrays = list(positional)
-    if arrays and isinstance(arrays[-1], DistributedTrainingConfig):
+    given = list(positional)
+    if given and isinstance(given[-1], DistributedTrainingConfig):
         if config is not None:
             raise ConfigError("fit got two configs: one by position, one by name.")
-        config = arrays.pop()
-    if len(arrays) not in (1, 2, 4):
-        raise ConfigError(f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {len(arrays)} arrays.")
+        config = given.pop()
+    arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
     if len(arrays) == 4:
         if validation is not None:
-            raise ConfigError("fit got validation data twice: by position, and as validation_data.")
+            raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
         validation = (arrays[2], arrays[3])
     settings = _settings(config, keywords)
     return FitArguments(arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings)
 
 
+def _arrays(positional: list[Any], keywords: dict[str, Any]) -> list[Any]:
+    """Returns X; X and y; or X, y, X_val and y_val, given by position or by name."""
+    arrays = dict(enumerate(positional))
+    for name, position in _ARRAYS.items():
+        if name in keywords:
+            if position in arrays:
+                raise ConfigError(f"fit got {name} twice.")
+            arrays[position] = keywords.pop(name)
+    if sorted(arrays) not in ([0], [0, 1], [0, 1, 2, 3]):
+        raise ConfigError(f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {len(arrays)} arrays.")
+    return [arrays[position] for position in sorted(arrays)]
+
+
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
+    if keywords.pop("callbacks", None):
+        raise ConfigError("this version has no callbacks yet: leave callbacks out.")
     for name in keywords:
         if name not in _FIELDS:
-            raise unknown_name("fit", name, [*_FIELDS, "validation_data", "config"], "argument")
+            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config"], "argument")
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:

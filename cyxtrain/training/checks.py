@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.step import call_model
+from cyxtrain.training.step import call_model, modes_kept
 
 _PROBED_ROWS = 2
 
@@ -23,14 +25,14 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ConfigError: Sparse gradients, lazy modules that have not run, or nothing to train.
     """
+    if not trained_parameters(model):
+        raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ConfigError(
                 f"{name or 'the model'} makes sparse gradients, which cannot be averaged over ranks: build it with "
                 "sparse=False."
             )
-    if not trained_parameters(model):
-        raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -43,10 +45,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
 
 
+def check_targets(source: ArraySource, loss: Loss) -> None:
+    """Refuses data without targets, where the loss needs them.
+
+    Raises:
+        ConfigError: There is no y.
+    """
+    if source.targets is None and loss.function is not None:
+        raise ConfigError(
+            "y is missing: the loss compares the model's output with it. Only a model that computes its own "
+            "loss (loss_fn=None) does without."
+        )
+
+
 def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Loss) -> None:
     """Runs the model on two rows, without gradients, to find what does not fit before anything has changed.
 
-    Every rank takes the same rows, so all come to the same verdict. Modes and random generators stay as they are.
+    Every rank takes the same rows, so all come to the same verdict. Modes, buffers and random generators stay as
+    they are.
 
     Args:
         model: Runs in evaluation mode.
@@ -59,42 +75,49 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
     """
     if loss.function is None:
         return  # such a model may compute its loss in training mode only
-    batch = Batch(0, *placement.place(*source.slice(0, _PROBED_ROWS)), joined_rows=_PROBED_ROWS)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    inputs, targets = placement.place(*source.slice(0, _PROBED_ROWS))
+    batch = Batch(0, inputs, targets, joined_rows=len(inputs))
+    with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng([placement.device] if placement.device.type == "cuda" else []):
-            output = _call("the model cannot take X", call_model, model, batch, loss)
-            _check_shapes(output, batch.targets, loss)
-            loss.look_at_result(_call("the loss cannot take the model's output and y", loss.function, output, batch.targets))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        shape = list(inputs.shape)  # asked for now: a model may change its input
+        with _blaming(f"the model cannot take X, tried on shape {shape}"):
+            output = call_model(model, batch, loss)
+        loss.check_shapes(output, targets)
+        with _blaming(
+            f"the loss cannot take the model's output and y, tried on {_described(output)} and {_described(targets)}"
+        ):
+            result = loss.function(output, targets)
+        loss.look_at_result(result)
 
 
-def _call(what: str, function: Any, *arguments: Any) -> Any:
+@contextlib.contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Hands back modes, buffers and torch's generators as they were."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    with modes_kept(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)  # changed in place
+                setattr(module, name, buffer)  # or replaced
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
     try:
-        return function(*arguments)
+        yield
     except ConfigError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{list(value.shape)}" for value in arguments if isinstance(value, Tensor))
-        batch = next((value for value in arguments if isinstance(value, Batch)), None)
-        if batch is not None:
-            shapes = f"{list(batch.inputs.shape)}"
-        raise ConfigError(f"{what}, tried on shapes {shapes}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _check_shapes(output: Any, target: Tensor | None, loss: Loss) -> None:
-    """Refuses shapes that PyTorch would stretch into a table of every row against every other."""
-    if not isinstance(output, Tensor) or target is None or output.shape == target.shape:
-        return
-    longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
-    hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
-    classes = loss.is_known and not loss.is_elementwise
-    if loss.is_elementwise or (hazard and not classes):
-        shapes = [f"({', '.join(['n', *map(str, tensor.shape[1:])])})" for tensor in (output, target)]
-        raise ConfigError(
-            f"the model's output has shape {shapes[0]} and y has {shapes[1]}: the loss would compare every row with "
-            "every other. Reshape y (y.reshape(-1, 1)), or let the model return one number per row (squeeze(-1))."
-        )
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

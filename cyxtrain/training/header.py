@@ -10,7 +10,11 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.training.checkpoint import library_versions
 from cyxtrain.training.loss import Loss
 
-_BACKENDS = {"ring": "cpu (cyxtrain's TCP ring)", "gloo": "gloo (PyTorch's, on CPUs)", "nccl": "nccl (NVIDIA's, on GPUs)"}
+_BACKENDS = {
+    "ring": "cpu (cyxtrain's TCP ring)",
+    "gloo": "gloo (PyTorch's, on CPUs)",
+    "nccl": "nccl (NVIDIA's, on GPUs)",
+}
 
 
 def explain(
@@ -33,7 +37,7 @@ def explain(
         steps: Per epoch.
         first_epoch: From 1; higher where training goes on.
     """
-    world_size = dist.get_world_size()
+    world_size, threads = dist.get_world_size(), _count(torch.get_num_threads(), "thread")
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _count(world_size, "rank")),
@@ -41,11 +45,11 @@ def explain(
         ("batch", _batch(config, world_size)),
         ("steps", f"{_count(steps, 'step')} per epoch, epochs {first_epoch} to {first_epoch + config.epochs - 1}"),
         ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
-        ("device", f"{device}" + (f", {_count(torch.get_num_threads(), 'thread')} per rank" if device.type == "cpu" else "")),
+        ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
     ]
     if loss.is_assumed_mean:
-        facts.append(("loss", "a function of yours, taken for a mean over samples; else return (sum, weight)"))
+        facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
 
 

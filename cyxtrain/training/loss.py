@@ -88,6 +88,8 @@ class Loss:
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
+        self.ignored: int | None = None
+        """The class number that does not count, where the data have it."""
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
 
@@ -113,8 +115,8 @@ class Loss:
 
     @property
     def is_assumed_mean(self) -> bool:
-        """Whether it is a function of the user's, taken for a mean over samples."""
-        return self.function is not None and not self.is_known and self.weighting is Weighting.SAMPLES
+        """Whether it is the user's own, or the model's, and taken for a mean over samples."""
+        return not self.is_known and self.weighting is Weighting.SAMPLES
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns targets of the type that the loss wants: class numbers, else the model's floats."""
@@ -128,22 +130,57 @@ class Loss:
     def look_at(self, targets: Tensor | None) -> None:
         """Finds out what this data is weighted by. Every rank has the same data, so all come to the same."""
         function = self.function
-        if not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or self._reduction != "mean" or targets is None:
+        if targets is None or not self.is_known or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return
-        by_class = not targets.is_floating_point()
-        counts_terms = by_class and (
-            function.weight is not None or bool((targets == function.ignore_index).any())
-        )
-        self.weighting = Weighting.TERMS if counts_terms else Weighting.SAMPLES
-        if counts_terms:
+        if targets.is_floating_point() or targets.is_complex():
+            return  # probabilities: every row counts
+        self.ignored = function.ignore_index if bool(targets.eq(function.ignore_index).any()) else None
+        if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
+            self.weighting = Weighting.TERMS
             # Its own mean over a part with no valid target is 0 / 0: the sum is taken instead, the weight beside it.
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
 
     def look_at_result(self, result: Any) -> None:
-        """Finds out whether a function of the user's returns (sum, weight)."""
-        if not self.is_known and isinstance(result, tuple):
+        """Finds out whether a function of the user's returns (sum, weight).
+
+        Raises:
+            ConfigError: It returns neither a tensor nor such a pair.
+        """
+        pair = isinstance(result, tuple) and len(result) == 2
+        total = result[0] if pair else result
+        if not isinstance(total, Tensor) or (pair and total.numel() != 1):
+            raise ConfigError(
+                "loss_fn must return a tensor, the mean over samples, or (sum, weight) with one number each; it "
+                f"returned {result if pair else type(result).__name__}."
+            )
+        if not self.is_known and pair:
             self.weighting = Weighting.TERMS
+
+    def check_shapes(self, output: Any, target: Tensor | None) -> None:
+        """Refuses shapes that PyTorch would stretch into a table of every row against every other.
+
+        Raises:
+            ConfigError: With both shapes.
+        """
+        if self.function is None or not isinstance(output, Tensor) or target is None or output.shape == target.shape:
+            return
+        if output.numel() == target.numel() == 1:
+            return  # one row, whatever its shape
+        longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
+        hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
+        if not self.is_elementwise and (self.is_known or not hazard):
+            return
+        shapes = [f"({', '.join(['n', *map(str, tensor.shape[1:])])})" for tensor in (output, target)]
+        raise ConfigError(
+            f"the model's output has shape {shapes[0]} and y has {shapes[1]}: "
+            + (
+                "the loss would compare every row with every other. Reshape y (y.reshape(-1, 1)), or let the model "
+                "return one number per row (squeeze(-1))."
+                if hazard
+                else "this loss needs one shape. Change the model's last layer, or y."
+            )
+        )
 
     def __call__(self, output: Any, target: Tensor | None, rows: int) -> BatchLoss:
         """Returns the loss of `rows` samples."""
@@ -155,7 +192,7 @@ class Loss:
         result = self.function(output, target)
         if isinstance(result, tuple):
             total, weight = result
-            return BatchLoss(total, 1, weight)
+            return BatchLoss(total.reshape(()), 1, weight.detach() if isinstance(weight, Tensor) else weight)
         if self.weighting is Weighting.NOTHING:
             return BatchLoss(result, 1, rows)
         return BatchLoss(result.mean() if result.dim() else result, rows, rows)

@@ -33,6 +33,8 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     Raises:
         ConfigError: An unknown name, or something else.
     """
+    if next(model.parameters(), None) is None:
+        raise ConfigError("the model has no parameters: there is nothing to train.")
     if isinstance(optimizer, str):
         if optimizer.lower() not in _BY_NAME:
             raise unknown_name("cyxtrain", optimizer, list(_BY_NAME), "optimizer")

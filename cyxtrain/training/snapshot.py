@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,7 @@ from cyxtrain.errors import CheckpointError
 from cyxtrain.training.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.files import read_file
 from cyxtrain.training.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from cyxtrain.training.weights import load_model_state
+from cyxtrain.training.weights import fitting_state, load_model_state
 
 
 def snapshot(
@@ -44,10 +43,12 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Checkpoin
     """Gives model and optimizer a saved state; returns the number of epochs that it has seen.
 
     Raises:
-        CheckpointError: It belongs to another model or optimizer.
+        CheckpointError: It belongs to another model or optimizer; both are as they were.
     """
-    load_model_state(model, state.model, source)
+    fitting_state(model, state.model, source)
+    # First, because it takes all or nothing, and the model has just been seen to fit.
     load_optimizer_state_by_name(optimizer, model, state.optimizer, state.optimizer_groups)
+    load_model_state(model, state.model, source)
     return int(state.position.get("epoch", 0))
 
 
@@ -68,17 +69,7 @@ def read_on_all(path: str | os.PathLike[str]) -> CheckpointState:
     problem = runtime.gather_texts(problem)[0]
     if problem:
         raise CheckpointError(problem)
-    return unpack_checkpoint(memoryview(_broadcast_bytes(data)), str(path))
-
-
-def raise_on_all(problem: CheckpointError | None) -> None:
-    """Raises on every rank what went wrong on any."""
-    problems = runtime.gather_texts("" if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(problems):
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}", rank=rank)
+    return unpack_checkpoint(_broadcast_bytes(data), str(path))
 
 
 def checkpoint_path(folder: str, epoch: int, rank: int | None) -> Path:
@@ -87,7 +78,7 @@ def checkpoint_path(folder: str, epoch: int, rank: int | None) -> Path:
     return Path(folder) / f"epoch-{epoch:04d}{suffix}.ckpt"
 
 
-def _broadcast_bytes(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _broadcast_bytes(data: bytes) -> memoryview:
     group = runtime.cpu_group()
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=group)
@@ -95,4 +86,4 @@ def _broadcast_bytes(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if runtime.is_master():
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=group)
-    return buffer.numpy()
+    return buffer.numpy().data

@@ -1,14 +1,15 @@
-"""What happens with one batch. The order of a training step:
+"""What happens with one batch.
 
-zero the gradients; forward; the weight of the joined batch; backward, which averages gradients over ranks while
-it runs; step the optimizer; add to the sums of the epoch.
+The order of a training step: zero the gradients; forward; the weight of the joined batch; backward, which averages
+gradients over ranks while it runs; step the optimizer; add to the sums of the epoch.
 
 Parameters change only after every collective of the step has succeeded.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,15 +18,14 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
+from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.totals import Totals, count_correct
 
 
 class Step(Protocol):
-    """Deals with a batch, and sums up."""
-
-    totals: Totals
+    """Deals with a batch, and keeps what it gives."""
 
     def __call__(self, batch: Batch) -> None:
         """Deals with one batch."""
@@ -47,11 +47,13 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = loss
         self._optimizer = optimizer
+        self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device)
 
     def __call__(self, batch: Batch) -> None:
         """Zero, forward, backward, step."""
-        self._optimizer.zero_grad()
+        for parameter in self._parameters:  # also those that the optimizer does not have: they would add up for ever
+            parameter.grad = None
         output, loss = self._forward(batch)
         self._backward(loss, self._joined_weight(loss, batch))
         self._optimizer.step()
@@ -81,9 +83,10 @@ class TrainingStep:
             self._ddp.backward_without_batch()
             return
         # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even batches.
-        share = loss.terms * dist.get_world_size() / joined_weight if joined_weight else math.nan
+        # A batch in which nothing counts has no gradient.
+        share = loss.terms * dist.get_world_size() / joined_weight if joined_weight else 0.0
         value = loss.value if share == 1 else loss.value * share
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
 
 
 class EvaluationStep:
@@ -105,6 +108,7 @@ class EvaluationStep:
         """Forward."""
         with torch.no_grad():
             output = call_model(self._model, batch, self._loss)
+            self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch.targets, batch.rows)
             self.totals.add(batch.number, loss, *count_correct(output, batch.targets, self._loss))
 
@@ -119,16 +123,27 @@ class PredictionStep:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.outputs: list[Tensor] = []
-        self.other: str | None = None
-        """What the model returned, where that was no tensor."""
 
     def __call__(self, batch: Batch) -> None:
-        """Forward."""
+        """Forward.
+
+        Raises:
+            ConfigError: The model does not return one tensor with a row per row, of one kind.
+        """
         with torch.no_grad():
             output = self._model(batch.inputs)
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != batch.rows:
-            self.other = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            return
+            found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(
+                f"predict needs a model that returns one tensor with a row per row of X; for {batch.rows} rows it "
+                f"returned {found}."
+            )
+        first = self.outputs[0] if self.outputs else output
+        if (output.shape[1:], output.dtype) != (first.shape[1:], first.dtype):
+            raise ConfigError(
+                f"predict needs rows of one kind; the model returned {first.dtype} {list(first.shape)}, then "
+                f"{output.dtype} {list(output.shape)}."
+            )
         self.outputs.append(output.cpu())
 
 
@@ -137,3 +152,14 @@ def call_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     if loss.function is None and batch.targets is not None:
         return model(batch.inputs, batch.targets)
     return model(batch.inputs)
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Every module gets its own mode back, training or evaluation, whatever happens within."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

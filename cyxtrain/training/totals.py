@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,10 @@ from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4
+_FOLD_BATCHES = 256
+"""Batches whose numbers are kept until they are added in one go: single additions would cost a step more."""
+
+_Number = Tensor | float
 
 
 class Totals:
@@ -25,27 +29,39 @@ class Totals:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._on_device = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
-        self._here = np.zeros((rows, _COLUMNS))
+        self._sums = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
+        self._pending: list[tuple[int, tuple[_Number, ...]]] = []
 
-    def add(self, row: int, loss: BatchLoss, correct: Tensor | None, counted: Tensor | int) -> None:
+    def add(self, row: int, loss: BatchLoss, correct: Tensor | None, counted: _Number) -> None:
         """Adds a batch to a row, without waiting for the device."""
-        self._on_device[row, LOSS].add_(loss.value.detach(), alpha=loss.terms)
-        self._add(row, WEIGHT, loss.weight)
-        if correct is not None:
-            self._add(row, CORRECT, correct)
-            self._add(row, COUNTED, counted)
+        right = 0 if correct is None else correct
+        numbers = (loss.value.detach(), loss.terms, loss.weight, right, counted)
+        self._pending.append((row, numbers))
+        if len(self._pending) >= _FOLD_BATCHES:
+            self._fold()
 
-    def _add(self, row: int, column: int, value: Tensor | float) -> None:
-        if isinstance(value, Tensor):
-            self._on_device[row, column].add_(value)
-        else:
-            self._here[row, column] += value  # plain numbers cost no operation of the device
+    def _fold(self) -> None:
+        if not self._pending:
+            return
+        rows, numbers = zip(*self._pending, strict=True)
+        self._pending.clear()
+        values, terms, *others = (self._column(column) for column in zip(*numbers, strict=True))
+        where = torch.tensor(rows, device=self._sums.device)
+        self._sums.index_add_(0, where, torch.stack([values * terms, *others], dim=1))
+
+    def _column(self, numbers: Sequence[_Number]) -> Tensor:
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        if not tensors:
+            return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
+        if len(tensors) < len(numbers):
+            tensors = [torch.as_tensor(number, dtype=torch.float64, device=self._sums.device) for number in numbers]
+        return torch.stack(tensors).double()
 
     @property
     def table(self) -> Tensor:
         """The sums so far, shape (rows, 4), float64, on the CPU: this waits for the device."""
-        return self._on_device.cpu() + torch.from_numpy(self._here)
+        self._fold()
+        return self._sums.cpu()
 
     def over_ranks(self, group: Any) -> list[float]:
         """Returns the sums over all rows and ranks: the same on every rank.
@@ -53,7 +69,7 @@ class Totals:
         The table is added up over ranks element by element, then exactly over its rows: where each row was
         filled by one rank, the result does not depend on how many there are, not in one bit.
         """
-        table = self.table
+        table = self.table.clone()
         dist.all_reduce(table, group=group)
         return exact_sums(table)
 
@@ -63,8 +79,10 @@ class Totals:
 
 
 def exact_sums(table: Tensor) -> list[float]:
-    """Returns the sum of each column, rounded once."""
-    return [math.fsum(column) for column in table.T.tolist()]
+    """Returns the sum of each column, rounded once; what is not finite stays so."""
+    columns = table.T.tolist()
+    # fsum raises where infinities meet, and training that diverges shall say so in numbers.
+    return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
 
 
 def loss_and_accuracy(sums: list[float], weighting: Weighting) -> tuple[float, float]:
@@ -74,7 +92,7 @@ def loss_and_accuracy(sums: list[float], weighting: Weighting) -> tuple[float, f
     return loss, sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan
 
 
-def count_correct(output: Any, target: Tensor | None, loss: Loss) -> tuple[Tensor | None, Tensor | int]:
+def count_correct(output: Any, target: Tensor | None, loss: Loss) -> tuple[Tensor | None, _Number]:
     """Returns (how many are right, of how many), where targets are classes; else (None, 0).
 
     Class numbers of shape (n, ...) go with scores of shape (n, classes, ...); binary targets with one output each.
@@ -83,11 +101,10 @@ def count_correct(output: Any, target: Tensor | None, loss: Loss) -> tuple[Tenso
         return None, 0
     if loss.is_binary:
         return ((output > loss.threshold) == (target > 0.5)).sum(), target.numel()
-    if target.is_floating_point() or target.is_complex() or output.dim() != target.dim() + 1:
+    if target.is_floating_point() or target.is_complex() or output.dim() != target.dim() + 1 or output.shape[1] < 2:
         return None, 0
     right = output.argmax(1) == target
-    ignored = getattr(loss.function, "ignore_index", None)
-    if loss.weighting is Weighting.TERMS and ignored is not None:
-        valid = target != ignored
+    if loss.ignored is not None:
+        valid = target != loss.ignored
         return (right & valid).sum(), valid.sum()
     return right.sum(), target.numel()

@@ -73,6 +73,19 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
     Raises:
         CheckpointError: Other names or shapes, with everything that differs.
     """
+    given = fitting_state(model, state, source)
+    try:
+        model.load_state_dict(given)
+    except RuntimeError as error:
+        raise CheckpointError(f"Cannot load {source}: {error}. Build the model as it was when it was saved.") from error
+
+
+def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns a `state_dict` with all of the model's names, tied ones too; nothing is loaded.
+
+    Raises:
+        CheckpointError: Other names or shapes, with everything that differs.
+    """
     expected, given = model.state_dict(), dict(state)
     ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
     for name, kept in ties.items():
@@ -85,10 +98,7 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
     differences = _differences(expected, given)
     if differences:
         raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
-    try:
-        model.load_state_dict(given)
-    except RuntimeError as error:
-        raise CheckpointError(f"Cannot load {source}: {error}. Build the model as it was when it was saved.") from error
+    return given
 
 
 def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:

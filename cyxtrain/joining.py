@@ -1,0 +1,151 @@
+"""Joining the world: a backend that is here, a store that all ranks reach, and the group over it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain import environment
+from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.rendezvous import StoreLostError
+from cyxtrain.ring.store import host_store, reach_store
+
+TESTED_TORCH = ((2, 11), (2, 14))
+"""From, and up to but not including."""
+
+_lives = 0
+"""How often this process has joined: each life has its own keys, in a store that may outlive the group."""
+
+
+@dataclass
+class Joined:
+    """How this process joined.
+
+    Attributes:
+        group: The default group that was made.
+        config: Complete.
+        cpu_group: For small agreements.
+        store: Kept open for groups that are made later; on rank 0 it holds the port.
+    """
+
+    group: Any
+    config: DistributedConfig
+    cpu_group: Any
+    store: dist.Store
+
+
+def join(config: DistributedConfig) -> Joined:
+    """Makes the default torch process group.
+
+    Args:
+        config: Complete.
+
+    Raises:
+        ConfigError: A local rank without a GPU.
+        RendezvousError: The ranks did not find each other within `timeout_ms`.
+        BackendUnavailableError: The backend is not on this machine.
+    """
+    global _lives
+    deadline = time.monotonic() + config.timeout_ms / 1000
+    backend = BackendType.parse(config.backend or BackendType.CPU)
+    _warn_of_untested_torch()
+    _require_backend(backend, config)
+    while True:
+        store = _open_store(config, deadline)
+        try:
+            _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
+        except StoreLostError:
+            # Rank 0 of the life before went away just now; its next life opens the store again.
+            if config.rank == 0 or time.monotonic() >= deadline:
+                raise
+            continue
+        break
+    _lives += 1  # not when it failed: a rank that tries again must look where the others are
+    store.set_timeout(timedelta(milliseconds=config.timeout_ms))
+    group = dist.group.WORLD
+    small = group if backend is not BackendType.NCCL else dist.new_group(backend="ring")
+    return Joined(group, config, small, store)
+
+
+def _open_store(config: DistributedConfig, deadline: float) -> dist.Store:
+    assert config.rank is not None
+    assert config.world_size is not None
+    if config.world_size == 1:
+        return dist.HashStore()  # inside this process: no port
+    left = max(deadline - time.monotonic(), 0.001)
+    prefix = environment.agent_store_prefix(config)
+    if config.rank == 0 and prefix is None:
+        store = host_store(config.master_addr, config.master_port, config.world_size, left)
+    else:
+        store = reach_store(config.rank, config.master_addr, config.master_port, config.world_size, left)
+    return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{_lives + 1}", store)
+
+
+def _make_group(backend: BackendType, store: dist.Store, config: DistributedConfig, join_seconds: float) -> None:
+    """Makes the default group; joining has one deadline, collectives another."""
+    name = "ring" if backend is BackendType.CPU else backend.value
+    try:
+        dist.init_process_group(
+            name,
+            store=store,
+            rank=config.rank or 0,
+            world_size=config.world_size or 1,
+            timeout=timedelta(seconds=join_seconds),
+        )
+    except RendezvousError:
+        raise
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {config.rank} could not make a {name} group: {error}. Look at the output of the other ranks."
+        ) from error
+    collective = timedelta(milliseconds=config.collective_timeout_ms)
+    group = dist.group.WORLD
+    if isinstance(group, RingProcessGroup):
+        group.set_timeout(collective)
+    else:
+        dist.distributed_c10d._set_pg_timeout(collective, group)
+
+
+def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
+    if backend is BackendType.GLOO and not dist.is_gloo_available():
+        raise BackendUnavailableError("This PyTorch has no Gloo. Use backend='cpu', cyxtrain's own ring.")
+    if backend is not BackendType.NCCL:
+        return
+    missing = [
+        text
+        for there, text in (
+            (dist.is_nccl_available(), "this PyTorch was built without it"),
+            (torch.cuda.is_available(), "no CUDA device is visible"),
+        )
+        if not there
+    ]
+    if missing:
+        raise BackendUnavailableError(
+            f"NCCL library not available: {' and '.join(missing)}. "
+            "Use backend='cpu' (DISTRIBUTED_BACKEND=cpu), cyxtrain's own ring, which carries CPU tensors."
+        )
+    devices, local_rank = torch.cuda.device_count(), config.local_rank or 0
+    if devices > 1 and local_rank >= devices:
+        raise ConfigError(
+            f"LOCAL_RANK {local_rank} has no GPU: {devices} are visible. Start at most {devices} ranks per machine."
+        )
+    torch.cuda.set_device(local_rank if devices > 1 else 0)
+
+
+def _warn_of_untested_torch() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    first, end = TESTED_TORCH
+    if not first <= version < end:
+        warnings.warn(
+            f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "
+            f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}.",
+            stacklevel=4,
+        )

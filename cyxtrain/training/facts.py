@@ -1,0 +1,66 @@
+"""What must be the same on every rank, in words that an error can show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.source import sampled_hash
+from cyxtrain.training.loss import Loss
+from cyxtrain.training.optimizer_state import optimizer_state_by_name
+
+_OWN_FIELDS = ("verbose", "checkpoint_dir")
+"""What ranks may set differently: only one of them shows and writes."""
+_SAMPLED_ELEMENTS = 64
+
+
+def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
+    """Returns the settings, one by one."""
+    return {
+        f"the setting {name}": value for name, value in dataclasses.asdict(config).items() if name not in _OWN_FIELDS
+    }
+
+
+def model_facts(model: nn.Module, loss: Loss) -> dict[str, Any]:
+    """Returns the kind of each parameter and buffer, and of the loss; values are not compared: they become rank 0's."""
+    facts: dict[str, Any] = {"the loss": f"{type(loss.function).__name__}, {loss.weighting.value}"}
+    for name, parameter in model.named_parameters():
+        facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in model.named_buffers():
+        facts[f"the buffer {name}"] = _kind(buffer)
+    return facts
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Returns the kind of optimizer, the settings of its groups, and a hash of samples of its state."""
+    state, groups = optimizer_state_by_name(optimizer, model)
+    facts: dict[str, Any] = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            # Functions and the like have an address in their text, which differs.
+            plain = isinstance(value, (bool, int, float, str, tuple, list, Tensor, type(None)))
+            facts[f"the optimizer's {name} (group {number})"] = str(value) if plain else type(value).__name__
+    for name, values in state.items():
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        facts[f"the optimizer's state of {name}: hash of its values"] = _hash(tensors)
+    return facts
+
+
+def value_facts(model: nn.Module) -> dict[str, Any]:
+    """Returns a hash of samples of each parameter and buffer: ranks with other values would evaluate another model."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {f"the model's {name}: hash of its values": _hash([tensor]) for name, tensor in named}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _hash(tensors: Iterable[Tensor]) -> str:
+    flat = (tensor.detach().reshape(-1) for tensor in tensors)
+    return " ".join(sampled_hash(values, _SAMPLED_ELEMENTS) for values in flat if len(values))

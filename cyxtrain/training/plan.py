@@ -1,0 +1,192 @@
+"""One call of `fit`, `evaluate` or `predict`, after everything that could be refused has been looked at.
+
+A plan is made on each rank by itself, and changes nothing; then the ranks agree (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig, require_integer
+from cyxtrain.data.batches import Placement
+from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.data.source import ArraySource
+from cyxtrain.data.split import validation_rows
+from cyxtrain.errors import ConfigError
+from cyxtrain.training.arguments import FitArguments
+from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
+from cyxtrain.training.display import Display, make_display
+from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
+from cyxtrain.training.history import TrainingHistory
+from cyxtrain.training.loss import Loss
+
+LossLike = nn.Module | Callable[..., Any] | str | None
+
+
+@dataclass
+class Rows:
+    """Rows for the model, and how they come to it.
+
+    Attributes:
+        source: The rows.
+        batch_size: Rows at once, outside training.
+        placement: Of batches.
+        loss: For these rows.
+    """
+
+    source: ArraySource
+    batch_size: int
+    placement: Placement
+    loss: Loss
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass
+class Run:
+    """One call of `fit`."""
+
+    config: DistributedTrainingConfig
+    data: Rows
+    validation: Rows | None
+    batches: DistributedBatchIterator
+    display: Display
+    history: TrainingHistory
+    training_seconds: float = 0.0
+
+
+def plan_fit(
+    arguments: FitArguments,
+    model: nn.Module,
+    loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer,
+    device: str | torch.device,
+) -> tuple[Run, dict[str, Any]]:
+    """Returns what this rank is asked to do, and what must be the same on every rank.
+
+    Raises:
+        ConfigError: What cannot work.
+    """
+    config = arguments.config
+    check_model(model)
+    check_optimizer(optimizer)
+    rank, world_size = runtime.get_rank(), runtime.get_world_size()
+    source, validation_source = _split(arguments)
+    data = _training_rows(source, config, model, loss_fn, device)
+    validation = None
+    if validation_source is not None:
+        with _validation():
+            validation = _training_rows(validation_source, config, model, loss_fn, device)
+    sampler = DistributedSampler(len(source), config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
+    batches = DistributedBatchIterator(sampler, config.batch_size, effective_batch_size=config.effective_batch_size)
+    facts = {
+        **config_facts(config),
+        **source.facts("training"),
+        **({} if validation_source is None else validation_source.facts("validation")),
+        **model_facts(model, data.loss),
+        **optimizer_facts(optimizer, model),
+        "_nan": source.has_nan(rank, world_size),
+    }
+    history = TrainingHistory(effective_batch_size=batches.effective_batch_size, world_size=world_size)
+    display = make_display(config.verbose and rank == 0)
+    return Run(config, data, validation, batches, display, history), facts
+
+
+def plan_rows(
+    source: ArraySource,
+    batch_size: int,
+    model: nn.Module,
+    loss_fn: LossLike,
+    device: str | torch.device,
+    *,
+    predicting: bool,
+) -> tuple[Rows, dict[str, Any]]:
+    """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
+
+    Raises:
+        ConfigError: The batch size is none, or the loss has no targets.
+    """
+    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
+    loss = Loss(loss_fn)
+    if not predicting:
+        check_targets(source, loss)
+    loss.look_at(source.targets)
+    rows = Rows(source, batch_size, place_model(model, loss, device), loss)
+    return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
+
+
+def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Placement:
+    """Puts model and loss on their device; returns where their batches go, and in which types."""
+    parameters = list(model.parameters())
+    chosen = parameters[0].device if parameters else torch.device("cpu")
+    if device != "auto":
+        chosen = torch.device(device)
+    elif chosen.type != "cuda" and dist.get_backend() == "nccl":
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    model.to(chosen)
+    if isinstance(loss.function, nn.Module):
+        loss.function.to(chosen)  # it may have class weights
+    floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
+    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
+
+
+def checked_device(device: str | torch.device) -> str | torch.device:
+    """Returns the device that a user named, "auto" as it is.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    try:
+        found = torch.device("cpu" if device == "auto" else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be 'auto', or one of torch's such as 'cpu', got {device!r}.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: no CUDA device is visible. Use 'auto' or 'cpu'.")
+    return device
+
+
+def _training_rows(
+    source: ArraySource,
+    config: DistributedTrainingConfig,
+    model: nn.Module,
+    loss_fn: LossLike,
+    device: str | torch.device,
+) -> Rows:
+    """Returns rows that the model and the loss have been tried on."""
+    loss = Loss(loss_fn)
+    check_targets(source, loss)
+    loss.look_at(source.targets)
+    rows = Rows(source, config.batch_size, place_model(model, loss, device), loss)
+    probe(model, source, rows.placement, loss)
+    return rows
+
+
+def _split(arguments: FitArguments) -> tuple[ArraySource, ArraySource | None]:
+    """Returns (training, validation): the last rows of the data where a fraction is asked for."""
+    source, fraction = ArraySource(arguments.inputs, arguments.targets), arguments.config.validation_split
+    if arguments.validation is not None:
+        with _validation():
+            return source, ArraySource(*arguments.validation)
+    if not fraction:
+        return source, None
+    first = validation_rows(len(source), fraction)
+    return source.part(0, first), source.part(first, len(source))
+
+
+@contextlib.contextmanager
+def _validation() -> Iterator[None]:
+    """Says of an error within that it is about the validation data."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"validation data: {error}") from error
