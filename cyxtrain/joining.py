@@ -16,11 +16,12 @@ from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.rendezvous import StoreLostError
-from cyxtrain.ring.store import host_store, reach_store
+from cyxtrain.ring.store import host_store, reach_store, roll_call
 
 TESTED_TORCH = ((2, 11), (2, 14))
 """From, and up to but not including."""
 
+_LAST_WORDS_SECONDS = 0.2
 _lives = 0
 """How often this process has joined: each life has its own keys, in a store that may outlive the group."""
 
@@ -61,7 +62,7 @@ def join(config: DistributedConfig) -> Joined:
     while True:
         store = _open_store(config, deadline)
         try:
-            _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
+            _meet(backend, store, config, deadline)
         except StoreLostError:
             # Rank 0 of the life before went away just now; its next life opens the store again.
             if config.rank == 0 or time.monotonic() >= deadline:
@@ -87,6 +88,17 @@ def _open_store(config: DistributedConfig, deadline: float) -> dist.Store:
     else:
         store = reach_store(config.rank, config.master_addr, config.master_port, config.world_size, left)
     return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{_lives + 1}", store)
+
+
+def _meet(backend: BackendType, store: dist.Store, config: DistributedConfig, deadline: float) -> None:
+    """Waits for all ranks, then makes the default group."""
+    try:
+        roll_call(store, config.rank or 0, config.world_size or 1, deadline)
+        _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
+    except RendezvousError:
+        if config.rank == 0 and config.world_size != 1:
+            time.sleep(_LAST_WORDS_SECONDS)  # the store ends with rank 0: the others shall read there why
+        raise
 
 
 def _make_group(backend: BackendType, store: dist.Store, config: DistributedConfig, join_seconds: float) -> None:

@@ -80,10 +80,21 @@ def test_first_program_in_readme_is_fifteen_lines():
     assert len(lines) <= 15
 
 
+def error_table():
+    """The rows of README's table of errors: (error, what it says)."""
+    return re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', README, flags=re.MULTILINE)
+
+
 def test_errors_in_readme_are_those_that_exist():
-    named = set(re.findall(r"^\| `(\w+Error)` \|", README, flags=re.MULTILINE))
-    raised = {name for name in cx.__all__ if name.endswith("Error")} - {"CyxtrainError", "PeerSilentError"}
-    assert named == raised  # nobody raises PeerSilentError yet
+    exist = {name for name in cx.__all__ if name.endswith("Error")} - {"CyxtrainError", "PeerSilentError"}
+    assert {error for error, _ in error_table()} == exist  # nobody raises PeerSilentError yet
+
+
+@pytest.mark.parametrize(("error", "words"), error_table())
+def test_errors_in_readme_say_what_they_say(error, words):
+    # Long messages are written as several strings, one after the other.
+    package = "".join(re.sub(r'"\s+f?"', "", text) for _, text in project_files("cyxtrain"))
+    assert words in package, f"no {error} says {words!r} any more"
 
 
 def test_files_that_documents_name_exist():

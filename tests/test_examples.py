@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 DEADLINE_SECONDS = 90
 
 
 def run_example(name, num_ranks, folder):
-    """Runs an example in an empty folder; returns the lines of rank 0, without its name, and the seconds."""
+    """Runs a script in a folder; returns the lines of rank 0, without its name, and the seconds."""
     launcher = [] if num_ranks == 1 else ["-m", "cyxtrain.launch", str(num_ranks)]
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
     started = time.monotonic()
@@ -53,3 +54,10 @@ def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
     history = json.loads((tmp_path / "checkpoints" / f"{name}.json").read_text(encoding="utf-8"))
     assert len(history["train_losses"]) == len(history["train_accuracies"]) == 10
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_first_program_in_readme_runs_as_it_stands(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", readme, flags=re.DOTALL)[1], encoding="utf-8")
+    lines, _ = run_example(tmp_path / "train.py", 2, tmp_path)
+    assert last_accuracy(lines) >= 0.94

@@ -261,22 +261,15 @@ class Mailbox:
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
+            message = self._claim(operation, peer)
+            if message is None:
+                message = Message(operation, peer, _room_for(payload_bytes))
+                inbox.early.append(message)
         except FrameError as error:
-            raise LinkBroken(self._links[peer].rank, str(error)) from None
-        message = self._claim(operation, peer)
-        if message is None:
-            message = Message(operation, peer, self._room_for(payload_bytes, peer))
-            inbox.early.append(message)
+            rank = self._links[peer].rank
+            raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
         inbox.current = message
         self._finish(peer, inbox, message)
-
-    def _room_for(self, payload_bytes: int, peer: int) -> memoryview:
-        """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
-        try:
-            return np.empty(payload_bytes, np.uint8).data
-        except (MemoryError, ValueError):
-            reason = f"it sends {payload_bytes} bytes that nobody has asked for, and there is no memory to keep them"
-            raise LinkBroken(self._links[peer].rank, reason) from None
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
@@ -326,3 +319,11 @@ class Mailbox:
             during=ours.describe(),
         )
         raise self._watch.fail(error).again()
+
+
+def _room_for(payload_bytes: int) -> memoryview:
+    """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
+    try:
+        return np.empty(payload_bytes, np.uint8).data
+    except (MemoryError, ValueError):
+        raise FrameError(f"{payload_bytes} bytes that nobody has asked for, and no memory to keep them") from None

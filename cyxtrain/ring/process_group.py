@@ -251,6 +251,8 @@ class RingProcessGroup(dist.ProcessGroup):
         """Leaves the group with a goodbye; harmless twice."""
         self._at_exit.cancel()
         self._group.leave()
+        # Whoever still holds this group must not hold the port of the store with it.
+        self._store = dist.HashStore()
 
     def fail(self, reason: str) -> None:
         """Ends the group because of an error of this rank's own, and tells all why."""

@@ -23,6 +23,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.door import HELLO, Identity, Role, accept_all
 
+_BACKLOG = 1024
+"""Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
 _PROCESS = secrets.token_hex(8)
 _STORE_ERRORS = (RuntimeError,)  # DistStoreError and DistNetworkError are RuntimeErrors
 
@@ -73,7 +75,7 @@ def meet(store: Store, rank: int, names: Sequence[int], timeout_seconds: float, 
         return meeting  # a world of one binds no port
     deadline = time.monotonic() + timeout_seconds
     try:
-        meeting.listener = _listen(names[rank], _own_address(_store_host(store)), len(names))
+        meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
         run, meeting.table = _publish(store, rank, names, meeting.listener, deadline)
         identity = Identity(run, generation, rank, tuple(names))
         for peer in range(rank):
@@ -184,10 +186,10 @@ def _own_address(store_host: str) -> str:
     return "127.0.0.1"
 
 
-def _listen(name: int, address: str, world_size: int) -> socket.socket:
+def _listen(name: int, address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, 0), family=family, backlog=len(Role) * world_size + 16)
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise RendezvousError(
             f"rank {name} cannot listen at {address} ({error.strerror or error}), where others would reach it.",

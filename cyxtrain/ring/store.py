@@ -12,12 +12,15 @@ import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.rendezvous import StoreLostError
 
 _RETRY_SECONDS = 0.1
 _LONGEST_TRY_SECONDS = 2.0
+_LONGEST_NAP_SECONDS = 0.05
+_MISSING = "missing"
 
 
 def host_store(address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
@@ -27,10 +30,10 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
         address: Where the other ranks look for it.
         port: TCP port; it must be free.
         world_size: How many ranks will come.
-        timeout_seconds: Of each later access.
+        timeout_seconds: Until it gives up, and of each later access.
 
     Raises:
-        RendezvousError: The port is in use, or must not be used.
+        RendezvousError: The port is in use, or must not be used; the address does not lead here.
     """
     try:
         listener = _listen(address, port)
@@ -43,6 +46,19 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
         else:
             message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."
         raise RendezvousError(message, rank=0) from error
+    try:
+        # PyTorch's server is its own first client, and gives up later than it was told.
+        failure = _await_listener(address, port, timeout_seconds)
+    except BaseException:
+        listener.close()
+        raise
+    if failure is not None:
+        listener.close()
+        raise RendezvousError(
+            f"rank 0 listens on port {port}, and {address}:{port} does not lead there: {failure}. "
+            "MASTER_ADDR (or master_addr) must be the host name or an address of rank 0's machine.",
+            rank=0,
+        )
     timeout = timedelta(seconds=timeout_seconds)
     return TCPStore(
         address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -71,7 +87,32 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
         RendezvousError: The true cause, and how often it was tried.
     """
     deadline = time.monotonic() + timeout_seconds
-    _await_listener(rank, address, port, timeout_seconds)
+    detail = ""
+    while True:
+        failure = _await_listener(address, port, max(deadline - time.monotonic(), 0.0))
+        if failure is not None:
+            raise RendezvousError(
+                f"rank {rank} could not reach rank 0 at {address}:{port} within {timeout_seconds:.3g} s: {failure}. "
+                "Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a firewall stand between? "
+                "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
+                rank=0,
+            )
+        opened = _connect(address, port, world_size, deadline)
+        if isinstance(opened, TCPStore):
+            return opened
+        detail = "" if opened is None else f" ({_first_line(opened)})"
+        if time.monotonic() >= deadline - _RETRY_SECONDS:
+            break
+        time.sleep(_RETRY_SECONDS)  # the store of a life before may be closing
+    raise RendezvousError(
+        f"rank {rank} found something at {address}:{port} that is not the meeting point of this run{detail}. "
+        "Another program may use that port: choose another MASTER_PORT, the same on every rank.",
+        rank=0,
+    )
+
+
+def _connect(address: str, port: int, world_size: int, deadline: float) -> TCPStore | Exception | None:
+    """Returns PyTorch's client, or why there is none; None where what listens there says nothing."""
     opened: list[TCPStore | Exception] = []
 
     def connect() -> None:
@@ -85,38 +126,88 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
     thread = threading.Thread(target=connect, name="cyxtrain-store", daemon=True)
     thread.start()
     thread.join(max(deadline - time.monotonic(), 0.1) + 0.2)
-    if opened and isinstance(opened[0], TCPStore):
-        return opened[0]
-    detail = f" ({str(opened[0]).splitlines()[0]})" if opened and isinstance(opened[0], Exception) else ""
-    raise RendezvousError(
-        f"rank {rank} found something at {address}:{port} that is not the meeting point of this run{detail}. "
-        "Another program may use that port: choose another MASTER_PORT, the same on every rank.",
-        rank=0,
-    )
+    return opened[0] if opened else None
 
 
-def _await_listener(rank: int, address: str, port: int, timeout_seconds: float) -> None:
-    """Waits until something listens there; at the deadline says why it could not be reached."""
+def _await_listener(address: str, port: int, timeout_seconds: float) -> str | None:
+    """Waits until something listens there; returns None, or at the deadline why it could not be reached."""
     deadline = time.monotonic() + timeout_seconds
     tries = 0
-    cause = "no answer"
     while True:
         tries += 1
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=max(min(left, _LONGEST_TRY_SECONDS), 0.01)).close()
-            return
+            with socket.create_connection((address, port), timeout=max(min(left, _LONGEST_TRY_SECONDS), 0.01)) as probe:
+                if probe.getsockname() != probe.getpeername():
+                    return None
+                cause = "connection refused"  # by chance the kernel gave us that very port, and we met ourselves
         except OSError as error:
             cause = _cause(error)
         left = deadline - time.monotonic()
         if left <= 0:
-            break
+            return f"{cause} ({tries} tries)"
         time.sleep(min(left, _RETRY_SECONDS))  # rank 0 may not listen yet
-    raise RendezvousError(
-        f"rank {rank} could not reach rank 0 at {address}:{port} within {timeout_seconds:g} s: {cause} "
-        f"({tries} tries). Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a firewall stand between? "
-        "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
-        rank=0,
+
+
+def roll_call(store: Store, rank: int, world_size: int, deadline: float) -> None:
+    """Waits until all ranks have come to the store; where some do not, all that wait hear which.
+
+    It asks again and again instead of waiting in PyTorch's client, which writes to the terminal when time is up.
+
+    Args:
+        store: Shared by all ranks, with keys of its own for this meeting.
+        rank: This rank.
+        world_size: How many ranks must come.
+        deadline: In seconds of `time.monotonic`; the first rank whose deadline passes ends it for all.
+
+    Raises:
+        RendezvousError: Ranks are missing, or have another idea of the world size.
+        StoreLostError: The store has gone.
+    """
+    keys = [f"here/{other}" for other in range(world_size)]
+    awaited = set(range(world_size))
+    nap_seconds = 0.001
+    try:
+        store.set(keys[rank], str(world_size))
+        while awaited:
+            for other in [other for other in awaited if store.check([keys[other]])]:
+                _check_answer(store.get(keys[other]).decode(), rank, other, world_size)
+                awaited.discard(other)
+            if awaited and time.monotonic() >= deadline:
+                for other in sorted(awaited):
+                    store.set(keys[other], ",".join([_MISSING, *map(str, sorted(awaited))]))
+                raise _missing(sorted(awaited), world_size)
+            if awaited:
+                time.sleep(nap_seconds)
+                nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+    except RendezvousError:
+        raise
+    except RuntimeError as error:  # PyTorch's DistNetworkError and its kind
+        raise StoreLostError(
+            f"rank {rank} lost the store at which the ranks meet ({_first_line(error)}): "
+            "has the process of rank 0, or the launcher, ended? Look at its output first.",
+            rank=0,
+        ) from error
+
+
+def _check_answer(answer: str, rank: int, other: int, world_size: int) -> None:
+    word, *missing = answer.split(",")
+    if word == _MISSING:
+        raise _missing([int(name) for name in missing], world_size)
+    if word != str(world_size):
+        raise RendezvousError(
+            f"rank {other} was started for a world of {word}, rank {rank} for a world of {world_size}. "
+            "Start all ranks with the same WORLD_SIZE.",
+            rank=other,
+        )
+
+
+def _missing(ranks: list[int], world_size: int) -> RendezvousError:
+    names = ", ".join(f"rank {rank}" for rank in ranks)
+    return RendezvousError(
+        f"{names} of a world of {world_size} did not come before the deadline. Look at the output of what is "
+        "missing, or start it; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long the others wait.",
+        rank=ranks[0],
     )
 
 
@@ -126,3 +217,7 @@ def _cause(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer (timed out)"
     return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

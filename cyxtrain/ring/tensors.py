@@ -60,12 +60,36 @@ def flat_view_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1) if is_plain(tensor) else flat_copy_of(tensor)
 
 
+def _multiply_complex(into: Tensor, other: Tensor) -> None:
+    """Multiplies in place. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
+    ours, theirs = torch.view_as_real(into), torch.view_as_real(other)
+    a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
+    real, imaginary = a * c - b * d, a * d + b * c
+    ours[:, 0], ours[:, 1] = real, imaginary
+
+
+def _smaller(into: Tensor, other: Tensor) -> None:
+    torch.minimum(into, other, out=into)
+    _one_zero(into)
+
+
+def _larger(into: Tensor, other: Tensor) -> None:
+    torch.maximum(into, other, out=into)
+    _one_zero(into)
+
+
+def _one_zero(tensor: Tensor) -> None:
+    """Makes -0.0 to 0.0: they are equal, so which of them is smaller would depend on the width of vectors."""
+    if tensor.is_floating_point():
+        tensor.add_(0.0)
+
+
 _IN_PLACE: dict[Reduction, Callable[[Tensor, Tensor], Any]] = {
     Reduction.SUM: lambda into, other: into.add_(other),
     Reduction.AVG: lambda into, other: into.add_(other),
     Reduction.PRODUCT: lambda into, other: into.mul_(other),
-    Reduction.MIN: lambda into, other: torch.minimum(into, other, out=into),
-    Reduction.MAX: lambda into, other: torch.maximum(into, other, out=into),
+    Reduction.MIN: _smaller,
+    Reduction.MAX: _larger,
     Reduction.BAND: lambda into, other: into.bitwise_and_(other),
     Reduction.BOR: lambda into, other: into.bitwise_or_(other),
     Reduction.BXOR: lambda into, other: into.bitwise_xor_(other),
@@ -108,12 +132,10 @@ def combiner(reduction: Reduction, flat: Tensor, scratch: Tensor) -> Callable[[i
         raise ConfigError(f"{reduction.name} works on whole numbers and booleans, not on {dtype}.")
     if dtype in _UNSIGNED:
         return _unsigned_combiner(reduction, flat, scratch)
-    if dtype is torch.complex32 and reduction is not Reduction.PRODUCT:
-        # PyTorch adds no complex halves on CPUs; their two parts add up by themselves.
+    if dtype.is_complex and reduction is not Reduction.PRODUCT:
+        # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
         return _pairwise(combiner(reduction, torch.view_as_real(flat).view(-1), torch.view_as_real(scratch).view(-1)))
-    if dtype is torch.complex32:
-        raise ConfigError("PRODUCT of torch.complex32 is not there on CPUs; convert to complex64 first.")
-    in_place = _IN_PLACE[reduction]
+    in_place = _multiply_complex if dtype.is_complex else _IN_PLACE[reduction]
 
     def combine(first: int, end: int) -> None:
         in_place(flat[first:end], scratch[: end - first])
@@ -144,9 +166,9 @@ def divide(flat: Tensor, divisor: int) -> None:
         np.floor_divide(array, array.dtype.type(divisor), out=array)
     elif flat.dtype is torch.bool:
         return  # a mean of truth values is their SUM here: whether any is true
-    elif flat.dtype is torch.complex32:
+    elif flat.is_complex():
         torch.view_as_real(flat).div_(divisor)
-    elif flat.is_floating_point() or flat.is_complex():
+    elif flat.is_floating_point():
         flat.div_(divisor)
     else:
         flat.div_(divisor, rounding_mode="trunc")

@@ -83,7 +83,7 @@ def _broadcast_bytes(data: bytes) -> memoryview:
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=group)
     buffer = torch.empty(int(size), dtype=torch.uint8)
-    if runtime.is_master():
+    if data:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=group)
     return buffer.numpy().data

@@ -1,0 +1,274 @@
+"""What the ranks of test_ring_processes.py do, each in a process of its own; no pytest here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import wait_until
+
+import cyxtrain  # noqa: F401 - it registers the backend "ring"
+from cyxtrain.errors import CyxtrainError, RendezvousError
+
+FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
+MIB = 2**20
+SIXTY_SECONDS = timedelta(seconds=60)
+
+
+def run_cases(names):
+    """Runs cases in one world; returns for each None, or what went wrong."""
+    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
+    found = {}
+    for name in names:
+        try:
+            globals()[name]()
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    dist.destroy_process_group()
+    return found
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+
+def the_environment_alone_makes_a_world():
+    assert dist.get_backend() == "ring"
+    assert (dist.get_rank(), dist.get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def all_reduce_is_right_at_every_size():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for payload_bytes in (4, MIB, 17 * MIB, 256 * MIB):
+        tensor = torch.full((payload_bytes // 4,), float(rank + 1))
+        tensor[0] = -rank
+        dist.all_reduce(tensor)
+        assert tensor[0] == -sum(range(size)), payload_bytes
+        assert bool((tensor[1:] == sum(range(1, size + 1))).all()), payload_bytes
+
+
+def every_collective_works_under_its_public_name():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, ranks = torch.tensor([float(rank)]), [float(other) for other in range(size)]
+    total, last = sum(ranks), size - 1
+
+    tensor = mine.clone()
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    assert tensor == last
+    tensor = mine.clone()
+    dist.broadcast(tensor, last)
+    assert tensor == last
+    tensor = mine.clone()
+    dist.reduce(tensor, last, dist.ReduceOp.AVG)
+    assert tensor == (total / size if rank == last else rank)
+    outputs = [torch.empty(1) for _ in ranks]
+    dist.all_gather(outputs, mine)
+    assert [float(output) for output in outputs] == ranks
+    whole = torch.empty(size)
+    dist.all_gather_into_tensor(whole, mine)
+    assert whole.tolist() == ranks
+    dist.reduce_scatter(tensor, [torch.full((1,), other) for other in ranks])
+    assert tensor == size * rank
+    dist.reduce_scatter_tensor(tensor, torch.tensor(ranks))
+    assert tensor == size * rank
+    outputs = [torch.empty(1) for _ in ranks] if rank == last else None
+    dist.gather(mine, outputs, dst=last)
+    assert outputs is None or [float(output) for output in outputs] == ranks
+    dist.scatter(tensor, [torch.tensor([10 + other]) for other in ranks] if rank == 0 else None)
+    assert tensor == 10 + rank
+    outputs = [torch.empty(1) for _ in ranks]
+    dist.all_to_all(outputs, [torch.tensor([10.0 * rank + other]) for other in ranks])
+    assert [float(output) for output in outputs] == [10 * other + rank for other in ranks]
+    dist.all_to_all_single(whole, torch.tensor([10.0 * rank + other for other in ranks]))
+    assert whole.tolist() == [10 * other + rank for other in ranks]
+    dist.barrier()
+
+
+def every_collective_on_objects_works():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = {"rank": rank, "text": "x" * 1000 * rank}
+    everyone = [{"rank": other, "text": "x" * 1000 * other} for other in range(size)]
+    outputs = [None] * size
+    dist.all_gather_object(outputs, mine)
+    assert outputs == everyone
+    objects = [mine, rank]
+    dist.broadcast_object_list(objects, src=size - 1)
+    assert objects == [everyone[-1], size - 1]
+    outputs = [None] * size if rank == 0 else None
+    dist.gather_object(mine, outputs)
+    assert outputs == (everyone if rank == 0 else None)
+    output = [None]
+    dist.scatter_object_list(output, everyone if rank == 0 else None)
+    assert output == [mine]
+    if rank == 0:
+        dist.send_object_list([mine, "more"], dst=1)
+    elif rank == 1:
+        output = [None, None]
+        assert dist.recv_object_list(output, src=0) == 0
+        assert output == [everyone[0], "more"]
+
+
+def messages_work_under_their_public_names():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    large, came = torch.full((3 * MIB,), float(rank)), torch.empty(3 * MIB)
+    for work in (dist.isend(large, ahead, tag=5), dist.irecv(came, behind, tag=5)):
+        work.wait()
+    assert bool((came == behind).all())
+    came.zero_()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, large, ahead), dist.P2POp(dist.irecv, came, behind)]):
+        work.wait()
+    assert bool((came == behind).all())
+    tensor = torch.tensor([float(rank)])
+    if rank > 0:
+        dist.send(tensor, 0)
+        dist.recv(tensor, 0)
+        assert tensor == 100 + rank
+        return
+    sources = {dist.recv(tensor) for _ in range(1, size)}
+    assert sources == set(range(1, size))
+    for other in sources:
+        dist.send(torch.tensor([100.0 + other]), other)
+
+
+def parts_of_the_world_are_groups_of_their_own():
+    rank = dist.get_rank()
+    pair, all_again = dist.new_group([0, 2]), dist.new_group([2, 1, 0])
+    tensor = torch.tensor([float(rank)])
+    if rank != 1:
+        dist.all_reduce(tensor, group=pair)
+        assert tensor == 2
+        dist.broadcast(tensor.fill_(rank), src=2, group=pair)
+        assert tensor == 2
+        if rank == 0:
+            dist.send(torch.tensor([7.0]), 2, group=pair)
+        else:
+            assert dist.recv(tensor, group=pair) == 0
+            assert tensor == 7
+    dist.all_reduce(tensor.fill_(rank), group=all_again)
+    assert tensor == 3
+    if rank != 1:
+        error = end_of_world(lambda: dist.all_reduce(torch.zeros(1 + rank), group=pair))
+        assert error["rank"] in (0, 2)
+        assert "rank 0 is in all_reduce #3 (SUM, float32 [1])" in error["message"]
+        assert "rank 2 is in all_reduce #3 (SUM, float32 [3])" in error["message"]
+    dist.all_reduce(tensor.fill_(rank))  # the world has not failed
+    assert tensor == 3
+
+
+def pytorchs_own_ddp_trains_as_over_gloo():
+    rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
+
+    def trained(group):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9)
+        torch.manual_seed(1 + rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(torch.randn(8, 20)).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    ours, theirs = trained(None), trained(gloo)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def a_world_can_be_left_and_made_again():
+    """PyTorch's own store races where the next life of rank 0 opens it at the same port: each life has its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for port in os.environ["MORE_PORTS"].split():
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "ring", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=SIXTY_SECONDS
+        )
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [size] * 3
+        dist.barrier()
+
+
+# --- worlds that end badly ------------------------------------------------------------------------------------------
+
+
+def end_of_world(call):
+    """Returns how this rank learnt of the end, and when, on a clock that all processes of a machine share."""
+    try:
+        call()
+    except CyxtrainError as error:
+        return {
+            "at": time.monotonic(),
+            "type": type(error).__name__,
+            "message": str(error),
+            "rank": error.rank,
+            "during": error.during,
+        }
+    return None
+
+
+def note(name):
+    (FOLDER / name).touch()
+
+
+def noted(name):
+    return (FOLDER / name).exists()
+
+
+def reduce_for_ever():
+    """All ranks reduce 64 MiB, again and again; rank 3 says when it is in the middle of that."""
+    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
+    tensor = torch.ones(16 * MIB)
+
+    def reduce():
+        for turn in range(1000):
+            if turn == 2:
+                note(f"busy{dist.get_rank()}")
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+    return end_of_world(reduce)
+
+
+def wait_for_a_rank_that_dies():
+    """Ranks 0 and 1 wait in a collective, rank 2 does something else, rank 3 does nothing any more."""
+    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
+    dist.barrier()
+    rank = dist.get_rank()
+    note(f"busy{rank}")
+    if rank == 3:
+        signal.pause()
+    if rank == 2:
+        wait_until(lambda: noted("killed"))
+    return end_of_world(lambda: dist.all_reduce(torch.ones(10)))
+
+
+def wait_until_interrupted():
+    """Rank 1 waits in a collective until it gets a signal, rank 0 for a message."""
+    dist.init_process_group("ring", timeout=SIXTY_SECONDS)
+    dist.barrier()
+    note(f"busy{dist.get_rank()}")
+    if dist.get_rank() == 1:
+        dist.barrier()
+    return end_of_world(lambda: dist.recv(torch.ones(10), 1))
+
+
+def join_as_a_rank_that_may_be_taken(names):
+    """Those who get in run the cases once another process has been refused."""
+    try:
+        dist.init_process_group("ring", timeout=SIXTY_SECONDS)
+    except RendezvousError as error:
+        note("refused")
+        return str(error)
+    wait_until(lambda: noted("refused"))
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
+    return run_cases(names)

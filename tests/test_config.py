@@ -1,0 +1,163 @@
+"""Settings: what is wrong is refused with the field, what it must be and what it is; a typing error with the cure."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cyxtrain as cx
+
+WHOLE_NUMBERS = (True, 2.0, "3", math.nan, np.float64(2))
+NO_BOOLEAN = (1, 0, "yes", None)
+
+WRONG = {
+    cx.DistributedConfig: {
+        "rank": (-1, *WHOLE_NUMBERS),
+        "world_size": (0, -1, *WHOLE_NUMBERS),
+        "local_rank": (-1, *WHOLE_NUMBERS),
+        "master_addr": ("", "  ", None, 5),
+        "master_port": (0, -1, 65536, None, *WHOLE_NUMBERS),
+        "backend": ("", "nclc", 3),
+        "timeout_ms": (0, -1, None, *WHOLE_NUMBERS),
+        "collective_timeout_ms": (0, -1, None, *WHOLE_NUMBERS),
+        "require_secret": NO_BOOLEAN,
+    },
+    cx.DDPConfig: {
+        "broadcast_parameters": NO_BOOLEAN,
+        "bucket_size_mb": (0, -1, math.nan, math.inf, True, "25", None),
+        "find_unused_parameters": NO_BOOLEAN,
+        "gradient_as_bucket_view": NO_BOOLEAN,
+        "static_graph": NO_BOOLEAN,
+    },
+    cx.DistributedTrainingConfig: {
+        "epochs": (0, -1, None, *WHOLE_NUMBERS),
+        "batch_size": (0, -1, None, *WHOLE_NUMBERS),
+        "effective_batch_size": (0, -1, *WHOLE_NUMBERS),
+        "shuffle": NO_BOOLEAN,
+        "seed": (-1, 2**64, None, *WHOLE_NUMBERS),
+        "verbose": NO_BOOLEAN,
+        "log_every_n_batches": (-1, None, *WHOLE_NUMBERS),
+        "checkpoint_every_n_epochs": (-1, None, *WHOLE_NUMBERS),
+        "checkpoint_dir": ("", " ", None, 5),
+        "save_on_master_only": NO_BOOLEAN,
+        "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
+    },
+}
+CASES = [(cls, name, value) for cls, fields in WRONG.items() for name, values in fields.items() for value in values]
+IDS = [f"{cls.__name__}.{name}={value!r}" for cls, name, value in CASES]
+
+
+def made(cls, **fields):
+    """A config that is right but for what `fields` say."""
+    if cls is cx.DistributedConfig:
+        fields = {"rank": 0, "world_size": 4} | fields
+    return cls(**fields)
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_every_field_is_here(cls):
+    assert set(WRONG[cls]) == {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_defaults_are_right(cls):
+    cls().validate()
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), CASES, ids=IDS)
+def test_wrong_value_is_refused_with_its_field_and_itself(cls, name, value):
+    with pytest.raises(cx.ConfigError) as caught:
+        made(cls, **{name: value}).validate()
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"), CASES[::7], ids=[f"{c.__name__}.{n}={v!r}" for c, n, v in CASES[::7]]
+)
+def test_wrong_value_is_refused_also_when_it_is_assigned(cls, name, value):
+    config = made(cls)
+    setattr(config, name, value)
+    with pytest.raises(cx.ConfigError):
+        config.validate()
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_unknown_field_is_refused_with_the_nearest_known_one(cls):
+    for name in WRONG[cls]:
+        misspelt = name[:-1] + name[-1] * 2
+        with pytest.raises(cx.ConfigError, match=f"{cls.__name__} has no field '{misspelt}'.*Did you mean '{name}'"):
+            cls(**{misspelt: 1})
+        with pytest.raises(cx.ConfigError, match=f"Did you mean '{name}'"):
+            setattr(cls(), misspelt, 1)
+
+
+def test_unknown_field_without_a_near_one_gets_them_all():
+    with pytest.raises(cx.ConfigError) as caught:
+        cx.DDPConfig(xyzzy=1)
+    assert all(field.name in str(caught.value) for field in dataclasses.fields(cx.DDPConfig))
+
+
+def test_config_error_is_a_value_error_too():
+    with pytest.raises(ValueError, match="epochs"):
+        cx.DistributedTrainingConfig(epochs=0).validate()
+
+
+@pytest.mark.parametrize(("given", "missing"), [("rank", "world_size"), ("world_size", "rank")])
+def test_rank_and_world_size_come_together(given, missing):
+    with pytest.raises(cx.ConfigError, match=rf"{given} is set and {missing} is not"):
+        cx.DistributedConfig(**{given: 1}).validate()
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_rank_outside_the_world_is_refused_with_the_highest_one(rank):
+    with pytest.raises(cx.ConfigError, match=f"rank {rank} is outside a world of 4.*highest is 3"):
+        cx.DistributedConfig(rank=rank, world_size=4).validate()
+
+
+def test_secret_is_not_pretended():
+    with pytest.raises(cx.ConfigError, match="require_secret"):
+        made(cx.DistributedConfig, require_secret=True).validate()
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", "ring", cx.BackendType.CPU])
+def test_backend_is_found_by_any_of_its_names(name):
+    assert cx.BackendType.parse(name) is cx.BackendType.CPU
+    assert cx.BackendType.parse("Gloo") is cx.BackendType.GLOO
+
+
+def test_unknown_backend_is_refused_with_the_nearest_one():
+    with pytest.raises(cx.ConfigError, match=r"'nclc'.*Did you mean 'nccl'"):
+        cx.BackendType.parse("nclc")
+
+
+def test_checkpoint_dir_may_be_a_path_and_then_travels_as_json():
+    config = cx.DistributedTrainingConfig(checkpoint_dir=Path("runs") / "1")
+    config.validate()
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["checkpoint_dir"] == str(Path("runs") / "1")
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_settings_are_plain_dataclasses(cls):
+    config = made(cls)
+    assert config == made(cls)
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config) == config
+    assert list(inspect.signature(cls).parameters) == [field.name for field in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_a_docstring_stands_under_each_field(cls):
+    lines = [line.strip() for line in inspect.getsource(cls).splitlines()]
+    for field in dataclasses.fields(cls):
+        place = next(i for i, line in enumerate(lines) if line.startswith(f"{field.name}: "))
+        assert lines[place + 1].startswith('"""'), field.name

@@ -1,0 +1,310 @@
+"""Claims about what `fit` refuses: before training starts, in words, on every rank alike, and nothing has changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+INPUTS, TARGETS = make_rows(12)
+NUMBERS = INPUTS[:, :1]
+TABLE = "the loss would compare every row with every other"
+
+
+def trainer_of(model: nn.Module | None = None, loss_fn: Any = "cross_entropy", make: Any = adam, **more: Any) -> Any:
+    model = make_model() if model is None else model
+    return cx.DistributedTrainer(model, loss_fn, make(model), **more)
+
+
+def regression(outputs: nn.Module | None = None, loss_fn: Any = "mse") -> Any:
+    model = make_model(outputs=1)
+    return trainer_of(model if outputs is None else nn.Sequential(model, outputs), loss_fn)
+
+
+def own_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.words(tokens))
+
+
+# What a rank is given -> what the error says. Each trainer is new; the rows are right where nothing else is given.
+Way = Callable[[], Any]
+WRONG: dict[str, tuple[Way, str]] = {
+    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 rows and 5 targets"),
+    "no samples": (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no rows"),
+    "no y": (lambda: trainer_of().fit(INPUTS), "y is missing"),
+    "nothing": (lambda: trainer_of().fit(), "it got 0 arrays"),
+    "three arrays": (lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS), "it got 3 arrays"),
+    "y twice": (lambda: trainer_of().fit(INPUTS, TARGETS, y=TARGETS), "y twice"),
+    "a number": (lambda: trainer_of().fit(3.0, TARGETS), "X is a single number"),
+    "a batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=0), "batch_size"),
+    "half a batch": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=2.5), "batch_size"),
+    "no epochs": (lambda: trainer_of().fit(INPUTS, TARGETS, epochs=0), "epochs"),
+    "an effective batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, effective_batch_size=0), "effective"),
+    "a negative seed": (lambda: trainer_of().fit(INPUTS, TARGETS, seed=-1), "seed"),
+    "an unknown argument": (lambda: trainer_of().fit(INPUTS, TARGETS, epoch=3), "Did you mean 'epochs'"),
+    "a config of another kind": (lambda: trainer_of().fit(INPUTS, TARGETS, config={}), "DistributedTrainingConfig"),
+    "callbacks": (lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=[print]), "no callbacks yet"),
+    "objects": (lambda: trainer_of().fit(np.array([[None]] * 12), TARGETS), "X holds object values"),
+    "texts": (lambda: trainer_of().fit(INPUTS, np.array(["a"] * 12)), "y holds <U1 values"),
+    "ragged rows": (lambda: trainer_of().fit([[1.0], [1.0, 2.0]], TARGETS[:2]), "X cannot be made an array"),
+    "a masked array": (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
+    "a sparse tensor": (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
+    "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
+    "classes as floats": (lambda: trainer_of().fit(INPUTS, TARGETS.float()), "the loss cannot take"),
+    "numbers against a column": (lambda: regression(nn.Flatten(0)).fit(INPUTS, NUMBERS), TABLE),
+    "a column against numbers": (lambda: regression().fit(INPUTS, NUMBERS[:, 0]), TABLE),
+    "the same with an own loss": (lambda: regression(loss_fn=own_loss).fit(INPUTS, NUMBERS[:, 0]), TABLE),
+    "other shapes": (lambda: regression().fit(INPUTS, INPUTS), "this loss needs one shape"),
+    "a loss that is a list": (lambda: regression(loss_fn=lambda *_: [1]).fit(INPUTS, NUMBERS), r"returned list"),
+    "three losses": (lambda: regression(loss_fn=lambda *_: (1, 2, 3)).fit(INPUTS, NUMBERS), r"returned tuple"),
+    "LBFGS": (lambda: trainer_of(make=lambda m: torch.optim.LBFGS(m.parameters())).fit(INPUTS, TARGETS), "LBFGS"),
+    "sparse gradients": (
+        lambda: trainer_of(Sparse(), make=lambda m: torch.optim.SGD(m.parameters())).fit(TARGETS[:, None], TARGETS),
+        "words makes sparse gradients",
+    ),
+    "a lazy module": (lambda: trainer_of(nn.LazyLinear(3)).fit(INPUTS, TARGETS), "lazy module"),
+    "nothing to train": (lambda: trainer_of(make_model().requires_grad_(False)).fit(INPUTS, TARGETS), "no parameters"),
+    "the optimizer of another model": (
+        lambda: trainer_of(make=lambda _: adam(make_model())).fit(INPUTS, TARGETS),
+        "not the model's",
+    ),
+    "validation of another width": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS[:, 1:], TARGETS),
+        "validation data: the model cannot take X",
+    ),
+    "validation of different length": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS[1:])),
+        "validation data: X and y have different lengths",
+    ),
+    "validation without y": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=INPUTS), r"\(X_val, y_val\)"),
+    "validation twice": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS, TARGETS, validation_data=(INPUTS, TARGETS)),
+        "twice",
+    ),
+    "a part and data": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS), validation_split=0.5),
+        "give one of them",
+    ),
+    "all for validation": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_split=1.0), "validation_split"),
+    "one row to split": (lambda: trainer_of().fit(INPUTS[:1], TARGETS[:1], validation_split=0.5), "at least one"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_process_refuses(name):
+    way, words = WRONG[name]
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        way()
+
+
+def right_fit() -> str:
+    trainer = trainer_of()
+    trainer.fit(INPUTS, TARGETS, epochs=1, batch_size=2, verbose=False)
+    return fingerprint(trainer.model)
+
+
+def refuse_all(one_rank: bool) -> dict[str, tuple[str, str]]:
+    """Gives each wrong thing to every rank, or to rank 1 only; returns (type, text) of the errors."""
+    found = {}
+    for name, (way, _) in WRONG.items():
+        try:
+            way() if cx.get_rank() or not one_rank else right_fit()
+            found[name] = ("nothing", "")
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+    found["afterwards"] = ("fine", right_fit())
+    return found
+
+
+@pytest.mark.parametrize("one_rank", [False, True])
+def test_every_rank_refuses_also_what_only_one_of_them_was_given(one_rank):
+    ranks = run_world(2, refuse_all, one_rank)
+    fine = [found.pop("afterwards") for found in ranks]
+    assert fine[0] == fine[1]
+    for found in ranks:
+        assert {name: kind for name, (kind, _) in found.items() if kind != "ConfigError"} == {}
+    if one_rank:
+        for name, (_, text) in ranks[0].items():
+            assert text == f"rank 1 refuses to start: {ranks[1][name][1]}"
+    else:
+        assert ranks[0] == ranks[1]
+
+
+def fit_of_rank(name: str) -> None:
+    """Is right on each rank by itself; what `name` says is different on rank 1."""
+    rank = cx.get_rank()
+
+    def differs(what: str) -> int:
+        return rank if name == what else 0
+
+    model = make_model(outputs=3 + differs("the model's shapes"))
+    model[0].requires_grad_(not differs("what is trained"))
+    kind = torch.optim.AdamW if differs("the optimizer") else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.001 * (1 + differs("the learning rate")))
+    loss_fn = nn.CrossEntropyLoss(reduction="sum" if differs("the loss") else "mean")
+    ddp_config = cx.DDPConfig(find_unused_parameters=True, bucket_size_mb=25 - differs("the buckets"))
+    trainer = cx.DistributedTrainer(model, loss_fn, optimizer, ddp_config=ddp_config)
+    trainer.epoch = differs("the epochs before")
+    if name == "the optimizer's state":
+        model(INPUTS).sum().backward()
+        optimizer.step()
+        optimizer.state[model[0].weight]["exp_avg"] += rank
+    inputs = INPUTS + differs("X")
+    trainer.fit(
+        inputs.double() if differs("the type of X") else inputs,
+        (TARGETS + differs("y")) % 3,
+        epochs=1 + differs("epochs"),
+        batch_size=2 + differs("batch_size"),
+        seed=differs("seed"),
+        shuffle=not differs("shuffle"),
+        validation_split=0.25 * differs("validation"),
+        verbose=not rank and name == "no difference",
+        checkpoint_dir=f"folder{rank}",
+    )
+
+
+# What differs -> the name of the fact in the error.
+DIFFERENT = {
+    "X": "training X: hash of its values",
+    "y": "training y: hash of its values",
+    "the type of X": "training X: dtype",
+    "epochs": "the setting epochs: 2 on rank 1, 1 on rank 0",
+    "batch_size": "the setting batch_size: 3 on rank 1, 2 on rank 0",
+    "seed": "the setting seed: 1 on rank 1, 0 on rank 0",
+    "shuffle": "the setting shuffle",
+    "validation": "the setting validation_split",
+    "the loss": "the loss: CrossEntropyLoss, sum on rank 1, CrossEntropyLoss, mean over samples on rank 0",
+    "the model's shapes": "the parameter 2.weight: float32 [4, 8] on rank 1, float32 [3, 8] on rank 0",
+    "what is trained": "the parameter 0.weight: float32 [8, 4], frozen on rank 1",
+    "the optimizer": "the optimizer: AdamW on rank 1, Adam on rank 0",
+    "the learning rate": "the optimizer's lr (group 0): 0.002 on rank 1, 0.001 on rank 0",
+    "the optimizer's state": "the optimizer's state of 0.weight: hash of its values",
+    "the buckets": "ddp_config.bucket_size_mb: 24 on rank 1, 25 on rank 0",
+    "the epochs before": "the number of epochs trained before: 1 on rank 1, 0 on rank 0",
+}
+
+
+def refuse_differences() -> dict[str, str]:
+    found = {}
+    for name in [*DIFFERENT, "no difference"]:
+        try:
+            fit_of_rank(name)
+            found[name] = "trained"
+        except cx.ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_that_differ_in_data_settings_model_or_optimizer_are_refused_on_every_rank():
+    for found in run_world(2, refuse_differences):
+        assert found.pop("no difference") == "trained"  # what a rank shows, and where it writes, is its own
+        for name, words in DIFFERENT.items():
+            assert found[name].startswith(f"rank 1 differs from rank 0 in {words}"), found[name]
+
+
+class Busy(nn.Module):
+    """Draws random numbers and changes its buffers whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(make_model(), nn.BatchNorm1d(3))
+        self.register_buffer("runs", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.runs += 1
+        self.last = torch.rand(1)
+        return self.body(inputs)
+
+
+def test_a_refusal_changes_nothing_and_a_right_fit_works_afterwards():
+    model = Busy()
+    model.body[1].eval()
+    trainer = trainer_of(model)
+    buffers, state = list(model.buffers()), torch.get_rng_state()
+    before = fingerprint(model)
+    validation = (INPUTS, TARGETS.float())  # found last, when the model has run twice
+    with one_process():
+        with pytest.raises(cx.ConfigError, match="validation data: the loss cannot take"):
+            trainer.fit(INPUTS, TARGETS, validation_data=validation, epochs=1, verbose=False)
+        assert fingerprint(model) == before
+        assert all(now is then for now, then in zip(model.buffers(), buffers, strict=True))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [model.training, model.body[1].training] == [True, False]
+        assert (trainer.epoch, trainer.optimizer.state_dict()["state"]) == (0, {})
+        assert trainer.fit(INPUTS, TARGETS, epochs=1, batch_size=6, verbose=False).epochs == [1]
+    assert model.runs == 2
+
+
+def warnings_of_fit(row: int) -> list[str]:
+    inputs = INPUTS.clone()
+    inputs[row, 1] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False)
+    return [f"{warning.category.__name__} in {warning.filename}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize("row", [0, 11])
+def test_nan_in_x_is_a_warning_on_every_rank_where_the_caller_stands(row):
+    for found in run_world(2, warnings_of_fit, row):
+        assert len(found) == 1
+        assert found[0].startswith(f"UserWarning in {__file__}: X holds NaN")
+
+
+def test_infinities_and_large_numbers_are_no_nan():
+    inputs = torch.full((12, FEATURES), 3e38)
+    inputs[0], inputs[1] = float("inf"), float("-inf")
+    with one_process(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False)
+
+
+def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
+    with pytest.raises(cx.ConfigError, match=r"no field 'batchsize'\. Did you mean 'batch_size'\?"):
+        cx.DistributedTrainingConfig(batchsize=3)
+    config = cx.DistributedTrainingConfig()
+    with pytest.raises(cx.ConfigError, match=r"no field 'epoch'\. Did you mean 'epochs'\?"):
+        config.epoch = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"loss_fn": "crossentropy"}, "Did you mean 'cross_entropy'"),
+        ({"loss_fn": nn.CrossEntropyLoss}, r"CrossEntropyLoss\(\)"),
+        ({"loss_fn": 3}, "loss_fn must be callable"),
+        ({"optimizer": "adamm"}, "Did you mean 'adam"),
+        ({"optimizer": 3}, "optimizer must be"),
+        ({"optimizer": lambda parameters: 3}, "optimizer must be"),
+        ({"model": 3}, "torch.nn.Module"),
+        ({"model": nn.ReLU()}, "no parameters"),
+        ({"metrics": ["f1"]}, "no metrics yet"),
+        ({"scheduler": object()}, "no scheduler yet"),
+        ({"callbacks": [print]}, "no callbacks yet"),
+        ({"device": "warp"}, "device must be"),
+        ({"device": 1.5}, "device must be"),
+    ],
+)
+def test_a_trainer_that_cannot_work_is_not_made(arguments, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        cx.DistributedTrainer(**{"model": make_model(), **arguments})

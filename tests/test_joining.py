@@ -1,0 +1,336 @@
+"""Ranks find each other, in any order and as often as they like; where they do not, each says why, and in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from worlds import child_environment, free_port
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+LATE = 0.5  # seconds after the deadline that an error may come
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def join(seconds=2.0, **fields):
+    """Joins the world, and returns the seconds that it took or that its failure took."""
+    began = time.monotonic()
+    try:
+        with cx.init(cx.DistributedConfig(timeout_ms=int(1000 * seconds), **fields)):
+            total = torch.ones(1)
+            cx.all_reduce(total)
+            assert total.item() == cx.get_world_size()
+    except cx.RendezvousError as error:
+        return type(error).__name__, str(error), error.rank, time.monotonic() - began
+    return "joined", "", None, time.monotonic() - began
+
+
+def join_three_times(backend):
+    for _ in range(3):
+        assert join(10.0, backend=backend)[0] == "joined"
+
+
+def join_late(delays):
+    time.sleep(delays[own_rank()])
+    return join(10.0)
+
+
+def join_at_once_or_never(backend):
+    return None if own_rank() == 2 else join(1.0 if own_rank() == 1 else 20.0, backend=backend)
+
+
+def join_with_patience():
+    """Rank 1 gives up twice before rank 0 comes."""
+    if own_rank() == 0:
+        time.sleep(1.0)
+        return [join(10.0)]
+    tries = [join(0.3)]
+    while tries[-1][0] != "joined":
+        tries.append(join(0.3 if len(tries) < 2 else 10.0))
+    return tries
+
+
+def join_again_before_rank_0_has_left():
+    cx.init()
+    if own_rank() == 0:
+        time.sleep(0.5)  # its store is still open, and the others find it
+    cx.finalize()
+    return join(10.0)[0]
+
+
+def join_and_keep_the_group():
+    cx.init()
+    group = dist.group.WORLD
+    cx.finalize()
+    assert join()[0] == "joined"
+    return group.rank()
+
+
+def join_as_rank_0_of_two():
+    return join(1.0, rank=0, world_size=2)
+
+
+def join_as_two_worlds():
+    return join(10.0, rank=own_rank(), world_size=3 if own_rank() == 1 else 2)
+
+
+def join_by_code(port):
+    rank = int(os.environ["WHO"])
+    cx.init(cx.DistributedConfig(rank=rank, world_size=2, master_port=port))
+    return cx.get_rank(), cx.get_world_size(), cx.get_local_rank(), cx.is_master()
+
+
+def join_under_pytorchs_names(port):
+    with cx.init_process_group("cpu", f"tcp://localhost:{port}", world_size=2, rank=int(os.environ["WHO"])):
+        return cx.get_rank(), cx.get_world_size()
+
+
+def adopt(backend):
+    dist.init_process_group(backend)
+    with cx.init():
+        assert (cx.get_rank(), cx.get_world_size(), cx.get_local_rank()) == (own_rank(), 2, own_rank())
+        cx.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    dist.destroy_process_group()
+
+
+def end(how):
+    """Rank 1 ends in some way in the middle; the others wait for it."""
+    world = cx.init()
+    if own_rank() != 1:
+        cx.barrier()
+    elif how == "an exception in the context":
+        with world:
+            raise KeyError("what is wrong")
+    elif how == "a good end in the context":
+        with world:
+            sys.exit(0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gloo"])
+def test_three_ranks_join_and_leave_three_times_at_the_same_port(backend):
+    for _ in range(5 if backend == "cpu" else 1):
+        values(run_ranks(3, join_three_times, backend))
+
+
+@pytest.mark.nightly
+def test_three_ranks_join_and_leave_again_and_again():
+    for _ in range(200):
+        values(run_ranks(3, join_three_times, "cpu"))
+
+
+@pytest.mark.parametrize("delays", [(0.0, 0.3, 0.6), (0.6, 0.0, 0.3), (0.6, 0.3, 0.0)], ids=str)
+def test_ranks_come_in_any_order(delays):
+    assert [value[0] for value in values(run_ranks(3, join_late, delays))] == ["joined"] * 3
+
+
+def test_rank_that_gave_up_can_come_again():
+    tries = values(run_ranks(2, join_with_patience))[1]
+    assert [found for found, *_ in tries] == ["RendezvousError", "RendezvousError", "joined"]
+
+
+def test_store_of_the_life_before_is_left_for_that_of_the_next_one():
+    assert values(run_ranks(3, join_again_before_rank_0_has_left)) == ["joined"] * 3
+
+
+def test_group_that_somebody_still_holds_does_not_hold_the_port():
+    assert values(run_ranks(2, join_and_keep_the_group)) == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gloo"])
+def test_rank_that_never_comes_is_named_on_every_rank_that_waits(backend):
+    ended = run_ranks(4, join_at_once_or_never, backend)
+    for rank, value in enumerate(values(ended)):
+        if rank != 2:
+            name, message, missing, seconds = value
+            assert (name, missing) == ("RendezvousError", 2)
+            assert "rank 2 of a world of 4 did not come" in message
+            assert 0.9 < seconds < 1.0 + LATE  # the first deadline of all ends it for all
+
+
+def test_ranks_of_different_worlds_are_refused_with_both_sizes():
+    ended = values(run_ranks(2, join_as_two_worlds))
+    assert "rank 1 was started for a world of 3, rank 0 for a world of 2" in ended[0][1]
+    assert "rank 0 was started for a world of 2, rank 1 for a world of 3" in ended[1][1]
+
+
+def test_busy_port_is_said_by_rank_0_with_its_number():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run_processes(join_as_rank_0_of_two, [{"MASTER_PORT": str(port)}])
+    name, message, rank, seconds = values(ended)[0]
+    assert (name, rank) == ("RendezvousError", 0)
+    assert f"port {port} is in use" in message
+    assert "MASTER_PORT" in message
+    assert seconds < LATE
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        ("127.0.0.1", "connection refused"),
+        ("no-such-host.invalid", "the name cannot be resolved"),
+    ],
+)
+def test_unreachable_master_is_said_with_the_true_cause_within_the_deadline(address, cause):
+    port = free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    name, message, rank, seconds = values(run_processes(join, [variables], 1.0))[0]
+    assert (name, rank) == ("RendezvousError", 0)
+    assert f"rank 1 could not reach rank 0 at {address}:{port}" in message
+    assert cause in message
+    assert 0.9 < seconds < 1.0 + LATE
+
+
+def test_rank_0_whose_address_is_not_its_own_says_so():
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": str(free_port())}
+    name, message, rank, seconds = values(run_processes(join, [variables], 1.0))[0]
+    assert (name, rank) == ("RendezvousError", 0)
+    assert "the name cannot be resolved" in message
+    assert "MASTER_ADDR" in message
+    assert seconds < 1.0 + LATE
+
+
+@contextlib.contextmanager
+def stranger(answer):
+    """Another program's port: it accepts, and says nothing or something of its own, or closes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            accepted = []
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(server.accept()[0])
+                    if answer is None:
+                        accepted.pop().close()
+                    else:
+                        accepted[-1].sendall(answer)
+            for connection in accepted:
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, None], ids=["silent", "web", "closing"]
+)
+def test_another_service_on_the_port_is_told_from_the_meeting_point(answer):
+    with stranger(answer) as port:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        name, message, rank, seconds = values(run_processes(join, [variables], 1.0))[0]
+    assert (name, rank) == ("RendezvousError", 0)
+    assert f"found something at 127.0.0.1:{port} that is not the meeting point" in message
+    assert 0.5 < seconds < 1.0 + LATE
+
+
+@pytest.mark.parametrize("program", [join_by_code, join_under_pytorchs_names])
+def test_config_in_code_needs_no_environment(program):
+    environments = [{"WHO": "0"}, {"WHO": "1"}]
+    found = values(run_processes(program, environments, free_port()))
+    assert [value[:2] for value in found] == [(0, 2), (1, 2)]
+
+
+@on_ranks(2)
+def test_settings_in_code_leave_the_rest_to_the_environment():
+    cx.finalize()
+    with cx.init(cx.DistributedConfig(collective_timeout_ms=5000)):
+        assert (cx.get_rank(), cx.get_world_size()) == (own_rank(), 2)
+        cx.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ring"])
+def test_group_that_pytorch_made_is_adopted_on_every_rank(backend):
+    values(run_ranks(2, adopt, backend))
+
+
+def test_exception_in_the_program_of_one_rank_reaches_the_others_with_its_name():
+    ended = run_ranks(3, end, "an exception in the context")
+    assert [outcome.kind for outcome in ended] == ["PeerLostError", "KeyError", "PeerLostError"]
+    for outcome in (ended[0], ended[2]):
+        assert outcome.error["rank"] == 1
+        assert "rank 1 has ended: KeyError: 'what is wrong'" in outcome.message
+
+
+def test_good_end_is_no_loss():
+    ended = run_ranks(2, end, "a good end in the context")
+    assert [outcome.kind for outcome in ended] == ["CollectiveMismatchError", "SystemExit"]
+    assert "rank 1 has left" in ended[0].message
+
+
+# --- whole programs, started from nothing ---------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys
+import torch
+import cyxtrain as cx
+cx.init()
+total = torch.ones(1)
+cx.all_reduce(total)
+who = f"rank {cx.get_rank()} of {cx.get_world_size()}, local {cx.get_local_rank()}"
+os.write(1, f"{who}: {total.item():g}\\n".encode())  # in one piece
+if "fail" in sys.argv and cx.get_rank() == 1:
+    raise KeyError("what is wrong")
+cx.barrier()
+cx.finalize()
+cx.init()  # again, at the same port
+cx.barrier()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    return path
+
+
+def start(program: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(program), *arguments]
+    return subprocess.Popen(
+        command, env=child_environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_program_under_torchrun_joins_as_it_is(program):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(program)]
+    ran = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2, local 0: 2", "rank 1 of 2, local 1: 2"]
+
+
+def test_exception_in_a_program_is_told_and_all_exit_codes_are_1(program):
+    port = str(free_port())
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with start(program, "fail", RANK="1", **variables) as last, start(program, "fail", RANK="0", **variables) as first:
+        try:
+            messages = [process.communicate(timeout=60)[1] for process in (first, last)]
+        finally:
+            first.kill()
+            last.kill()
+    assert (first.returncode, last.returncode) == (1, 1)
+    assert "PeerLostError: rank 1 has ended: KeyError: 'what is wrong'" in messages[0]
+    assert "KeyError: 'what is wrong'" in messages[1]
+    assert "PeerLostError" not in messages[1]

@@ -1,0 +1,161 @@
+"""The house stands as design.md draws it: imports point down, and every file and function stays on one screen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cyxtrain
+
+PACKAGE = Path(cyxtrain.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"environment"},
+    {"ring"},
+    {"joining"},
+    {"runtime"},
+    {"data", "parallel", "models", "workers"},
+    {"training"},
+    {"experiment"},
+    {"launch"},
+    {"datasets"},
+    {"__init__"},  # the public names
+    {"distributed"},  # the same names again
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+IMPORTS_UPWARDS = {
+    # A config that can read itself from the environment: the contract's name for it. Imported when called, so that
+    # importing config still needs nothing from above.
+    ("config.py", "environment"),
+    # `cx.distributed.X` works without another import.
+    ("__init__.py", "distributed"),
+}
+READERS_OF_THE_ENVIRONMENT = {
+    "environment.py",
+    "launch/__main__.py",  # passes it on to the ranks that it starts
+}
+
+
+def files() -> Iterator[tuple[str, ast.Module, str]]:
+    """Every file of the package: its path in it, its tree and its text."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(text), text
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def layer_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def is_module(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+
+
+def imported_layers(tree: ast.Module) -> Iterator[str]:
+    """What a file imports of this package, also inside functions, as names of layers."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "cyxtrain":
+                yield parts[1] if len(parts) > 1 and is_module(parts[1]) else "__init__"
+
+
+def test_imports_point_down_only():
+    upwards = {
+        (path, layer)
+        for path, tree, _ in files()
+        for layer in imported_layers(tree)
+        if layer != layer_of(path) and HEIGHT[layer] >= HEIGHT[layer_of(path)]
+    }
+    assert upwards == IMPORTS_UPWARDS
+
+
+def test_every_file_has_a_layer():
+    assert {layer_of(path) for path, _, _ in files()} <= set(HEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from cyxtrain import runtime", ["runtime"]),
+        ("from cyxtrain import init", ["__init__"]),
+        ("import cyxtrain.training.trainer", ["training"]),
+        ("def f():\n    from cyxtrain.ring import frames", ["ring"]),
+        ("from torch import nn", []),
+    ],
+)
+def test_layer_of_an_import_is_recognised(source, found):
+    assert list(imported_layers(ast.parse(source))) == found
+
+
+def test_environment_is_read_in_one_place():
+    readers = {
+        path
+        for path, tree, _ in files()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os")
+    }
+    assert readers == READERS_OF_THE_ENVIRONMENT
+
+
+def test_files_have_at_most_400_lines():
+    assert {path: lines for path, _, text in files() if (lines := len(text.splitlines())) > 400} == {}
+
+
+def test_functions_have_at_most_40_lines_besides_their_docstring():
+    long = {}
+    for path, tree, _ in files():
+        for function in functions(tree):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            if ast.get_docstring(function) is not None:
+                docstring = function.body[0]
+                lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+            if lines > 40:
+                long[f"{path}:{function.name}"] = lines
+    assert long == {}
+
+
+def test_nothing_is_unpickled():
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+    for path, tree, _ in files():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not forbidden & {alias.name.split(".")[0] for alias in node.names}, path
+            if isinstance(node, ast.ImportFrom):
+                assert str(node.module).split(".")[0] not in forbidden, path
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("torch", "load"), path
+            if isinstance(node, ast.Attribute):
+                # PyTorch's collectives on objects pickle them.
+                assert not node.attr.endswith(("_object", "_object_list")), path
+
+
+def test_nobody_asks_whether_an_object_has_an_attribute():
+    asking = [
+        path
+        for path, tree, _ in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == "hasattr"
+    ]
+    assert asking == []
+
+
+def test_functions_are_annotated():
+    everyone = [(path, function) for path, tree, _ in files() for function in functions(tree)]
+    bare = [f"{path}:{function.name}" for path, function in everyone if function.returns is None]
+    assert len(bare) <= 0.03 * len(everyone), bare
