@@ -39,6 +39,14 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         os.chdir(home)
 
 
+@pytest.fixture(scope="session")
+def pipe_of_pytorchs_stores() -> None:
+    """PyTorch's first TCP store opens a pipe that the process keeps: here, before a test with a store begins."""
+    import torch.distributed as dist
+
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def _what_stays(find: Callable[[], Counter[str]]) -> Counter[str]:
     """Returns what is still there when there was time to end."""
     deadline = time.monotonic() + _SECONDS

@@ -214,7 +214,7 @@ def test_a_thread_wakes_when_another_has_moved_its_message_just_before_it_fell_a
         if group.rank() == 1:
             drowsy.wait(10)
             group.send([torch.ones(1)], 0).wait()
-            moved.wait(10)
+            ended.wait(10)  # leaving would wake it too
             return
         work = group.recv([torch.zeros(1)], 1)
         waiting = threading.Thread(target=work.wait)
@@ -224,8 +224,10 @@ def test_a_thread_wakes_when_another_has_moved_its_message_just_before_it_fell_a
         moved.set()
         waiting.join(5)
         assert not waiting.is_alive()
+        ended.set()
 
-    sleep, drowsy, moved = mailbox._Sleeper.sleep, threading.Event(), threading.Event()
+    sleep = mailbox._Sleeper.sleep
+    drowsy, moved, ended = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(mailbox._Sleeper, "sleep", fall_asleep_late)
     run_threads(2, rank_main)
 

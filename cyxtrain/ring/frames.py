@@ -147,7 +147,8 @@ class Operation:
         """Returns the operation for people, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
         facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
         if self.dtype:
-            facts.append(f"{str(_DTYPES[self.dtype - 1]).removeprefix('torch.')} {list(self.shape)}")
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # there, ranks may differ in it
+            facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
         if self.root != _NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{'src' if self.kind in (Kind.BROADCAST, Kind.SCATTER) else 'dst'} {self.root}")
         if self.kind is Kind.MESSAGE:
