@@ -51,8 +51,8 @@ from cyxtrain.runtime import (
     send,
 )
 from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
+from cyxtrain.training.saving.weights import load_weights, save_weights
 from cyxtrain.training.trainer import DistributedTrainer
-from cyxtrain.training.weights import load_weights, save_weights
 
 __version__ = "0.1.0"
 

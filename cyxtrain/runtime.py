@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from cyxtrain import environment
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, require
 from cyxtrain.errors import ConfigError, NotInitializedError
 from cyxtrain.joining import Joined, join
 from cyxtrain.ring import RingProcessGroup
@@ -64,6 +64,8 @@ def init(config: DistributedConfig | None = None) -> World:
         BackendUnavailableError: The backend that was asked for is not on this machine.
     """
     global _joined
+    right = config is None or isinstance(config, DistributedConfig)
+    require(right, f"config must be a DistributedConfig, got {type(config).__name__}.")
     if dist.is_initialized():
         if config is not None:
             _check_same(environment.complete(config))
@@ -106,6 +108,7 @@ def init_process_group(
     if backend is not None:
         config.backend = BackendType.parse(backend)
     if timeout is not None:
+        require(isinstance(timeout, timedelta), f"timeout must be a datetime.timedelta, got {timeout!r}.")
         config.timeout_ms = config.collective_timeout_ms = max(1, int(timeout.total_seconds() * 1000))
     if init_method is not None and init_method != "env://":
         config.master_addr, config.master_port = _parse_tcp(init_method)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import time
 import traceback
@@ -38,7 +37,10 @@ def rank_server() -> None:
     home = Path.cwd()
     os.chdir(Path(__file__).parent)  # it imports what lies in its working folder before what is installed
     try:
-        multiprocessing.forkserver.ensure_running()
+        first = _CONTEXT.Process(target=os.getpid)
+        first.start()
+        first.join()  # only now it has imported everything
+        first.close()
     finally:
         os.chdir(home)
 

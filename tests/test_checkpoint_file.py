@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.checkpoint import CheckpointState, pack_checkpoint, read_checkpoint, write_checkpoint
+from cyxtrain.training.saving.checkpoint import CheckpointState, pack_checkpoint, read_checkpoint, write_checkpoint
 
 
 def state(**fields):

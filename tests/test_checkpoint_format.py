@@ -16,12 +16,12 @@ import xxhash
 
 import cyxtrain.training
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.checkpoint import (
+from cyxtrain.training.saving.checkpoint import (
     CheckpointState,
     pack_checkpoint,
     unpack_checkpoint,
 )
-from cyxtrain.training.tree import decode_tree, encode_tree
+from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 DTYPES = [
     torch.bool,

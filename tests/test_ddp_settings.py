@@ -103,6 +103,10 @@ def test_wrong_arguments_are_refused():
         cx.DistributedDataParallel(network(), bucket_size_mb=0)
     with pytest.raises(cx.ConfigError, match="one process drives one device"):
         cx.DistributedDataParallel(network(), device_ids=[0, 1])
+    with pytest.raises(cx.ConfigError, match="config must be a DDPConfig, got int"):
+        cx.DistributedDataParallel(network(), 25)
+    with pytest.raises(cx.ConfigError, match=r"model must be a torch\.nn\.Module, got function"):
+        cx.DistributedDataParallel(network)
     with pytest.raises(cx.ConfigError, match=r"parameter 0\.weight has no shape yet"):
         cx.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.training.checkpoint import CheckpointState, pack_checkpoint, unpack_checkpoint
-from cyxtrain.training.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from cyxtrain.training.weights import load_model_state
+from cyxtrain.training.saving.checkpoint import CheckpointState, pack_checkpoint, unpack_checkpoint
+from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.training.saving.weights import load_model_state
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

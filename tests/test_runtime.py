@@ -128,6 +128,17 @@ def test_wrong_config_is_refused_before_anything_happens():
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("config", ["gloo", {"rank": 0}, cx.DDPConfig()], ids=["text", "dict", "another"])
+def test_what_is_no_config_is_refused(config):
+    with pytest.raises(cx.ConfigError, match="config must be a DistributedConfig, got"):
+        cx.init(config)
+
+
+def test_timeout_is_a_timedelta_as_pytorchs():
+    with pytest.raises(cx.ConfigError, match=r"timeout must be a datetime\.timedelta, got 30"):
+        cx.init_process_group(timeout=30)
+
+
 def test_config_in_code_needs_no_whole_environment(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(cx.ConfigError, match="RANK and WORLD_SIZE is missing"):

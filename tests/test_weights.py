@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.weights import load_weights, save_weights
+from cyxtrain.training.saving.weights import load_weights, save_weights
 
 
 def model(seed=0):

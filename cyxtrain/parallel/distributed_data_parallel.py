@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
-from cyxtrain.config import DDPConfig, unknown_name
+from cyxtrain.config import DDPConfig, require, unknown_name
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 
@@ -50,6 +50,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = _merged(config, fields)
+        require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}.")
         if device_ids is not None and len(device_ids) > 1:
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
@@ -223,6 +224,8 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
+    right = config is None or isinstance(config, DDPConfig)
+    require(right, f"config must be a DDPConfig, got {type(config).__name__}.")
     known = [field.name for field in dataclasses.fields(DDPConfig)]
     for name in fields:
         if name not in known:

@@ -80,10 +80,7 @@ class Reducer:
             self.unsynced = True
             return
         if self._backward is None or self._backward() is None:
-            self._begin()
-            backward = _Backward(self)
-            self._backward = weakref.ref(backward)
-            torch.autograd.Variable._execution_engine.queue_callback(backward.at_end)
+            self._begin_backward()
         bucket = self._buckets[index]
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
@@ -96,6 +93,12 @@ class Reducer:
             self._backward = None
             raise DistributedTrainingError(f"a backward ended inside another one. {_REENTRANT}")
         self._finish(check=not self._allow_unused)
+
+    def _begin_backward(self) -> None:
+        self._begin()
+        backward = _Backward(self)
+        self._backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward.at_end)
 
     def _begin(self) -> None:
         for bucket in self._buckets:

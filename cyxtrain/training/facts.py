@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.source import sampled_hash
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.optimizer_state import optimizer_state_by_name
+from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 
 _OWN_FIELDS = ("verbose", "checkpoint_dir")
 """What ranks may set differently: only one of them shows and writes."""

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.training.checkpoint import library_versions
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.saving.checkpoint import library_versions
 
 _BACKENDS = {
     "ring": "cpu (cyxtrain's TCP ring)",

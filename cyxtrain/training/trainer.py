@@ -25,7 +25,6 @@ from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
-from cyxtrain.training.checkpoint import write_checkpoint
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.header import explain
@@ -34,7 +33,8 @@ from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows
 from cyxtrain.training.prediction import gather_rows
-from cyxtrain.training.snapshot import checkpoint_path, read_on_all, restore, snapshot
+from cyxtrain.training.saving.checkpoint import write_checkpoint
+from cyxtrain.training.saving.snapshot import checkpoint_path, read_on_all, restore, snapshot
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, TrainingStep, modes_kept
 from cyxtrain.training.totals import loss_and_accuracy
 

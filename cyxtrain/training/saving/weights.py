@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.files import read_file, replacing
-from cyxtrain.training.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
-from cyxtrain.training.tree import decode_tree, encode_tree
+from cyxtrain.training.saving.files import read_file, replacing
+from cyxtrain.training.saving.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
+from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 # Where the metadata of the file holds what a plain safetensors file cannot say.
 _METADATA_KEY = "cyxtrain"

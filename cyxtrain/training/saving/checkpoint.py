@@ -30,9 +30,9 @@ import torch
 import xxhash
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.files import read_file, replacing
-from cyxtrain.training.tensors import TensorLayout, decode_tensors, encode_tensors
-from cyxtrain.training.tree import decode_tree, encode_tree
+from cyxtrain.training.saving.files import read_file, replacing
+from cyxtrain.training.saving.tensors import TensorLayout, decode_tensors, encode_tensors
+from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 FORMAT = "cyxtrain-checkpoint"
 FORMAT_VERSION = 1

@@ -12,10 +12,10 @@ from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.checkpoint import CheckpointState, unpack_checkpoint
-from cyxtrain.training.files import read_file
-from cyxtrain.training.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from cyxtrain.training.weights import fitting_state, load_model_state
+from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
+from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.training.saving.weights import fitting_state, load_model_state
 
 
 def snapshot(
