@@ -37,7 +37,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            _tell(error)
+            tell(error)
         finalize()
 
     def __repr__(self) -> str:
@@ -317,8 +317,8 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _tell(error: BaseException) -> None:
-    """Tells the other ranks that this one ends because of an error of its own."""
+def tell(error: BaseException) -> None:
+    """Ends the group because of an error of this rank's own, and tells the others, who would wait for it."""
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
     if _joined is not None and _is_default(_joined) and not ended_well:
         group = _joined.group
@@ -332,7 +332,7 @@ def _at_exit() -> None:
         return
     error = getattr(sys, "last_value", None)
     if error is not None and not _is_interactive():
-        _tell(error)
+        tell(error)
     finalize()
 
 

@@ -44,8 +44,13 @@ def test_a_socket_is_found(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tell")
 def test_a_process_is_found(tmp_path):
     processes = []
-    command = [sys.executable, "-c", "input()"]
-    check(tmp_path, lambda: processes.append(subprocess.Popen(command, stdin=subprocess.PIPE)), "processes.*input")
+
+    def leave():
+        command = [sys.executable, "-c", "print(flush=True); input()"]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        processes[0].stdout.read(1)  # from then on it has its name
+
+    check(tmp_path, leave, "processes.*input")
     processes.pop().communicate()
 
 

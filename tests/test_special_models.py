@@ -185,3 +185,34 @@ def test_a_wrapped_model_is_unwrapped():
         wrapped = cx.DistributedDataParallel(model)
         assert cx.DistributedTrainer(wrapped, "cross_entropy").model is model
         assert cx.DistributedTrainer(nn.DataParallel(wrapped), "cross_entropy").model is model
+
+
+class FailsOnce(torch.nn.Linear):
+    """Raises at its fourth call while training, on rank 1."""
+
+    calls = 0
+
+    def forward(self, rows):
+        self.calls += self.training
+        if self.calls == 4 and cx.get_rank() == 1:
+            raise LookupError("no such word")
+        return super().forward(rows)
+
+
+def catch_an_error_of_one_rank() -> str:
+    inputs, targets = make_rows(40)
+    trainer = cx.DistributedTrainer(FailsOnce(inputs.shape[1], 3), "cross_entropy")
+    try:
+        trainer.fit(inputs, targets, epochs=2, batch_size=4, verbose=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_error_in_the_model_of_one_rank_that_it_catches_does_not_leave_the_others_waiting(world_size):
+    texts = run_world(world_size, catch_an_error_of_one_rank, seconds=20.0)
+    assert texts[1] == "LookupError: no such word"
+    for rank, text in enumerate(texts):
+        if rank != 1:
+            assert text.startswith("PeerLostError: rank 1 has ended: LookupError: no such word")

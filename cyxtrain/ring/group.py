@@ -238,7 +238,7 @@ class Group:
             self._run(operation, schedule, Buffers(nothing, nothing, 1), self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
-        """Begins a send or a recv of a flat tensor, which must be kept alive until it is done."""
+        """Begins a send or a recv of a flat tensor, which is kept until it is done."""
         if peer == self.rank or self._ring is None:
             raise ConfigError(f"rank {self._names[self.rank]} cannot send to or receive from itself.")
         if not ANY_SOURCE <= peer < self.world_size:

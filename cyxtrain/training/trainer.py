@@ -21,7 +21,7 @@ from cyxtrain import runtime
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, share_of_batches, training_batches, whole_batches
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
@@ -115,6 +115,11 @@ class DistributedTrainer:
                 run.display.header(self._header(run))
                 for _ in range(run.config.epochs):
                     self._fit_epoch(run, ddp, began)
+            except CyxtrainError:
+                raise  # every rank raises it, or has heard of it
+            except BaseException as error:
+                runtime.tell(error)
+                raise
             finally:
                 run.display.close()
                 ddp.close()
