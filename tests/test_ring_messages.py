@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from test_ring_collectives import DTYPES, all_reduce, made, same
+from ring_values import DTYPES, all_reduce, error_of, made, same
 from worlds import join_threads, run_threads, wait_until
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -21,12 +21,6 @@ LARGE = 3_000_017  # elements: more than the kernel keeps for a connection
 
 def other(group):
     return 1 - group.rank()
-
-
-def error_of(call):
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    return caught.value
 
 
 def test_a_message_of_every_dtype_arrives_as_it_was():

@@ -1,0 +1,157 @@
+"""What ranks bring to a collective in tests, and what must come out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from cyxtrain.errors import CyxtrainError
+from cyxtrain.ring.algorithms import chunks
+
+Op = dist.ReduceOp
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+DTYPES = [*FLOATS, *COMPLEX, *SIGNED, *UNSIGNED, torch.bool, *EIGHTS]
+WORLDS = [1, 2, 3, 4, 5]
+EVERYWHERE = pytest.mark.parametrize("world_size", WORLDS)
+ARITHMETIC = [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX]
+BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
+REAL = {Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum}
+WHOLE = {Op.SUM: np.add, Op.AVG: np.add, Op.PRODUCT: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum} | {
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
+
+
+def lengths(world_size):
+    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 1037})
+
+
+def made(dtype, count, rank, seed=0):
+    """What a rank brings: the same whenever it is asked for."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    whole = torch.randint(-9, 10, (count,), generator=generator)
+    if dtype is torch.bool:
+        return whole > 0
+    if dtype in UNSIGNED:
+        return whole.abs().to(dtype)
+    if dtype in SIGNED:
+        return whole.to(dtype)
+    real = torch.randn(count, generator=generator, dtype=torch.float64)
+    if dtype.is_complex:
+        return torch.complex(real, real.flip(0)).to(dtype)
+    return real.to(dtype)
+
+
+def is_whole(dtype):
+    return dtype is torch.bool or dtype in SIGNED or dtype in UNSIGNED
+
+
+def reductions_of(dtype):
+    if dtype in EIGHTS:
+        return []
+    if dtype.is_complex:
+        return [Op.SUM, Op.AVG, Op.PRODUCT]
+    return [*ARITHMETIC, *BITWISE] if is_whole(dtype) else ARITHMETIC
+
+
+def reduced(tensors, op):
+    """The documented result: chunk c is combined from rank c + 1 on, all around, with rank c as the last."""
+    parts = []
+    for chunk, (start, end) in enumerate(chunks(tensors[0].numel(), len(tensors))):
+        order = [tensors[(chunk + 1 + step) % len(tensors)][start:end] for step in range(len(tensors))]
+        parts.append(folded(order, op))
+    return torch.cat(parts)
+
+
+def folded(order, op):
+    dtype = order[0].dtype
+    if dtype.is_complex and op == Op.PRODUCT:
+        total = torch.view_as_real(order[0].clone())
+        for part in map(torch.view_as_real, order[1:]):
+            (a, b), (c, d) = total.unbind(1), part.unbind(1)
+            total = torch.stack([a * c - b * d, a * d + b * c], dim=1)
+        return torch.view_as_complex(total)
+    if dtype.is_complex:
+        return torch.view_as_complex(folded([torch.view_as_real(part.clone()) for part in order], op))
+    if is_whole(dtype):
+        arrays = [part.numpy() for part in order]
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total = WHOLE[op](total, array)
+        if op == Op.AVG and dtype is not torch.bool:
+            total = (np.sign(total) * (np.abs(total) // len(order))).astype(total.dtype)
+        return torch.from_numpy(total)
+    total = order[0].clone()
+    for part in order[1:]:
+        total = REAL[op](total, part)
+    return total / len(order) if op == Op.AVG else total
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def same(found, expected):
+    return found.dtype == expected.dtype and found.shape == expected.shape and bits(found) == bits(expected)
+
+
+def options(kind, **fields):
+    made_options = kind()
+    for name, value in fields.items():
+        setattr(made_options, name, value)
+    return made_options
+
+
+def all_reduce(group, tensor, op=Op.SUM):
+    group.allreduce([tensor], options(dist.AllreduceOptions, reduceOp=op)).wait()
+    return tensor
+
+
+WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
+LARGE = 2_000_003
+
+
+# --- calls, for ranks that do not agree -----------------------------------------------------------------------------
+
+
+def reduce_all(shape=(3,), dtype=torch.float32, op=Op.SUM):
+    return lambda group: group.allreduce([torch.zeros(shape, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
+
+
+def broadcast(src=0, shape=(3,)):
+    return lambda group: group.broadcast([torch.zeros(shape)], options(dist.BroadcastOptions, rootRank=src))
+
+
+def reduce(dst):
+    return lambda group: group.reduce([torch.zeros(3)], options(dist.ReduceOptions, rootRank=dst))
+
+
+def gather_all(shape=(3,)):
+    return lambda group: group.allgather([[torch.zeros(shape) for _ in range(group.size())]], [torch.zeros(shape)])
+
+
+def exchange(rows):
+    return lambda group: group.all_to_all_single(
+        torch.zeros(rows * group.size()), torch.zeros(rows * group.size()), [], []
+    )
+
+
+def barrier(group):
+    return group.barrier()
+
+
+def in_turn(*calls):
+    return lambda group: [call(group) for call in calls]
+
+
+def error_of(call):
+    with pytest.raises(CyxtrainError) as caught:
+        call()
+    return caught.value
