@@ -7,6 +7,7 @@ of one, binds no port and starts no thread.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from datetime import timedelta
 from types import TracebackType
@@ -320,10 +321,9 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
 def tell(error: BaseException) -> None:
     """Ends the group because of an error of this rank's own, and tells the others, who would wait for it."""
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    if _joined is not None and _is_default(_joined) and not ended_well:
-        group = _joined.group
-        if isinstance(group, RingProcessGroup):
-            group.fail(f"{type(error).__name__}: {error}")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, RingProcessGroup) and not ended_well:
+        group.fail(f"{type(error).__name__}: {error}")
 
 
 def _at_exit() -> None:
@@ -334,6 +334,16 @@ def _at_exit() -> None:
     if error is not None and not _is_interactive():
         tell(error)
     finalize()
+
+
+def _forget() -> None:
+    """Lets a forked child end without leaving in its parent's name."""
+    global _joined
+    _joined = None
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _is_interactive() -> bool:

@@ -54,7 +54,7 @@ def test_places_follow_each_other_and_the_flags_come_last(seed):
         ends = [offset + parameters[i].count for offset, i in zip(bucket.offsets, bucket.parameters, strict=True)]
         assert list(bucket.offsets) == [0, *ends[:-1]]
         assert bucket.flags_offset == ends[-1]
-        assert bucket.count == ends[-1] + len(bucket.parameters)
+        assert bucket.count == ends[-1] + len(bucket.parameters) + 1
 
 
 @pytest.mark.parametrize("seed", range(20))

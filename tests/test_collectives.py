@@ -190,6 +190,21 @@ def test_texts_of_all_ranks_are_gathered_as_they_are():
     assert runtime.gather_texts("ä" * rank * 1000 + "☃") == ["ä" * r * 1000 + "☃" for r in ranks]
 
 
+def run_with_another_default_device():
+    torch.set_default_device("meta")  # "cuda", on machines that have it
+    with cx.init():
+        tensor = torch.ones(5, device="cpu")
+        cx.all_reduce(tensor)
+        parts = [torch.empty(5, device="cpu") for _ in range(2)]
+        cx.all_gather(parts, tensor)
+        cx.reduce_scatter(tensor, parts)
+        return tensor.tolist()
+
+
+def test_collectives_of_cpu_tensors_do_not_depend_on_the_users_default_device():
+    assert [ended.value for ended in run_ranks(2, run_with_another_default_device)] == [[4.0] * 5] * 2
+
+
 @on_ranks(2)
 def test_small_agreements_do_not_depend_on_the_users_defaults():
     torch.set_default_device("meta")

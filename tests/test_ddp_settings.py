@@ -228,3 +228,51 @@ def test_gloo_carries_hooks_and_unused_parameters_too():
         loss_on(ddp, cx.get_rank()).backward()
         assert_close(gradients(model), mean_gradients(network()))
         ddp.close()
+
+
+@on_ranks(2, 3)
+def test_a_rank_without_samples_has_no_say_in_what_was_used():
+    for fields in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}):
+        model = network()
+        ddp = cx.DistributedDataParallel(model, **fields)
+        if cx.get_rank() == 0:
+            loss_on(ddp, 0).backward()
+        else:
+            ddp.forward_without_batch()
+            ddp.backward_without_batch()
+        alone = network()
+        alone.load_state_dict(model.state_dict())
+        loss_on(alone, 0).backward()
+        expected = {name: gradient / cx.get_world_size() for name, gradient in gradients(alone).items()}
+        assert_close(gradients(model), expected, **EXACT)
+
+
+@on_ranks(2)
+def test_a_parameter_that_no_rank_with_samples_used_is_named_on_every_rank_also_without_samples():
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
+    model.forward = lambda rows: model["used"](rows)
+    ddp = cx.DistributedDataParallel(model)
+    if cx.get_rank() == 0:
+        backward = ddp(torch.ones(3, 2)).sum().backward
+    else:
+        ddp.forward_without_batch()
+        backward = ddp.backward_without_batch
+    with pytest.raises(cx.DistributedTrainingError, match=r"idle\.weight"):
+        backward()
+    assert model["idle"].weight.grad is None
+
+
+@on_ranks(2)
+def test_parameters_cannot_be_replaced_by_others_that_nobody_averages():
+    ddp = cx.DistributedDataParallel(network())
+    with pytest.raises(cx.ConfigError, match="assign=True"):
+        ddp.load_state_dict(ddp.state_dict(), assign=True)
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_refused_by_name_of_what_makes_them():
+    model = nn.Embedding(4, 2)
+    model.forward = lambda rows: nn.functional.embedding(rows, model.weight, sparse=True)
+    ddp = cx.DistributedDataParallel(model)
+    with pytest.raises(cx.DistributedTrainingError, match="sparse=False"):
+        ddp(torch.tensor([1, 2])).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,13 +17,13 @@ EXAMPLES = ROOT / "examples"
 DEADLINE_SECONDS = 90
 
 
-def run_example(name, num_ranks, folder):
+def run_example(name, num_ranks, folder, exit_codes=(0,)):
     """Runs a script in a folder; returns the lines of rank 0, without its name, and the seconds."""
     launcher = [] if num_ranks == 1 else ["-m", "cyxtrain.launch", str(num_ranks)]
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
     started = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in exit_codes, done.stdout + done.stderr
     return [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()], time.monotonic() - started
 
 
@@ -49,7 +50,10 @@ def test_main_job_takes_less_than_15_seconds(num_ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["train_torch", "train_cyxtrain"])
 def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
-    lines, _ = run_example(f"{name}.py", 2, tmp_path)
+    # PyTorch's Gloo may abort while it leaves, after everything has been done ("terminate called without an active
+    # exception", once in some hundred runs): what is compared are the numbers.
+    exit_codes = (0, 128 + signal.SIGABRT) if name == "train_torch" else (0,)
+    lines, _ = run_example(f"{name}.py", 2, tmp_path, exit_codes)
     assert 0.94 <= last_accuracy(lines) <= 0.98
     history = json.loads((tmp_path / "checkpoints" / f"{name}.json").read_text(encoding="utf-8"))
     assert len(history["train_losses"]) == len(history["train_accuracies"]) == 10

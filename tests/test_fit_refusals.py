@@ -69,7 +69,16 @@ WRONG: dict[str, tuple[Way, str]] = {
     "a masked array": (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
     "a sparse tensor": (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
     "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
-    "classes as floats": (lambda: trainer_of().fit(INPUTS, TARGETS.float()), "the loss cannot take"),
+    "classes as floats": (lambda: trainer_of().fit(INPUTS, TARGETS.float()), "astype"),
+    "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"y\.reshape\(-1\)"),
+    "a class that the model does not know": (
+        lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)),
+        r"y holds class 7 \(row 9\)",
+    ),
+    "a DataLoader": (
+        lambda: trainer_of().fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(INPUTS, TARGETS))),
+        "X is a DataLoader",
+    ),
     "numbers against a column": (lambda: regression(nn.Flatten(0)).fit(INPUTS, NUMBERS), TABLE),
     "a column against numbers": (lambda: regression().fit(INPUTS, NUMBERS[:, 0]), TABLE),
     "the same with an own loss": (lambda: regression(loss_fn=own_loss).fit(INPUTS, NUMBERS[:, 0]), TABLE),
@@ -242,9 +251,9 @@ def test_a_refusal_changes_nothing_and_a_right_fit_works_afterwards():
     trainer = trainer_of(model)
     buffers, state = list(model.buffers()), torch.get_rng_state()
     before = fingerprint(model)
-    validation = (INPUTS, TARGETS.float())  # found last, when the model has run twice
+    validation = (INPUTS, TARGETS + 7)  # found last, when the model has run twice
     with one_process():
-        with pytest.raises(cx.ConfigError, match="validation data: the loss cannot take"):
+        with pytest.raises(cx.ConfigError, match="validation data: y holds class"):
             trainer.fit(INPUTS, TARGETS, validation_data=validation, epochs=1, verbose=False)
         assert fingerprint(model) == before
         assert all(now is then for now, then in zip(model.buffers(), buffers, strict=True))
@@ -264,11 +273,18 @@ def warnings_of_fit(row: int) -> list[str]:
     return [f"{warning.category.__name__} in {warning.filename}: {warning.message}" for warning in caught]
 
 
+def test_nan_in_y_is_a_warning_too():
+    numbers = NUMBERS.clone()
+    numbers[7] = float("nan")
+    with one_process(), pytest.warns(UserWarning, match="X or y holds NaN"):
+        regression().fit(INPUTS, numbers, epochs=1, verbose=False)
+
+
 @pytest.mark.parametrize("row", [0, 11])
 def test_nan_in_x_is_a_warning_on_every_rank_where_the_caller_stands(row):
     for found in run_world(2, warnings_of_fit, row):
         assert len(found) == 1
-        assert found[0].startswith(f"UserWarning in {__file__}: X holds NaN")
+        assert found[0].startswith(f"UserWarning in {__file__}: X or y holds NaN")
 
 
 def test_infinities_and_large_numbers_are_no_nan():

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, adam, make_model, make_rows, one_process, outcome, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
+from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, outcome, run_world, seeded
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -216,3 +216,65 @@ def test_an_error_in_the_model_of_one_rank_that_it_catches_does_not_leave_the_ot
     for rank, text in enumerate(texts):
         if rank != 1:
             assert text.startswith("PeerLostError: rank 1 has ended: LookupError: no such word")
+
+
+class FailsWithOurError(FailsOnce):
+    """Computes its own loss, and once, on rank 1, something else."""
+
+    def forward(self, rows, targets):
+        try:
+            return nn.functional.cross_entropy(super().forward(rows), targets)
+        except LookupError:
+            return rows
+
+
+def catch_an_error_of_ours(adopts: bool) -> str:
+    if adopts:
+        torch.distributed.init_process_group("ring")
+    inputs, targets = make_rows(40)
+    trainer = cx.DistributedTrainer(FailsWithOurError(inputs.shape[1], 3))
+    try:
+        trainer.fit(inputs, targets, epochs=2, batch_size=4, verbose=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if adopts:
+            torch.distributed.destroy_process_group()
+    return "trained"
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_an_error_of_our_own_on_one_rank_does_not_leave_the_others_waiting(adopts):
+    run = run_ranks if adopts else run_world
+    first, second = (getattr(end, "value", end) for end in run(2, catch_an_error_of_ours, adopts, seconds=20.0))
+    assert second.startswith("ConfigError: there is no loss")
+    assert first.startswith("PeerLostError: rank 1 has ended: ConfigError: there is no loss")
+
+
+def train_after_a_step_by_hand() -> str:
+    inputs, targets = make_rows(7)
+    with seeded():
+        model = make_model()
+    ddp = cx.DistributedDataParallel(model)
+    ddp(inputs).sum().backward()
+    ddp.module.zero_grad()
+    trainer = cx.DistributedTrainer(ddp, "cross_entropy", adam(model))
+    trainer.fit(inputs, targets, epochs=2, effective_batch_size=2, verbose=False)
+    return fingerprint(model)
+
+
+def test_a_wrapped_model_that_has_been_used_by_hand_can_be_fitted():
+    assert len(set(run_world(2, train_after_a_step_by_hand))) == 1
+
+
+def refuse_other_weights() -> str:
+    torch.manual_seed(cx.get_rank())
+    settings = cx.DDPConfig(broadcast_parameters=False, find_unused_parameters=True)
+    trainer = cx.DistributedTrainer(nn.Linear(FEATURES, 3), "cross_entropy", ddp_config=settings)
+    with pytest.raises(cx.ConfigError, match=r"weight: hash of its values"):
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+    return "refused"
+
+
+def test_weights_that_differ_and_shall_not_be_broadcast_are_refused():
+    assert run_world(2, refuse_other_weights) == ["refused"] * 2

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from cyxtrain.errors import ConfigError
 
@@ -31,6 +32,10 @@ class ArraySource:
     """
 
     def __init__(self, inputs: Any, targets: Any = None) -> None:
+        if isinstance(inputs, (DataLoader, Dataset)):
+            raise ConfigError(
+                f"X is a {type(inputs).__name__}; this version takes NumPy arrays and tensors: fit(X, y, config)."
+            )
         self.is_numpy = not isinstance(inputs, Tensor)
         self.inputs = _as_tensor(inputs, "X")
         self.targets = None if targets is None else _as_tensor(targets, "y")
@@ -73,17 +78,18 @@ class ArraySource:
         return facts
 
     def has_nan(self, part: int, parts: int) -> bool:
-        """Returns whether X holds NaN in one of `parts` shares of its rows: each rank looks through one."""
-        if not self.inputs.is_floating_point():
-            return False
+        """Returns whether X or y holds NaN in one of `parts` shares of the rows: each rank looks through one."""
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
-        rows = max(1, _SCAN_ELEMENTS // max(1, self.inputs[0].numel()))
-        for start in range(first, end, rows):
-            piece = self.inputs[start : min(start + rows, end)]
-            # A sum is NaN where any element is; it may be NaN for infinities too, so look again.
-            if bool(piece.sum().isnan()) and bool(piece.isnan().any()):
-                return True
+        both = (self.inputs,) if self.targets is None else (self.inputs, self.targets)
+        return any(_has_nan(tensor[first:end]) for tensor in both)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return False
+    rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
+    # A sum is NaN where any element is; it may be NaN for infinities too, so look again.
+    return any(bool(piece.sum().isnan()) and bool(piece.isnan().any()) for piece in tensor.split(rows))
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.layout import BucketSpec
 
 
@@ -48,6 +49,11 @@ class Bucket:
         parameter, view = self._parameters[slot], self._views[slot]
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise DistributedTrainingError(
+                f"a parameter of shape {list(parameter.shape)} has a {gradient.layout} gradient, which cannot be "
+                "averaged over ranks: use sparse=False in its embedding."
+            )
         if gradient is not view:
             view.copy_(gradient)
             if as_view:
@@ -71,21 +77,24 @@ class Bucket:
             else:
                 self._views[slot].zero_()
 
-    def launch(self, group: Any, averages: bool, hook: tuple[Any, Any] | None) -> None:
+    def launch(self, group: Any, averages: bool, hook: tuple[Any, Any] | None, *, absent: bool) -> None:
         """Sends the bucket on its way.
 
         Args:
             group: The process group.
             averages: Whether its backend has AVG; else the sum is divided afterwards.
             hook: (state, function) as PyTorch's comm hooks; None: all_reduce.
+            absent: Whether this rank had no samples: then it has no say in what was used.
         """
         dist = torch.distributed
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.launched = True
-        if self.complete:
-            self._flags.zero_()
-        else:
-            self._flags.copy_(torch.tensor([0.0 if ready else 1.0 for ready in self._ready]))
+        self._flags.zero_()
+        if absent:
+            self._flags[-1] = 1
+        elif not self.complete:
+            unused = [0.0 if ready else 1.0 for ready in self._ready]
+            self._flags[:-1] = torch.tensor(unused, device=self._flags.device)
         if hook is None:
             self._works = [dist.all_reduce(self._flat, op, group, async_op=True)]
             return
@@ -98,8 +107,8 @@ class Bucket:
         """Waits, and gives each parameter its averaged gradient.
 
         Returns:
-            The parameters that took no part on some rank, and whether that was every rank. Those used nowhere
-            keep the gradient that they had: none.
+            The parameters that took no part on some rank, and whether that was every rank that had samples. Those
+            used nowhere keep the gradient that they had: none.
         """
         for work in self._works:
             work.wait()
@@ -109,12 +118,13 @@ class Bucket:
             self._flags.div_(world_size)
             if self._future is None:
                 self._flat[: self._gradients_end].div_(world_size)
+        self._works, self._future = [], None
         flags = self._flags.real if self._flags.is_complex() else self._flags
-        shares = flags.tolist() if bool(flags.any()) else [0.0] * len(self._parameters)
+        *shares, absent = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
         unused = []
         for slot, parameter in enumerate(self._parameters):
             # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
-            nowhere = not self._ready[slot] and shares[slot] >= 1.0 - 1e-6
+            nowhere = not self._ready[slot] and shares[slot] >= 1.0 - absent - 1e-6
             if shares[slot] > 0:
                 unused.append((parameter, nowhere))
             if nowhere:

@@ -128,7 +128,7 @@ class DistributedDataParallel(nn.Module):
     def backward_without_batch(self) -> None:
         """Takes the part of a rank without samples in a step's backward: its gradients count as zeros."""
         if self._reducer is not None:
-            self._reducer.synchronize(dist.group.WORLD)
+            self._reducer.synchronize(dist.group.WORLD, absent=True)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -141,6 +141,14 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._reducer.held = before
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, another wrapper averages the gradients of the module, and this one stays out of it."""
+        with self.no_sync():
+            yield
+        if self._reducer is not None:
+            self._reducer.unsynced = False
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
@@ -172,6 +180,8 @@ class DistributedDataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state without prefix."""
+        if assign and self._reducer is not None:
+            raise ConfigError("assign=True would replace the parameters by others, whose gradients nobody averages.")
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def get_model(self) -> nn.Module:

@@ -1,8 +1,8 @@
 """Which gradients travel together: pure arithmetic, fixed when the wrapper is made.
 
 A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
-rank where that parameter took no part. The flags are summed with the gradients, so that all ranks know who used
-what without another message.
+rank where that parameter took no part, and one that is 1 on a rank without samples. The flags are summed with the
+gradients, so that all ranks know who used what without another message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BucketSpec:
     Attributes:
         parameters: Indices of parameters.
         offsets: First element of each, in the flat tensor.
-        flags_offset: First element of the flags, one per parameter; the gradients end here.
+        flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
         dtype: Of the flat tensor.
         device: Of the flat tensor.
     """
@@ -46,7 +46,7 @@ class BucketSpec:
     @property
     def count(self) -> int:
         """Elements of the flat tensor, the flags included."""
-        return self.flags_offset + len(self.parameters)
+        return self.flags_offset + len(self.parameters) + 1
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:

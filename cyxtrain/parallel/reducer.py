@@ -44,6 +44,7 @@ class Reducer:
         self._armed = False
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
+        self._absent = False
         self.held = False
         """Whether backward shall accumulate locally."""
         self.unsynced = False
@@ -64,15 +65,20 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
-    def synchronize(self, group: Any) -> None:
+    def synchronize(self, group: Any, *, absent: bool = False) -> None:
         """Averages what has accumulated in `.grad`; a parameter without one counts as zeros.
+
+        Args:
+            group: The process group.
+            absent: This rank has no samples, and takes the part of a backward.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: As the collectives.
         """
         self._group = group
         self._begin()
-        self._finish(check=False)
+        self._absent = absent
+        self._finish(check=absent and not self._allow_unused)
 
     def on_gradient(self, index: int, slot: int) -> None:
         """Takes in one gradient, and launches what is complete. Called by autograd."""
@@ -104,13 +110,14 @@ class Reducer:
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
+        self._absent = False
 
     def _launch_complete(self) -> None:
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._next_bucket].launch(self._group, self._averages, self.comm_hook)
+        self._buckets[self._next_bucket].launch(self._group, self._averages, self.comm_hook, absent=self._absent)
         self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:

@@ -163,7 +163,9 @@ class Operation:
 def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
     """Returns a copy of a group's error that says what this rank was doing."""
     here = operation.describe()
-    message = str(error) if here in str(error) else f"{error} This rank was in {here}."
+    message = str(error)
+    if here not in message:
+        message = f"{message}{'' if message.endswith('.') else '.'} This rank was in {here}."
     return type(error)(message, rank=error.rank, during=here)
 
 

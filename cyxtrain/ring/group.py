@@ -5,8 +5,11 @@ A group is immutable: its ranks never change, and its generation tells its frame
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -48,11 +51,15 @@ class _Ring:
         self.watch = Watch(names[rank], controls, self.stop_links)
         self.mailbox = Mailbox(self.message_links, self.watch)
         self.mesh = Mesh(self.links, self.mailbox, self.watch)
-        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
 
     def stop_links(self) -> None:
         for link in (*self.links.values(), *self.message_links.values()):
             link.stop()
+
+    def abandon(self) -> None:
+        self.watch.abandon()
+        self.meeting.close()
 
     def close(self, collectives: int) -> None:
         self.watch.leave(collectives)
@@ -100,6 +107,7 @@ class Group:
         self._names = tuple(range(world_size)) if names is None else tuple(names)
         meeting = meet(store, rank, self._names, join_timeout.total_seconds(), generation)
         self._ring = _Ring(meeting, rank, self._names) if world_size > 1 else None
+        _alive.add(self)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduces in place, on all ranks. Cost: 2 (N - 1) frames, 2 (N - 1) / N of the bytes each way."""
@@ -146,7 +154,7 @@ class Group:
     def _reducing_buffers(self, flat: Tensor, reduction: Reduction) -> Buffers:
         """Raises where this dtype has no such reduction, before anything starts."""
         memory = memory_of(flat)
-        scratch = torch.empty(0, dtype=torch.uint8) if self._ring is None else self._ring.scratch
+        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if self._ring is None else self._ring.scratch
         combine = combiner(reduction, flat, scratch.view(flat.dtype))
         return Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
 
@@ -300,11 +308,31 @@ class Group:
         finally:
             self._lock.release()
 
+    def abandon(self) -> None:
+        """Lets go of every connection without a word: what a forked child does with the group of its parent."""
+        self._lock = threading.RLock()  # another thread of the parent may have held the old one
+        self._left = True
+        if self._ring is not None:
+            self._ring.abandon()
+
     def fail(self, reason: str) -> None:
         """Ends the group because of an error of this rank's own, and tells all why."""
         if self._ring is not None:
             rank = self._names[self.rank]
             self._ring.watch.fail(PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+
+
+_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for group in list(_alive):
+        group.abandon()
+
+
+if sys.platform != "win32":
+    # A child (a DataLoader's worker, say) that kept the links open would hide the death of its parent.
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 def even_spans(count: int, parts: int) -> list[Span]:

@@ -113,12 +113,14 @@ class Mailbox:
         """Begins a send: as much as the kernel takes leaves at once."""
         with self._lock:
             self._outboxes[message.peer].append(message)
+            self._wake_all()
             self.progress()
 
     def post_receive(self, message: Message) -> None:
         """Begins a recv; what has arrived early is taken first."""
         with self._lock:
             self._wanted.append(message)
+            self._wake_all()
             for peer in self._inboxes if message.peer == ANY_SOURCE else (message.peer,):
                 if not message.done:
                     self._hand_out(peer)
@@ -280,6 +282,10 @@ class Mailbox:
 
     def _complete(self, message: Message) -> None:
         message.done = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Lets those who wait look again: at what they wait for, and at the links of new messages."""
         for sleeper in self._asleep:
             sleeper.wake()
 

@@ -227,7 +227,8 @@ class Mesh:
         waited_for = incoming or outgoing
         assert waited_for is not None
         self._watch.tell_waiting(operation.sequence, waited_for.link.rank)
-        if self._poller.wait(readers, writers, deadline):
+        # In slices: another thread may post messages meanwhile, which are to move too.
+        if self._poller.wait(readers, writers, min(deadline, now + 2 * _LONG_SECONDS)) or time.monotonic() < deadline:
             return
         peer = self._watch.blame(operation.sequence, waited_for.link.rank)
         raise CollectiveTimeoutError(

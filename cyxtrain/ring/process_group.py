@@ -103,7 +103,7 @@ class RingProcessGroup(dist.ProcessGroup):
         """Copies the tensor of every rank to all, into a list of tensors."""
         for outputs, tensor in zip(as_lists(output_lists), as_list(inputs), strict=True):
             check_shapes(outputs, tensor, self.size(), "all_gather")
-            gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype)
+            gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._group.all_gather(gathered, tensor, timeout_of(opts))
             unpack(gathered, outputs)
         return DoneWork(as_lists(output_lists))
@@ -137,7 +137,7 @@ class RingProcessGroup(dist.ProcessGroup):
         outputs = as_lists(output_lists)[0] if receives else []
         if receives:
             check_shapes(outputs, tensor, self.size(), "gather")
-        gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype)
+        gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype, device="cpu")
         self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
         unpack(gathered, outputs)
         return DoneWork([outputs])
@@ -145,7 +145,7 @@ class RingProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> DoneWork:
         """Copies to each rank its tensor of a list on one rank."""
         output = as_list(outputs)[0]
-        flat = torch.empty(0, dtype=output.dtype)
+        flat = torch.empty(0, dtype=output.dtype, device="cpu")
         if self.rank() == opts.rootRank:
             tensors = as_lists(input_lists)[0]
             check_shapes(tensors, output, self.size(), "scatter")
@@ -176,7 +176,7 @@ class RingProcessGroup(dist.ProcessGroup):
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
         check_length(inputs, self.size(), "all_to_all")
-        target = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype)
+        target = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype, device="cpu")
         send = neighbouring([tensor.numel() for tensor in inputs])
         receive = neighbouring([tensor.numel() for tensor in outputs])
         self._group.all_to_all(target, receive, joined(inputs), send, timeout_of(opts))

@@ -133,6 +133,15 @@ class Watch:
             sock.close()
         self._wake_reader.close()
 
+    def abandon(self) -> None:
+        """Closes everything without a word, in a forked child: it has no thread of ours, and is no rank."""
+        self._changed = threading.Condition()
+        self._failure = CyxtrainError(
+            f"this process was forked from rank {self.rank} and is no rank itself: only its parent can communicate."
+        )
+        for sock in (*self._controls.values(), self._wake_reader, self._wake_writer):
+            sock.close()
+
     def _say(self, kind: Control, facts: dict[str, object]) -> None:
         frame = control_frame(kind, facts)
         for peer, sock in self._controls.items():

@@ -56,6 +56,36 @@ def check_targets(source: ArraySource, loss: Loss) -> None:
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             "loss (loss_fn=None) does without."
         )
+    if source.targets is None or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return
+    name, shape = type(loss.function).__name__, [*source.targets.shape[1:]]
+    if source.targets.is_floating_point() and not shape:
+        raise ConfigError(f"{name} wants class numbers, and y holds fractions: convert it with y.astype('int64').")
+    if shape == [1] and not source.targets.is_floating_point():
+        raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
+
+
+def check_classes(source: ArraySource, output: Any, loss: Loss) -> None:
+    """Refuses class numbers that the model has no output for: they would be met in the middle of an epoch.
+
+    Raises:
+        ConfigError: With the number, its row, and how many classes there are.
+    """
+    function, targets = loss.function, source.targets
+    known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+    if not known or targets is None or targets.is_floating_point() or not isinstance(output, Tensor):
+        return
+    if output.dim() != targets.dim() + 1:
+        return
+    classes, targets = output.shape[1], targets.to(torch.int64)
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != function.ignore_index)
+    if bool(wrong.any()):
+        row = int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
+        value = int(targets[wrong][0])
+        raise ConfigError(
+            f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
+            "classes from 0, or give the model's last layer more outputs."
+        )
 
 
 def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Loss) -> None:
@@ -83,6 +113,7 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
             output = call_model(model, batch, loss)
         loss.check_shapes(output, targets)
+        check_classes(source, output, loss)
         with _blaming(
             f"the loss cannot take the model's output and y, tried on {_described(output)} and {_described(targets)}"
         ):

@@ -41,7 +41,7 @@ def explain(
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _count(world_size, "rank")),
-        ("backend", _BACKENDS.get(dist.get_backend(), dist.get_backend())),
+        ("backend", _BACKENDS.get(dist.get_backend(), dist.get_backend()) if world_size > 1 else "none needed"),
         ("batch", _batch(config, world_size)),
         ("steps", f"{_count(steps, 'step')} per epoch, epochs {first_epoch} to {first_epoch + config.epochs - 1}"),
         ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),

@@ -32,7 +32,7 @@ def gather_rows(outputs: Sequence[Tensor], spans: Sequence[Sequence[int]]) -> Te
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
     dtype, shape = kinds[0]
-    rows = torch.empty((spans[-1][1], *shape), dtype=getattr(torch, dtype))
+    rows = torch.empty((spans[-1][1], *shape), dtype=getattr(torch, dtype), device="cpu")
     for rank, (first, end) in enumerate(spans):
         if first == end:
             continue

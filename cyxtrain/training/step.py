@@ -73,7 +73,12 @@ class TrainingStep:
             return batch.joined_rows
         if self._loss.weighting is Weighting.NOTHING:
             return 1
-        weight = torch.as_tensor(0.0 if loss is None else loss.weight, dtype=torch.float64).detach().cpu().reshape(1)
+        weight = (
+            torch.as_tensor(0.0 if loss is None else loss.weight, dtype=torch.float64, device="cpu")
+            .detach()
+            .cpu()
+            .reshape(1)
+        )
         weight = weight.clone()
         dist.all_reduce(weight, group=runtime.cpu_group())
         return weight.item()

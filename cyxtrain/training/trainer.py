@@ -5,6 +5,7 @@ fit -> one epoch after the other -> the steps of an epoch (`step.py`). Training 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -21,12 +22,13 @@ from cyxtrain import runtime
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, share_of_batches, training_batches, whole_batches
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError
+from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.facts import value_facts
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
@@ -75,7 +77,7 @@ class DistributedTrainer:
                 raise ConfigError(f"this version has no {name} yet: leave {name} out.")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-        self.model = unwrap(model)
+        self._wrappers, self.model = unwrap(model)
         self.loss_fn = loss_fn
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
@@ -107,19 +109,18 @@ class DistributedTrainer:
         _join_world()
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         if any(other["_nan"] for other in everyone):
-            warnings.warn("X holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
+            warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         began = time.perf_counter()
-        with modes_kept(self.model), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(modes_kept(self.model))
+            stack.enter_context(torch.enable_grad())
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.suspended())
             try:
                 run.display.header(self._header(run))
                 for _ in range(run.config.epochs):
                     self._fit_epoch(run, ddp, began)
-            except CyxtrainError:
-                raise  # every rank raises it, or has heard of it
-            except BaseException as error:
-                runtime.tell(error)
-                raise
             finally:
                 run.display.close()
                 ddp.close()
@@ -153,7 +154,11 @@ class DistributedTrainer:
 
         ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
-        run_epoch(training_batches(run.data.source, run.batches, placement, self.epoch), step, after)
+        try:
+            run_epoch(training_batches(run.data.source, run.batches, placement, self.epoch), step, after)
+        except BaseException as error:
+            runtime.tell(error)  # in the middle of a step the others would wait for this rank
+            raise
         sums = step.totals.over_ranks(group)
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
 
@@ -166,7 +171,7 @@ class DistributedTrainer:
         seconds: tuple[float, float],
     ) -> None:
         """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
-        times = torch.tensor(seconds, dtype=torch.float64)
+        times = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
         history = run.history
@@ -196,7 +201,7 @@ class DistributedTrainer:
         if own is not None or runtime.is_master():
             try:
                 write_checkpoint(checkpoint_path(run.config.checkpoint_dir, self.epoch, own), self._snapshot())
-            except CheckpointError as error:
+            except Exception as error:
                 problem = error
         raise_together(problem)
 
@@ -328,6 +333,8 @@ class DistributedTrainer:
         arguments = parse_fit(data, dict(keywords))
         run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device)
         own = {f"ddp_config.{name}": value for name, value in dataclasses.asdict(self.ddp_config).items()}
+        if not self.ddp_config.broadcast_parameters:
+            own |= value_facts(self.model)
         return run, {**facts, **own, "the number of epochs trained before": self.epoch}
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
@@ -348,11 +355,14 @@ def run_epoch(batches: Iterable[Batch], step: Step, after: Callable[[Batch], Non
             after(batch)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the module inside our wrapper or PyTorch's."""
+def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
+    """Returns (wrappers of ours, the module inside them or PyTorch's)."""
+    wrappers = []
     while isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, DistributedDataParallel):
+            wrappers.append(model)
         model = model.module
-    return model
+    return wrappers, model
 
 
 def _join_world() -> None:

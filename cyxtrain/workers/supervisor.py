@@ -178,7 +178,9 @@ _CAUSED_ELSEWHERE = (
     errors.DistributedTrainingError,
 )
 _BLAMES_ANOTHER = re.compile(
-    rb"^(?:\w+\.)*(?:%s)\b" % b"|".join(kind.__name__.encode() for kind in _CAUSED_ELSEWHERE), re.MULTILINE
+    # PyTorch puts "[rank0]: " before each line of a traceback.
+    rb"^(?:\[rank\d+\]: *)?(?:\w+\.)*(?:%s)\b" % b"|".join(kind.__name__.encode() for kind in _CAUSED_ELSEWHERE),
+    re.MULTILINE,
 )
 
 

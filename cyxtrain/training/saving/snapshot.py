@@ -80,9 +80,9 @@ def checkpoint_path(folder: str, epoch: int, rank: int | None) -> Path:
 
 def _broadcast_bytes(data: bytes) -> memoryview:
     group = runtime.cpu_group()
-    size = torch.tensor([len(data)])
+    size = torch.tensor([len(data)], device="cpu")
     dist.broadcast(size, 0, group=group)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     if data:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=group)
