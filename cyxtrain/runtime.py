@@ -323,7 +323,7 @@ def tell(error: BaseException) -> None:
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
     group = dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, RingProcessGroup) and not ended_well:
-        group.fail(f"{type(error).__name__}: {error}")
+        group.fail(": ".join(filter(None, (type(error).__name__, str(error)))))
 
 
 def _at_exit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -98,6 +99,8 @@ def test_ctrl_c_in_a_collective_reaches_the_others_with_its_cause():
     assert interrupted.returncode == -signal.SIGINT, interrupted.stderr
     assert "KeyboardInterrupt" in interrupted.stderr
     assert (waiting.value["type"], waiting.value["rank"]) == ("PeerLostError", 1)
-    assert "rank 1 was interrupted in barrier #2 by KeyboardInterrupt" in waiting.value["message"]
+    # The signal may come just before the barrier begins; then the end of the program tells.
+    cause = r"rank 1 (was interrupted in barrier #2 by|has ended:) KeyboardInterrupt"
+    assert re.search(cause, waiting.value["message"])
     assert waiting.value["during"] == "message (float32 [10], tag 0)"
     assert waiting.value["at"] - sent < 2.0
