@@ -103,12 +103,12 @@ class Bucket:
         self._future = function(state, self)
         self._works = [dist.all_reduce(self._flags, op, group, async_op=True)]
 
-    def finish(self, world_size: int, averages: bool, *, as_view: bool) -> list[tuple[nn.Parameter, bool]]:
+    def finish(self, world_size: int, averages: bool, *, as_view: bool) -> list[nn.Parameter]:
         """Waits, and gives each parameter its averaged gradient.
 
         Returns:
-            The parameters that took no part on some rank, and whether that was every rank that had samples. Those
-            used nowhere keep the gradient that they had: none.
+            The parameters that took no part on some rank that had samples. Those used on none of them keep the
+            gradient that they had: none.
         """
         for work in self._works:
             work.wait()
@@ -126,7 +126,7 @@ class Bucket:
             # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
             nowhere = not self._ready[slot] and shares[slot] >= 1.0 - absent - 1e-6
             if shares[slot] > 0:
-                unused.append((parameter, nowhere))
+                unused.append(parameter)
             if nowhere:
                 continue
             if as_view:

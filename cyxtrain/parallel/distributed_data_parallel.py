@@ -145,10 +145,12 @@ class DistributedDataParallel(nn.Module):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Within, another wrapper averages the gradients of the module, and this one stays out of it."""
-        with self.no_sync():
-            yield
-        if self._reducer is not None:
-            self._reducer.unsynced = False
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            if self._reducer is not None:
+                self._reducer.unsynced = False
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""

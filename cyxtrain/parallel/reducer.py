@@ -127,14 +127,14 @@ class Reducer:
                 self._buckets[self._next_bucket].fill(as_view=self._as_view)
                 self._launch_next()
             world_size = torch.distributed.get_world_size(self._group)
-            unused: list[tuple[nn.Parameter, bool]] = []
+            unused: list[nn.Parameter] = []
             for bucket in self._buckets:
                 unused += bucket.finish(world_size, self._averages, as_view=self._as_view)
         finally:
             self._backward = None
         self.unsynced = False
         if check and unused:
-            self._refuse_unused([parameter for parameter, _ in unused])
+            self._refuse_unused(unused)
 
     def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         # Every rank has seen the same flags, so every rank raises.
