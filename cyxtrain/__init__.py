@@ -22,6 +22,7 @@ from cyxtrain.errors import (
     CollectiveTimeoutError,
     ConfigError,
     CyxtrainError,
+    DamagedFrameError,
     DistributedTrainingError,
     NotInitializedError,
     PeerLostError,
@@ -100,6 +101,7 @@ __all__ = [  # noqa: RUF022
     "PeerSilentError",
     "CollectiveTimeoutError",
     "CollectiveMismatchError",
+    "DamagedFrameError",
     "CheckpointError",
     "DistributedTrainingError",
 ]

@@ -113,7 +113,7 @@ class DistributedConfig:
     collective_timeout_ms: int = 1_800_000
     """Milliseconds until a collective gives up. A slow rank is never shot before."""
     require_secret: bool = False
-    """Refuse to join without a secret shared by all ranks."""
+    """Refuse to join without a secret that all ranks share: CYXTRAIN_SECRET in the environment of each."""
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
@@ -156,12 +156,20 @@ class DistributedConfig:
         require_integer(owner, "timeout_ms", self.timeout_ms, 1)
         require_integer(owner, "collective_timeout_ms", self.collective_timeout_ms, 1)
         require_boolean(owner, "require_secret", self.require_secret)
-        require(
-            not self.require_secret,
-            f"{owner}.require_secret=True: this version does not authenticate ranks yet, and must not pretend to.",
-        )
         if self.backend is not None:
             BackendType.parse(self.backend)
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """What the environment says about the ring; a group takes it as an argument."""
+
+    secret: str | None = dataclasses.field(default=None, repr=False)
+    """What every rank must know to be let in (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
+    heartbeat_timeout_seconds: float = 30.0
+    """Silence after which a rank on another machine counts as gone (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
+    checksums: bool = False
+    """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
 
 
 @_settings

@@ -5,6 +5,9 @@
     MASTER_ADDR, MASTER_PORT      where rank 0 waits; default 127.0.0.1 and 29500
     DISTRIBUTED_BACKEND           cpu, nccl or gloo
     DISTRIBUTED_TIMEOUT_MS        milliseconds until joining gives up
+    CYXTRAIN_SECRET               what every rank must know to be let in; the launcher makes one for each run
+    CYXTRAIN_HEARTBEAT_TIMEOUT_MS milliseconds of silence after which a rank on another machine counts as gone; 30000
+    CYXTRAIN_CHECKSUMS            1: every frame of the ring carries a checksum; default 0
 
 torchrun sets these very names. Slurm, Open MPI and others come with clusters.
 """
@@ -16,7 +19,7 @@ import os
 import warnings
 from collections.abc import Mapping
 
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import ConfigError
 
 _IDENTITY = ("RANK", "WORLD_SIZE")
@@ -64,7 +67,45 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
             setattr(config, name, _number(variables, variable))
     config.backend = _backend(variables) if config.backend is None else BackendType.parse(config.backend)
     config.validate()
+    if config.require_secret:
+        _check_secret(config, variables)
     return config
+
+
+def ring_options(variables: Mapping[str, str] | None = None) -> RingOptions:
+    """Returns what the environment says about the ring.
+
+    Args:
+        variables: The environment; None: this process's.
+
+    Raises:
+        ConfigError: A value that is none of those allowed.
+    """
+    variables = os.environ if variables is None else variables
+    milliseconds = 30_000
+    if variables.get("CYXTRAIN_HEARTBEAT_TIMEOUT_MS"):
+        milliseconds = _number(variables, "CYXTRAIN_HEARTBEAT_TIMEOUT_MS")
+    if milliseconds < 100:
+        raise ConfigError(f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}.")
+    checksums = variables.get("CYXTRAIN_CHECKSUMS") or "0"
+    if checksums not in ("0", "1"):
+        raise ConfigError(f"CYXTRAIN_CHECKSUMS in the environment must be 0 or 1, got {checksums!r}.")
+    return RingOptions(variables.get("CYXTRAIN_SECRET") or None, milliseconds / 1000, checksums == "1")
+
+
+def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> None:
+    """Refuses to join where strangers would be let in."""
+    if config.backend is not BackendType.CPU:
+        raise ConfigError(
+            f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in whoever "
+            "reaches its port. Use backend='cpu', cyxtrain's own ring."
+        )
+    if not variables.get("CYXTRAIN_SECRET") and config.world_size != 1:
+        raise ConfigError(
+            "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random text into the environment "
+            "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
+            "does so."
+        )
 
 
 def local_rank(default: int, variables: Mapping[str, str] | None = None) -> int:

@@ -10,6 +10,7 @@
         PeerSilentError             another rank is connected and says nothing
         CollectiveTimeoutError      a collective did not finish within its deadline
         CollectiveMismatchError     ranks called different collectives, or the same one on different tensors
+        DamagedFrameError           other bytes arrived than were sent (found by checksums, where they are on)
         CheckpointError             a checkpoint cannot be written, or cannot be trusted
         DistributedTrainingError    training ended because of an error on some rank
 
@@ -76,6 +77,10 @@ class CollectiveMismatchError(CyxtrainError):
     """Ranks called different collectives, or the same one on tensors that do not fit."""
 
 
+class DamagedFrameError(CyxtrainError):
+    """Other bytes arrived from a rank than it sent; checksums found it before they were used."""
+
+
 class CheckpointError(CyxtrainError):
     """A checkpoint cannot be written or read, or is damaged."""
 
@@ -96,6 +101,7 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
         PeerSilentError,
         CollectiveTimeoutError,
         CollectiveMismatchError,
+        DamagedFrameError,
         CheckpointError,
         DistributedTrainingError,
     )

@@ -15,13 +15,16 @@ from cyxtrain import environment
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.rendezvous import StoreLostError
-from cyxtrain.ring.store import host_store, reach_store, roll_call
+from cyxtrain.ring.board import StoreLostError
+from cyxtrain.ring.entry import Entry
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.process_group import TORCHS_WORLD
+from cyxtrain.ring.rollcall import RollCall
+from cyxtrain.ring.store import host_store, reach_store
 
 TESTED_TORCH = ((2, 11), (2, 14))
 """From, and up to but not including."""
 
-_LAST_WORDS_SECONDS = 0.2
 _lives = 0
 """How often this process has joined: each life has its own keys, in a store that may outlive the group."""
 
@@ -59,6 +62,7 @@ def join(config: DistributedConfig) -> Joined:
     backend = BackendType.parse(config.backend or BackendType.CPU)
     _warn_of_untested_torch()
     _require_backend(backend, config)
+    environment.ring_options()  # what cannot be is refused before anything starts
     while True:
         store = _open_store(config, deadline)
         try:
@@ -91,39 +95,48 @@ def _open_store(config: DistributedConfig, deadline: float) -> dist.Store:
 
 
 def _meet(backend: BackendType, store: dist.Store, config: DistributedConfig, deadline: float) -> None:
-    """Waits for all ranks, then makes the default group."""
+    """Makes the default group."""
+    if backend is not BackendType.CPU:
+        _await_all(store, config, deadline)
+    _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
+
+
+def _await_all(store: dist.Store, config: DistributedConfig, deadline: float) -> None:
+    """Waits until all ranks are here, and says which are not; our own ring does so by itself."""
+    world_size = config.world_size or 1
+    left = Deadline(max(deadline - time.monotonic(), 0.0))
+    roll = RollCall(dist.PrefixStore("roll", store), config.rank or 0, range(world_size), left)
     try:
-        roll_call(store, config.rank or 0, config.world_size or 1, deadline)
-        _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
-    except RendezvousError:
-        if config.rank == 0 and config.world_size != 1:
-            time.sleep(_LAST_WORDS_SECONDS)  # the store ends with rank 0: the others shall read there why
+        roll.claim()
+        roll.answer(Entry(world_size))
+        roll.table()
+    except RendezvousError as error:
+        roll.tell(error)
         raise
+    finally:
+        roll.board.close()
 
 
 def _make_group(backend: BackendType, store: dist.Store, config: DistributedConfig, join_seconds: float) -> None:
     """Makes the default group; joining has one deadline, collectives another."""
-    name = "ring" if backend is BackendType.CPU else backend.value
-    try:
-        dist.init_process_group(
-            name,
-            store=store,
-            rank=config.rank or 0,
-            world_size=config.world_size or 1,
-            timeout=timedelta(seconds=join_seconds),
+    rank, world_size = config.rank or 0, config.world_size or 1
+    join_timeout, timeout = timedelta(seconds=join_seconds), timedelta(milliseconds=config.collective_timeout_ms)
+    if backend is BackendType.CPU:
+        # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
+        # a rank that tries again would look for the others in another place.
+        options = environment.ring_options()
+        ring = RingProcessGroup(
+            store, rank, world_size, timeout, join_timeout=join_timeout, options=options, siblings=TORCHS_WORLD
         )
-    except RendezvousError:
-        raise
+        dist.init_process_group("ring", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=ring)
+        return
+    try:
+        dist.init_process_group(backend.value, store=store, rank=rank, world_size=world_size, timeout=join_timeout)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {config.rank} could not make a {name} group: {error}. Look at the output of the other ranks."
+            f"rank {rank} could not make a {backend.value} group: {error}. Look at the output of the other ranks."
         ) from error
-    collective = timedelta(milliseconds=config.collective_timeout_ms)
-    group = dist.group.WORLD
-    if isinstance(group, RingProcessGroup):
-        group.set_timeout(collective)
-    else:
-        dist.distributed_c10d._set_pg_timeout(collective, group)
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def _require_backend(backend: BackendType, config: DistributedConfig) -> None:

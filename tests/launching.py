@@ -66,7 +66,7 @@ def write_script(folder: Path, source: str) -> str:
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's own, without what would decide for the launcher."""
-    decided = ("MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")
+    decided = ("CYXTRAIN_SECRET", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in decided} | variables
 
 

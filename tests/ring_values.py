@@ -1,7 +1,8 @@
-"""What ranks bring to a collective in tests, and what must come out."""
+"""What ranks bring to the ring in tests, the bits that must come out, and calls for ranks that do not agree."""
 
 from __future__ import annotations
 
+import contract_values
 import numpy as np
 import pytest
 import torch
@@ -11,16 +12,7 @@ from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.algorithms import chunks
 
 Op = dist.ReduceOp
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
-SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
-UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-DTYPES = [*FLOATS, *COMPLEX, *SIGNED, *UNSIGNED, torch.bool, *EIGHTS]
-WORLDS = [1, 2, 3, 4, 5]
-EVERYWHERE = pytest.mark.parametrize("world_size", WORLDS)
-ARITHMETIC = [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX]
-BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
+DTYPES = contract_values.DTYPES
 REAL = {Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum}
 WHOLE = {Op.SUM: np.add, Op.AVG: np.add, Op.PRODUCT: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum} | {
     Op.BAND: np.bitwise_and,
@@ -29,19 +21,15 @@ WHOLE = {Op.SUM: np.add, Op.AVG: np.add, Op.PRODUCT: np.multiply, Op.MIN: np.min
 }
 
 
-def lengths(world_size):
-    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 1037})
-
-
 def made(dtype, count, rank, seed=0):
     """What a rank brings: the same whenever it is asked for."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     whole = torch.randint(-9, 10, (count,), generator=generator)
     if dtype is torch.bool:
         return whole > 0
-    if dtype in UNSIGNED:
+    if dtype in contract_values.UNSIGNED:
         return whole.abs().to(dtype)
-    if dtype in SIGNED:
+    if dtype in contract_values.SIGNED:
         return whole.to(dtype)
     real = torch.randn(count, generator=generator, dtype=torch.float64)
     if dtype.is_complex:
@@ -49,16 +37,8 @@ def made(dtype, count, rank, seed=0):
     return real.to(dtype)
 
 
-def is_whole(dtype):
-    return dtype is torch.bool or dtype in SIGNED or dtype in UNSIGNED
-
-
 def reductions_of(dtype):
-    if dtype in EIGHTS:
-        return []
-    if dtype.is_complex:
-        return [Op.SUM, Op.AVG, Op.PRODUCT]
-    return [*ARITHMETIC, *BITWISE] if is_whole(dtype) else ARITHMETIC
+    return [getattr(Op, name) for name in contract_values.reductions_of(dtype)]
 
 
 def reduced(tensors, op):
@@ -80,7 +60,7 @@ def folded(order, op):
         return torch.view_as_complex(total)
     if dtype.is_complex:
         return torch.view_as_complex(folded([torch.view_as_real(part.clone()) for part in order], op))
-    if is_whole(dtype):
+    if contract_values.is_whole(dtype):
         arrays = [part.numpy() for part in order]
         total = arrays[0].copy()
         for array in arrays[1:]:

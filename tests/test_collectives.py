@@ -1,4 +1,7 @@
-"""The public collectives do what PyTorch's do: in a world of one and on real ranks, over the ring and over Gloo."""
+"""The public collectives hand all that they are given to PyTorch's, and small agreements come about.
+
+What PyTorch's collectives then do, on any dtype, shape and reduction, is in test_contract.py.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,6 @@ import cyxtrain as cx
 from cyxtrain import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
 CALLS = {
     "all_reduce": lambda t: cx.all_reduce(t),
     "broadcast": lambda t: cx.broadcast(t, 0),
@@ -39,13 +38,13 @@ def test_before_init_every_function_says_what_to_call(name):
         CALLS[name](torch.ones(1))
 
 
-def own(dtype=torch.float64):
+def own():
     """A tensor of this rank: 1, 2, 3 times rank + 1."""
-    return (torch.arange(1, 4) * (cx.get_rank() + 1)).to(dtype)
+    return (torch.arange(1, 4) * (cx.get_rank() + 1)).double()
 
 
-def everyones(dtype=torch.float64):
-    return torch.stack([(torch.arange(1, 4) * (rank + 1)).to(dtype) for rank in range(cx.get_world_size())])
+def everyones():
+    return torch.stack([(torch.arange(1, 4) * (rank + 1)).double() for rank in range(cx.get_world_size())])
 
 
 def check_reductions():
@@ -55,7 +54,7 @@ def check_reductions():
         cx.ReduceOp.MIN: everyones().amin(0),
         cx.ReduceOp.MAX: everyones().amax(0),
     }
-    if dist.get_backend() == "ring":  # Gloo has none
+    if dist.get_backend() == "ring":  # not every version of Gloo has it
         expected[cx.ReduceOp.AVG] = everyones().mean(0)
     for op, result in expected.items():
         tensor = own()
@@ -87,30 +86,17 @@ def check_rest():
     cx.barrier()
 
 
-@on_ranks(1, 2, 3)
-def test_collectives_are_right():
+@on_ranks(1, 3)
+def test_every_public_collective_takes_the_arguments_of_pytorchs():
     check_reductions()
     check_rest()
 
 
-@on_ranks(1, 2, backend="gloo")
-def test_collectives_are_right_over_gloo():
+@on_ranks(2, backend="gloo")
+def test_every_public_collective_takes_them_over_gloo_too():
     assert dist.get_backend() == "gloo"
     check_reductions()
     check_rest()
-
-
-@on_ranks(1, 3)
-def test_every_dtype_is_reduced_in_place_contiguous_or_strided():
-    for dtype in DTYPES:
-        tensor = own(dtype)
-        cx.all_reduce(tensor)
-        assert torch.equal(tensor, everyones().sum(0).to(dtype)), dtype
-        matrix = own(dtype).repeat(4, 1).t()  # columns first
-        column = matrix[:, 1]
-        cx.all_reduce(column)
-        assert torch.equal(matrix[:, 1], everyones().sum(0).to(dtype))
-        assert torch.equal(matrix[:, 0], own(dtype))
 
 
 @on_ranks(1, 2, 3)

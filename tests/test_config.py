@@ -123,11 +123,6 @@ def test_rank_outside_the_world_is_refused_with_the_highest_one(rank):
         cx.DistributedConfig(rank=rank, world_size=4).validate()
 
 
-def test_secret_is_not_pretended():
-    with pytest.raises(cx.ConfigError, match="require_secret"):
-        made(cx.DistributedConfig, require_secret=True).validate()
-
-
 @pytest.mark.parametrize("name", ["cpu", "CPU", "ring", cx.BackendType.CPU])
 def test_backend_is_found_by_any_of_its_names(name):
     assert cx.BackendType.parse(name) is cx.BackendType.CPU

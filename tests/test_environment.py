@@ -8,6 +8,7 @@ import pytest
 
 import cyxtrain as cx
 from cyxtrain import environment
+from cyxtrain.config import RingOptions
 
 # What `torchrun --nnodes 2 --nproc-per-node 2` gives to the last of its processes.
 TORCHRUN = {
@@ -178,3 +179,44 @@ def test_store_of_torchruns_agent_is_used_only_where_the_agent_is():
     assert environment.agent_store_prefix(config, PAIR) is None
     elsewhere = environment.complete(cx.DistributedConfig(master_port=1234), TORCHRUN)
     assert environment.agent_store_prefix(elsewhere, TORCHRUN) is None
+
+
+def test_ring_has_its_usual_options_where_nobody_says_otherwise():
+    assert environment.ring_options({}) == RingOptions(None, 30.0, False)
+    empty = dict.fromkeys(("CYXTRAIN_SECRET", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS", "CYXTRAIN_CHECKSUMS"), "")
+    assert environment.ring_options(empty) == RingOptions(None, 30.0, False)
+
+
+def test_options_of_the_ring_come_from_the_environment():
+    variables = {"CYXTRAIN_SECRET": "s", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS": "5000", "CYXTRAIN_CHECKSUMS": "1"}
+    assert environment.ring_options(variables) == RingOptions("s", 5.0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", "soon"),
+        ("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", "99"),
+        ("CYXTRAIN_CHECKSUMS", "yes"),
+    ],
+)
+def test_option_that_is_none_is_refused_with_its_variable(name, value):
+    with pytest.raises(cx.ConfigError, match=name):
+        environment.ring_options({name: value})
+
+
+def test_a_secret_that_is_required_and_absent_is_refused_with_the_remedy():
+    config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True)
+    with pytest.raises(cx.ConfigError, match=r"CYXTRAIN_SECRET is not set: .*token_hex"):
+        environment.complete(config, {})
+    environment.complete(config, {"CYXTRAIN_SECRET": "s"})
+
+
+def test_a_world_of_one_needs_no_secret():
+    environment.complete(cx.DistributedConfig(rank=0, world_size=1, require_secret=True), {})
+
+
+def test_a_secret_is_not_pretended_where_the_backend_asks_for_none():
+    config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True, backend="gloo")
+    with pytest.raises(cx.ConfigError, match="the gloo backend lets in whoever"):
+        environment.complete(config, {"CYXTRAIN_SECRET": "s"})

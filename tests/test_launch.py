@@ -62,6 +62,19 @@ def test_a_master_port_that_is_set_wins(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [b"[rank 0] 29517", b"[rank 1] 29517"]
 
 
+def test_every_run_has_a_secret_of_its_own_which_its_ranks_share(tmp_path: Path) -> None:
+    runs = [run_script(tmp_path, 2, "print(os.environ['CYXTRAIN_SECRET'])") for _ in range(2)]
+    found = [{line.split()[-1] for line in done.stdout.splitlines()} for done in runs]
+    assert [len(secrets) for secrets in found] == [1, 1]
+    assert found[0] != found[1]
+    assert all(len(secret) == 64 for secrets in found for secret in secrets)
+
+
+def test_a_secret_that_is_set_wins(tmp_path: Path) -> None:
+    done = run_script(tmp_path, 2, "print(os.environ['CYXTRAIN_SECRET'])", env=environment(CYXTRAIN_SECRET="ours"))
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] ours", b"[rank 1] ours"]
+
+
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cyxtrain.launch.local.count_usable_cores", lambda: 8)
     shares = [launch_environment({}, 0, num_ranks, "1")["OMP_NUM_THREADS"] for num_ranks in (1, 2, 3, 8, 9)]

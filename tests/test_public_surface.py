@@ -29,7 +29,8 @@ TRAINING = [
 ]  # fmt: skip
 ERRORS = [
     "CyxtrainError", "NotInitializedError", "ConfigError", "BackendUnavailableError", "RendezvousError",
-    "PeerLostError", "PeerSilentError", "CollectiveTimeoutError", "CollectiveMismatchError", "CheckpointError",
+    "PeerLostError", "PeerSilentError", "CollectiveTimeoutError", "CollectiveMismatchError",
+    "DamagedFrameError", "CheckpointError",
     "DistributedTrainingError",
 ]  # fmt: skip
 

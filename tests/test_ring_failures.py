@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ring_values import LARGE, WORLDS, broadcast, error_of, options, reduce_all
 from worlds import run_threads, wait_until
 
-from cyxtrain.errors import CollectiveTimeoutError, PeerLostError
-from cyxtrain.ring import RingProcessGroup, mailbox, process_group, watch
+from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
+from cyxtrain.ring import RingProcessGroup, process_group, watch
 from cyxtrain.ring import group as group_module
-from cyxtrain.ring.frames import Kind, Operation, Reduction, control_frame, dtype_code, header
+from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
+from cyxtrain.ring.link import Link
 
 # --- too late -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
             return error_of(lambda: group.allreduce([torch.zeros(5000)], options_with_deadline))
         link = group._group._ring.links[0]
         operation = Operation(Kind.ALL_REDUCE, 1, Reduction.SUM, dtype_code(torch.float32), (5000,))
-        link.send(header(operation.identity(), 10000))
+        link.send(expected_header(operation.identity(), 10000).ljust(HEADER_BYTES, b"\0"))
         with contextlib.suppress(Exception):
             while group._group._ring.watch.failure is None:
                 link.send(b"x")
@@ -115,10 +116,10 @@ def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch):
 
 
 def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):
-    def interrupting(identity, payload_bytes):
+    def interrupting(link, data):
         if threading.current_thread().name == "rank 1":
             raise KeyboardInterrupt
-        return header(identity, payload_bytes)
+        return send(link, data)
 
     def rank_main(group):
         if group.rank() == 1:
@@ -126,7 +127,8 @@ def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):
                 group.send([torch.zeros(1)], 0)
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
-    monkeypatch.setattr(mailbox, "header", interrupting)
+    send = Link.send
+    monkeypatch.setattr(Link, "send", interrupting)
     for error in run_threads(2, rank_main):
         assert (type(error), error.rank) == (PeerLostError, 1)
         assert "rank 1 was interrupted in a message by KeyboardInterrupt" in str(error)
@@ -134,17 +136,15 @@ def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_can_no_longer_hear_the_others_says_so_instead_of_waiting(monkeypatch):
-    def broken(data):
+    def broken(heard):
         raise ZeroDivisionError
 
     def rank_main(group):
-        if group.rank() == 1:
-            group._group._ring.watch.tell_waiting(1, 0)
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
-    monkeypatch.setattr(watch, "decode_control_header", broken)
+    monkeypatch.setattr(watch, "take_control_frame", broken)
     errors = run_threads(2, rank_main)
-    assert "rank 0 can no longer hear the others (ZeroDivisionError())" in str(errors[0])
+    assert "can no longer hear the others (ZeroDivisionError())" in str(errors[0])
 
 
 def test_an_error_in_the_own_code_of_a_rank_reaches_the_others_who_wait():
@@ -228,12 +228,12 @@ def test_leaving_while_another_thread_waits_for_a_message_ends_that_wait():
 def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
     def rank_main(group):
         if group.rank() == 1:
-            group._group._ring.watch._controls[0].send(b"GET / HTTP/1.0\r\n\r\n")
+            group._group._ring.watch._controls[0].send(b"GET / HTTP/1.0\r\n\r\n" * 2)
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
     for error in run_threads(2, rank_main):
-        assert (type(error), error.rank) == (PeerLostError, 1)
-        assert "rank 1 said what is no frame" in str(error)
+        assert (type(error), error.rank) == (DamagedFrameError, 1)
+        assert "the link from rank 1 to rank 0 delivered other bytes than were sent" in str(error)
 
 
 def test_a_goodbye_that_counts_in_words_is_refused():

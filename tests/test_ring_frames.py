@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import struct
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError, error_from_facts
 from cyxtrain.ring.frames import (
     CONTROL_HEADER_BYTES,
     CONTROL_MAX_BYTES,
+    EXPECTED_BYTES,
     HEADER_BYTES,
+    PROTOCOL_VERSION,
     Control,
     FrameError,
     Kind,
@@ -22,12 +28,15 @@ from cyxtrain.ring.frames import (
     Reduction,
     at_operation,
     control_frame,
-    decode_control_body,
-    decode_control_header,
     decode_header,
     dtype_code,
+    expected_header,
     folded,
     header,
+    is_damaged,
+    json_object,
+    payload_sum,
+    take_control_frame,
 )
 
 FLOAT = dtype_code(torch.float32)
@@ -43,9 +52,11 @@ OTHERS = [
 
 @pytest.mark.parametrize("operation", [OPERATION, *OTHERS], ids=lambda operation: operation.kind.name)
 def test_a_header_says_the_whole_operation(operation):
-    data = header(operation.identity(), 77)
-    assert len(data) == HEADER_BYTES
-    assert decode_header(data) == (operation, 77)
+    for checksums in (False, True):
+        data = header(operation.identity(), memoryview(bytes(77)), checksums=checksums)
+        assert len(data) == HEADER_BYTES
+        assert data[:EXPECTED_BYTES] == expected_header(operation.identity(), 77)
+        assert decode_header(data) == (operation, 77)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +81,7 @@ def test_more_than_six_dimensions_keep_their_number_of_elements():
     assert folded((1, 2, 3, 4, 5, 6)) == (1, 2, 3, 4, 5, 6)
     assert folded((1, 2, 3, 4, 5, 6, 7, 8)) == (1, 2, 3, 4, 5, 336)
     seven = dataclasses.replace(OPERATION, shape=(1, 2, 3, 4, 5, 6, 7))
-    assert decode_header(header(seven.identity(), 0))[0].shape == (1, 2, 3, 4, 5, 42)
+    assert decode_header(header(seven.identity(), memoryview(b""), checksums=False))[0].shape == (1, 2, 3, 4, 5, 42)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,7 @@ def test_more_than_six_dimensions_keep_their_number_of_elements():
     ids=["magic", "version", "operation", "reduction", "dtype", "dimensions"],
 )
 def test_what_is_no_header_is_refused_with_the_reason(position, byte, message):
-    data = bytearray(header(OPERATION.identity(), 0))
+    data = bytearray(header(OPERATION.identity(), memoryview(b""), checksums=False))
     data[position] = byte
     with pytest.raises(FrameError, match=message):
         decode_header(data)
@@ -103,13 +114,13 @@ def test_every_dtype_that_travels_has_a_number_of_its_own():
 
 
 def test_an_operation_reads_as_people_say_it():
-    assert OPERATION.describe() == "all_reduce #12 (SUM, float32 [10, 4])"
+    assert OPERATION.describe() == "all_reduce #12 (SUM, float32 [10, 4], generation 3)"
     assert [operation.describe() for operation in OTHERS] == [
         "barrier #1",
         "broadcast #2 (float32 [7], src 3)",
         f"scatter #{2**63} (bool [], src 0)",
         f"message (complex128 [{2**40}], tag {2**31})",
-        "reduce #5 (BXOR, uint64 [0, 3], dst 2)",
+        f"reduce #5 (BXOR, uint64 [0, 3], dst 2, generation {2**32 - 1})",
     ]
 
 
@@ -118,39 +129,201 @@ def test_an_operation_knows_its_bytes():
     assert [operation.payload_bytes() for operation in OTHERS] == [0, 28, 1, 2**44, 0]
 
 
+def test_checksums_are_of_the_payload_and_of_the_header_before_them():
+    payload = memoryview(b"what travels")
+    data = header(OPERATION.identity(), payload, checksums=True)
+    assert payload_sum(data) == xxh3_64_digest(payload)
+    assert not is_damaged(data)
+    bare = header(OPERATION.identity(), payload, checksums=False)
+    assert bare == data[:EXPECTED_BYTES] + bytes(16)
+
+
+def test_every_bit_that_turns_over_in_a_header_or_its_payload_is_found():
+    payload = bytes(range(64))
+    data = header(OPERATION.identity(), memoryview(payload), checksums=True)
+    for bit in range(8 * len(data)):
+        assert is_damaged(flip(data, bit)), bit
+    for bit in range(8 * len(payload)):
+        assert xxh3_64_digest(flip(payload, bit)) != payload_sum(data), bit
+
+
+def flip(data, bit):
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+# --- control frames -------------------------------------------------------------------------------------------------
+
+
+def control_head(magic=b"CX", version=PROTOCOL_VERSION, kind=1, length=0, body=b"", right=True):
+    """The header of a control frame, with the right checksum or another."""
+    head = struct.pack(">2sBBI8s", magic, version, kind, length, xxh3_64_digest(body))
+    return head + (xxh3_64_digest(head) if right else bytes(8))
+
+
 def test_a_control_frame_brings_its_facts():
-    frame = control_frame(Control.ABORT, {"message": "größer 😀", "rank": 3})
-    kind, length = decode_control_header(frame)
-    assert kind is Control.ABORT
-    assert decode_control_body(frame[CONTROL_HEADER_BYTES:]) == {"message": "größer 😀", "rank": 3}
-    assert len(frame) == CONTROL_HEADER_BYTES + length
+    for kind in Control:
+        heard = bytearray(control_frame(kind, {"message": "größer 😀", "rank": 3}) + b"and more")
+        assert take_control_frame(heard) == (kind, {"message": "größer 😀", "rank": 3})
+        assert heard == b"and more"
+
+
+def test_a_control_frame_is_taken_when_it_is_whole_and_not_before():
+    frame = control_frame(Control.ABORT, {"message": "x" * 30})
+    heard = bytearray()
+    for byte in frame[:-1]:
+        heard.append(byte)
+        assert take_control_frame(heard) is None
+    heard += frame[-1:] + frame
+    assert take_control_frame(heard) == take_control_frame(heard) == (Control.ABORT, {"message": "x" * 30})
+    assert not heard
 
 
 def test_the_longest_text_still_fits_a_control_frame():
     frame = control_frame(Control.ABORT, {"message": "😀" * 100_000, "during": "ä" * 100_000, "rank": 1})
-    decode_control_header(frame)  # refuses what is too long
-    assert len(decode_control_body(frame[CONTROL_HEADER_BYTES:])["message"]) == 2000
+    assert len(frame) <= CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
+    kind, facts = take_control_frame(bytearray(frame))
+    assert (kind, len(facts["message"]), len(facts["during"]), facts["rank"]) == (Control.ABORT, 2000, 2000, 1)
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "message"),
     [
-        struct.pack(">2sBBI", b"XX", 1, 1, 0),
-        struct.pack(">2sBBI", b"CX", 2, 1, 0),
-        struct.pack(">2sBBI", b"CX", 1, 9, 0),
-        struct.pack(">2sBBI", b"CX", 1, 1, CONTROL_MAX_BYTES + 1),
+        (control_head(magic=b"XX"), "not a control frame"),
+        (control_head(version=PROTOCOL_VERSION + 1), "not a control frame"),
+        (control_head(right=False), "damaged"),
+        (control_head(kind=0), "too long, or of an unknown kind"),
+        (control_head(kind=99), "too long, or of an unknown kind"),
+        (control_head(length=CONTROL_MAX_BYTES + 1), "too long, or of an unknown kind"),
+        (control_head(length=2**32 - 1), "too long, or of an unknown kind"),
     ],
-    ids=["magic", "version", "kind", "length"],
+    ids=["magic", "version", "checksum", "no kind", "kind", "length", "a huge length"],
 )
-def test_what_is_no_control_frame_is_refused_before_its_body(head):
-    with pytest.raises(FrameError):
-        decode_control_header(head)
+def test_what_is_no_control_frame_is_refused_before_its_body(head, message):
+    assert len(head) == CONTROL_HEADER_BYTES
+    with pytest.raises(FrameError, match=message):
+        take_control_frame(bytearray(head))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b'"text"'], ids=repr)
+BODIES = [b"", b"{", b"\xff\xfe", b"[1]", b'"text"', b"[" * CONTROL_MAX_BYTES, b'{"a":' * 13_000, b"9" * 60_000]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:8]))
 def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(FrameError, match="not"):
+        take_control_frame(bytearray(control_head(length=len(body), body=body) + body))
+    with pytest.raises(FrameError, match="not"):
+        json_object(body)
+
+
+def test_every_bit_that_turns_over_in_a_control_frame_is_found():
+    frame = control_frame(Control.WAITING, {"sequence": 12, "peer": 3})
+    for bit in range(8 * len(frame)):
+        with pytest.raises(FrameError):
+            take_control_frame(flip(frame, bit))
+
+
+# --- anything at all ------------------------------------------------------------------------------------------------
+
+BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
+OPERATIONS = st.builds(
+    Operation,
+    kind=st.sampled_from(Kind),
+    sequence=st.integers(0, 2**64 - 1),
+    reduction=st.sampled_from(Reduction),
+    dtype=st.integers(0, 20),
+    shape=st.lists(st.integers(0, 2**16), max_size=8).map(tuple),
+    root=st.integers(-(2**63), 2**63 - 1),
+    generation=st.integers(0, 2**32 - 1),
+)
+SMALL = st.dictionaries(
+    st.text(max_size=5), st.integers() | st.text(max_size=50) | st.none() | st.booleans(), max_size=5
+)
+FRAMES = st.tuples(st.sampled_from(Control), SMALL)
+HEADERS = st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES) | st.tuples(
+    OPERATIONS, st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)), max_size=3)
+).map(lambda drawn: _changed(header(drawn[0].identity(), memoryview(b""), checksums=False), drawn[1]))
+SIZES = st.lists(st.integers(1, 200), max_size=30)
+NOISE = st.binary(max_size=100) | st.builds(
+    lambda body, kind: control_head(kind=kind, length=len(body), body=body) + body,
+    st.binary(max_size=60) | st.sampled_from(BODIES),
+    st.integers(0, 8),
+)
+
+
+def _changed(data, changes):
+    changed = bytearray(data)
+    for position, byte in changes:
+        changed[position] = byte
+    return bytes(changed)
+
+
+def check_headers(operation, data):
+    whole = header(operation.identity(), memoryview(b"1234"), checksums=True)
+    found, payload_bytes = decode_header(whole)
+    assert (found, payload_bytes) == (dataclasses.replace(operation, shape=folded(operation.shape)), 4)
+    assert math.prod(found.shape) == math.prod(operation.shape)
+    with contextlib.suppress(FrameError):
+        found, payload_bytes = decode_header(data)
+        assert 0 <= payload_bytes < 2**64
+        assert (
+            found.identity()[: len(found.identity()) - 8 * (6 - len(found.shape))]
+            == data[: len(found.identity()) - 8 * (6 - len(found.shape))]
+        )
+        found.describe()
+        found.payload_bytes()
+
+
+def check_streams(frames, sizes, noise):
+    """Frames in a row come out as they went in, in whatever parts; what follows is taken for nothing else."""
+    stream = b"".join(control_frame(kind, facts) for kind, facts in frames)
+    heard, taken = bytearray(), []
+    rest = stream
+    for size in [*sizes, len(stream)]:
+        heard += rest[:size]
+        rest = rest[size:]
+        while (frame := take_control_frame(heard)) is not None:
+            taken.append(frame)
+    assert not heard
+    assert taken == frames
+    heard += noise
+    with contextlib.suppress(FrameError):
+        while take_control_frame(heard) is not None:
+            pass
+        assert len(heard) < CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
+
+
+def check_damage(frame, bit):
+    whole = control_frame(*frame)
+    assume(bit < 8 * len(whole))
     with pytest.raises(FrameError):
-        decode_control_body(body)
+        take_control_frame(flip(whole, bit))
+
+
+CHECKS = {
+    "headers": (check_headers, (OPERATIONS, HEADERS)),
+    "streams": (check_streams, (st.lists(FRAMES, max_size=5), SIZES, NOISE)),
+    "damage": (check_damage, (FRAMES, st.integers(0, 3000))),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_whatever_arrives_is_a_frame_or_a_frame_error(name):
+    check, strategies = CHECKS[name]
+    BY_DAY(given(*strategies)(check))()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CHECKS)
+def test_twenty_thousand_times_nothing_but_frames_and_frame_errors(name):
+    check, strategies = CHECKS[name]
+    NIGHTLY(given(*strategies)(check))()
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_travels_as_its_facts():
@@ -163,6 +336,6 @@ def test_an_error_travels_as_its_facts():
 
 def test_an_error_says_what_each_rank_was_doing():
     error = at_operation(CollectiveTimeoutError("rank 2 waited.", rank=1, during="barrier #9"), OPERATION)
-    assert str(error) == "rank 2 waited. This rank was in all_reduce #12 (SUM, float32 [10, 4])."
+    assert str(error) == "rank 2 waited. This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
     assert (type(error), error.rank, error.during) == (CollectiveTimeoutError, 1, OPERATION.describe())
     assert str(at_operation(error, OPERATION)) == str(error)

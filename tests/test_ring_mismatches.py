@@ -89,6 +89,46 @@ def test_a_rank_that_leaves_early_is_named_to_all_who_still_need_it(world_size):
         assert seconds < 1.0
 
 
+@WORLDS
+def test_a_rank_that_makes_one_call_more_than_the_others_is_told_that_they_have_left(world_size):
+    def rank_main(group):
+        group.barrier()
+        if group.rank() != world_size - 1:
+            return None
+        start = time.monotonic()
+        error = error_of(lambda: reduce_all()(group))
+        return error, time.monotonic() - start
+
+    error, seconds = run_threads(world_size, rank_main)[-1]
+    assert isinstance(error, CollectiveMismatchError)
+    assert error.during == "all_reduce #2 (SUM, float32 [3])"
+    assert error.rank in range(world_size - 1)
+    assert f"rank {error.rank} has left" in str(error)
+    assert "after 1 collectives" in str(error)
+    assert seconds < 1.0
+
+
+@WORLDS
+def test_a_frame_of_another_generation_is_an_error_on_every_rank(world_size):
+    began = threading.Barrier(world_size)
+
+    def rank_main(group):
+        if group.rank() == world_size - 1:
+            group._group._generation = 7  # as if it came from a group that the others have left behind
+        began.wait()
+        start = time.monotonic()
+        error = error_of(lambda: reduce_all()(group))
+        return error, time.monotonic() - start
+
+    for error, seconds in run_threads(world_size, rank_main):
+        assert isinstance(error, CollectiveMismatchError)
+        assert "in all_reduce #1 (SUM, float32 [3], generation 7)" in str(error)
+        assert "in all_reduce #1 (SUM, float32 [3]), " in str(error) or "in all_reduce #1 (SUM, float32 [3])." in str(
+            error
+        )
+        assert seconds < 1.0
+
+
 def test_ranks_that_leave_in_any_order_after_the_same_calls_leave_in_peace():
     def rank_main(group):
         for _ in range(3):

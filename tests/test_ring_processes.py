@@ -72,7 +72,7 @@ def test_on_more_ranks(world_size):
 
 
 @pytest.mark.parametrize("target", [ring_ranks.reduce_for_ever, ring_ranks.wait_for_a_rank_that_dies])
-def test_every_survivor_names_a_killed_rank_within_two_seconds(target):
+def test_every_survivor_names_a_killed_rank_within_a_second(target):
     with start_processes(4, target) as world:
         wait_until(lambda: len(list(world.folder.glob("busy?"))) == 4, 60.0)
         killed = time.monotonic()
@@ -87,7 +87,7 @@ def test_every_survivor_names_a_killed_rank_within_two_seconds(target):
         assert result.value["rank"] == 3
         assert result.value["message"].startswith("rank 3 ")
         assert result.value["during"].startswith("all_reduce #")
-    assert max(seconds) < 2.0
+    assert max(seconds) < 1.0
 
 
 def test_ctrl_c_in_a_collective_reaches_the_others_with_its_cause():
@@ -103,4 +103,4 @@ def test_ctrl_c_in_a_collective_reaches_the_others_with_its_cause():
     cause = r"rank 1 (was interrupted in barrier #2 by|has ended:) KeyboardInterrupt"
     assert re.search(cause, waiting.value["message"])
     assert waiting.value["during"] == "message (float32 [10], tag 0)"
-    assert waiting.value["at"] - sent < 2.0
+    assert waiting.value["at"] - sent < 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -29,8 +30,8 @@ Everything after the number is the command; its options are its own. No shell re
 ends in .py gets Python before it.
 
 Each rank finds in its environment: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-(a free port; one that is set wins), OMP_NUM_THREADS (its share of the cores; one that is set wins) and
-PYTHONUNBUFFERED=1.
+(a free port; one that is set wins), OMP_NUM_THREADS (its share of the cores; one that is set wins),
+CYXTRAIN_SECRET (made for this run; one that is set wins) and PYTHONUNBUFFERED=1.
 
 Several ranks: each line of output begins with its rank, and stdin is empty. One rank has the terminal to itself.
 Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to end; a second Ctrl-C kills them.
@@ -94,6 +95,8 @@ def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str
         OSError: The command cannot be started.
     """
     port = environment.get("MASTER_PORT") or str(find_free_port())
+    # Ranks let in only who knows it: no other user of this machine, and no rank of another run.
+    environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
     specs = [
         RankSpec(
             label=f"rank {rank}",

@@ -13,7 +13,7 @@ from torch import Tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring.algorithms import Span
 from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.tensors import flat_view_of
+from cyxtrain.ring.tensors import check_target, flat_view_of
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: Reduction.SUM,
@@ -106,6 +106,13 @@ def check_shapes(tensors: Sequence[Tensor], like: Tensor, count: int, name: str)
     check_length(tensors, count, name)
     for tensor in tensors:
         check_count(tensor, like.numel(), like.dtype, name)
+
+
+def check_targets(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
+    """Refuses a list that cannot take one tensor as large as `like` per rank."""
+    check_shapes(tensors, like, count, name)
+    for tensor in tensors:
+        check_target(tensor)
 
 
 def check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> None:

@@ -1,177 +1,228 @@
-"""Who a rank says it is, and who may come in: members of the same meeting, and nobody else."""
+"""Lets members in, and nobody else: while the ranks meet, and for as long as they work.
+
+A stranger costs a descriptor, at most 4 KiB and five seconds, and one line in the log a second for all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import enum
+import errno
+import logging
 import selectors
 import socket
-import struct
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.frames import PROTOCOL_VERSION
+from cyxtrain.ring.handshake import MAX_BYTES, Claim, HandshakeError, Listener, NoProofError, take_message
 
-HELLO = struct.Struct(">2sBBIII16s")
-_HELLO_SECONDS = 5.0
-"""How long a stranger may take to say who it is."""
+_log = logging.getLogger("cyxtrain.ring")
+_HANDSHAKE_SECONDS = 5.0
+"""How long a stranger may take to say and prove who it is."""
 _MAX_STRANGERS = 256
-"""How many may do so at a time; then the one that has been silent for longest must go."""
+"""How many may do so at a time; then the one that came first must go."""
+_MAX_COUNTED = 1024
+"""How many ranks are counted that somebody claimed to be: strangers can name four thousand million."""
+_ACCEPT_AT_ONCE = 32
+_PAUSE_SECONDS = 1.0
+"""How long nobody is let in after this process ran out of descriptors or memory."""
+_TOO_SLOW = "it was too slow to say who it is"
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, vars(errno).get("WSAEMFILE")}
 
 
-class Role(enum.IntEnum):
-    """What a connection between two ranks is for."""
-
-    COLLECTIVES = 1
-    MESSAGES = 2
-    CONTROL = 3
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who a rank says it is; all but the rank must be the same on both sides.
-
-    Attributes:
-        run: 16 random bytes that rank 0 made for this meeting.
-        generation: Of the group.
-        rank: This rank.
-        names: By rank, how errors call it.
-    """
-
-    run: bytes
-    generation: int
-    rank: int
-    names: tuple[int, ...]
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks meet."""
-        return len(self.names)
-
-    def hello(self, role: Role) -> bytes:
-        """Returns what is said first on a new connection, by both sides."""
-        return HELLO.pack(b"CX", PROTOCOL_VERSION, role, self.generation, self.rank, self.world_size, self.run)
-
-    def recognize(self, hello: bytes | bytearray) -> tuple[int, Role] | None:
-        """Returns (rank, role) of a member of this meeting; None for a stranger."""
-        magic, version, role, generation, rank, world_size, run = HELLO.unpack(hello)
-        same = (magic, version, generation, world_size, run) == (
-            b"CX",
-            PROTOCOL_VERSION,
-            self.generation,
-            self.world_size,
-            self.run,
-        )
-        if not same or rank >= self.world_size or role not in iter(Role):
-            return None
-        return rank, Role(role)
-
-
-class _Door:
-    """Takes connections at the listener until all members have come; a stranger costs 32 bytes and five seconds.
+class SparseLog:
+    """Warnings that strangers can cause: one a second at most, the others are counted.
 
     Args:
-        listener: Non-blocking.
-        identity: Of this rank.
-        admit: Called with (rank, role, socket) of each member.
+        name: Whose log it is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._count = 0
+        self._last = ""
+        self._next = 0.0
+
+    def note(self, text: str, now: float) -> None:
+        """Writes a line now, or counts it for the next one."""
+        self._count += 1
+        self._last = text
+        self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Writes what was counted, if its second is over."""
+        if not self._count or now < self._next:
+            return
+        others = f" ({self._count} since the last such line)" if self._count > 1 else ""
+        self._count, self._next = 0, now + 1.0
+        _log.warning("%s %s%s", self._name, self._last, others)
+
+
+@dataclass
+class _Stranger:
+    """Somebody who has not proved who it is.
+
+    Attributes:
+        address: From where it came, for the log.
+        until: When it must go, in seconds of `time.monotonic`.
+        listener: Our side of the handshake.
+        heard: What it said and was not yet understood.
+        count: Bytes that it has sent.
+    """
+
+    address: str
+    until: float
+    listener: Listener
+    heard: bytearray = field(default_factory=bytearray)
+    count: int = 0
+
+
+class Door:
+    """Takes connections at a listener, and hands over those of members.
+
+    Args:
+        listener: Non-blocking; owned by whoever made it.
+        name: Of this rank, for the log: "rank 3".
+        key: The run's secret.
+        judge: Called with the claim of one who knows the secret; returns why it may not come in, or "".
+        admit: Called with the claim and the socket of each member.
+        selector: Waits for all sockets; the data of each is the function to call.
+
+    Attributes:
+        unproven: For each rank, how many claimed to be it and did not know the secret.
     """
 
     def __init__(
-        self, listener: socket.socket, identity: Identity, admit: Callable[[int, Role, socket.socket], None]
+        self,
+        listener: socket.socket,
+        name: str,
+        key: bytes,
+        judge: Callable[[Claim], str],
+        admit: Callable[[Claim, socket.socket], None],
+        selector: selectors.BaseSelector,
     ) -> None:
-        self._identity = identity
-        self._admit = admit
         self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytearray] = {}
-        self._patience: dict[socket.socket, float] = {}
+        self._key = key
+        self._judge = judge
+        self._admit = admit
+        self._selector = selector
+        self._log = SparseLog(name)
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._reopens: float | None = None
+        self.unproven: Counter[int] = Counter()
+        selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def serve(self, deadline: float) -> None:
-        """Waits for a connection or for words on one, and deals with them."""
-        soonest = min([deadline, *self._patience.values()])
-        for key, _ in self._selector.select(max(soonest - time.monotonic(), 0.001)):
-            if key.fileobj is self._listener:
-                self._welcome()
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._heard:
-                self._listen_to(key.fileobj)
-        for sock in [sock for sock, until in self._patience.items() if until <= time.monotonic()]:
-            self._forget(sock).close()
+    def expire(self, now: float) -> None:
+        """Sends away whoever took too long; to be called about once a second."""
+        for sock in [sock for sock, stranger in self._strangers.items() if stranger.until <= now]:
+            self._turn_away(sock, _TOO_SLOW)
+        if self._reopens is not None and self._reopens <= now:
+            self._reopens = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._log.flush(now)
 
     def close(self) -> None:
-        """Turns away whoever has not said who it is."""
-        for sock in list(self._heard):
-            self._forget(sock).close()
-        self._selector.close()
+        """Turns away whoever has not proved who it is."""
+        for sock in list(self._strangers):
+            self._forget(sock)
+            sock.close()
 
-    def _welcome(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has left again
-        if len(self._heard) >= _MAX_STRANGERS:
-            self._forget(next(iter(self._heard))).close()
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._heard[sock] = bytearray()
-        self._patience[sock] = time.monotonic() + _HELLO_SECONDS
+    def abandon(self) -> None:
+        """Closes what a forked child has of it; the parent's selector must not notice."""
+        for sock in self._strangers:
+            sock.close()
 
-    def _listen_to(self, sock: socket.socket) -> None:
-        heard = self._heard[sock]
+    def _accept(self) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                    return
+                continue  # it has left again
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._turn_away(self._least_known(), "others came")
+            sock.setblocking(False)
+            until = time.monotonic() + _HANDSHAKE_SECONDS
+            self._strangers[sock] = _Stranger(str(address[0]), until, Listener(self._key))
+            self._selector.register(sock, selectors.EVENT_READ, lambda sock=sock: self._hear(sock))
+
+    def _least_known(self) -> socket.socket:
+        """Returns the oldest of those who have said nothing that makes sense; else the oldest of all."""
+        silent = (sock for sock, stranger in self._strangers.items() if stranger.listener.claim is None)
+        return next(silent, next(iter(self._strangers)))
+
+    def _pause(self, error: OSError) -> None:
+        """A listener that cannot accept stays ready: without a pause this thread would do nothing else."""
+        self._selector.unregister(self._listener)
+        self._reopens = time.monotonic() + _PAUSE_SECONDS
+        self._log.note(f"cannot take connections for now: {error.strerror}", time.monotonic())
+
+    def _hear(self, sock: socket.socket) -> None:
+        stranger = self._strangers.get(sock)
+        if stranger is None:
+            return  # it was turned away since it became ready
         try:
-            part = sock.recv(HELLO.size - len(heard))
-        except BlockingIOError:
+            part = sock.recv(MAX_BYTES - stranger.count)
+        except (BlockingIOError, InterruptedError):
             return
-        except OSError:
-            part = b""
-        heard += part
-        if part and len(heard) < HELLO.size:
+        except OSError as error:
+            self._turn_away(sock, error.strerror or "it broke")
             return
+        stranger.count += len(part)
+        stranger.heard += part
+        try:
+            while (body := take_message(stranger.heard)) is not None:
+                if self._answer(sock, stranger, body):
+                    return
+        except NoProofError as error:
+            self._count_unproven(stranger.listener.claim)
+            self._turn_away(sock, str(error))
+            return
+        except HandshakeError as error:
+            self._turn_away(sock, str(error))
+            return
+        # Last: a proof that came in time counts, also where this process was too busy to read it then.
+        if not part or stranger.count >= MAX_BYTES:
+            self._turn_away(sock, "it said too much" if part else "it left")
+        elif time.monotonic() >= stranger.until:
+            self._turn_away(sock, _TOO_SLOW)
+
+    def _count_unproven(self, claim: Claim | None) -> None:
+        if claim is not None and (claim.rank in self.unproven or len(self.unproven) < _MAX_COUNTED):
+            self.unproven[claim.rank] += 1
+
+    def _answer(self, sock: socket.socket, stranger: _Stranger, body: bytes) -> bool:
+        """Goes one step on with the handshake; returns whether it is over."""
+        claim = stranger.listener.claim
+        if claim is None:
+            _send(sock, stranger.listener.answer(body))
+            return False
+        stranger.listener.check(body)
+        refused = self._judge(claim)
+        _send(sock, stranger.listener.verdict(refused))
+        if refused:
+            self._turn_away(sock, refused)
+            return True
         self._forget(sock)
-        member = self._identity.recognize(heard) if part else None
-        if member is None:
-            sock.close()
-            return
-        self._admit(*member, sock)
+        self._admit(claim, sock)
+        return True
 
-    def _forget(self, sock: socket.socket) -> socket.socket:
+    def _turn_away(self, sock: socket.socket, reason: str) -> None:
+        stranger = self._forget(sock)
+        sock.close()
+        self._log.note(f"turned away a connection from {stranger.address}: {reason}", time.monotonic())
+
+    def _forget(self, sock: socket.socket) -> _Stranger:
         self._selector.unregister(sock)
-        del self._heard[sock], self._patience[sock]
-        return sock
+        return self._strangers.pop(sock)
 
 
-def accept_all(
-    listener: socket.socket, identity: Identity, sockets: dict[Role, dict[int, socket.socket]], deadline: float
-) -> None:
-    """Takes the connections of all higher ranks into `sockets`.
-
-    Raises:
-        RendezvousError: Some had not come at the deadline; they are named.
-    """
-    awaited = {(rank, role) for rank in range(identity.rank + 1, identity.world_size) for role in Role}
-
-    def admit(rank: int, role: Role, sock: socket.socket) -> None:
-        if (rank, role) not in awaited:
-            sock.close()
-            return
-        awaited.discard((rank, role))
-        sockets[role][rank] = sock
-        with contextlib.suppress(OSError):  # it has ended again: its first use will say so
-            sock.send(identity.hello(role))  # 32 bytes into an empty buffer: it cannot block
-
-    door = _Door(listener, identity, admit)
-    try:
-        while awaited:
-            if time.monotonic() >= deadline:
-                missing = sorted({identity.names[rank] for rank, _ in awaited})
-                whom = ", ".join(f"rank {rank}" for rank in missing)
-                raise RendezvousError(
-                    f"{whom} did not connect to rank {identity.names[identity.rank]} before the deadline. Look at "
-                    "the output of the missing ranks; across machines, firewalls must allow TCP between all ranks.",
-                    rank=missing[0],
-                )
-            door.serve(deadline)
-    finally:
-        door.close()
+def _send(sock: socket.socket, data: bytes) -> None:
+    """Sends a short message into an empty buffer, where it cannot block; if the other has gone, its end will tell."""
+    with contextlib.suppress(OSError):
+        sock.send(data)

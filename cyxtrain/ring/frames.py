@@ -5,7 +5,8 @@ to, completely: the receiver knows what must come, so it compares bytes before i
 hostile length never allocates anything. A control frame is a short JSON text beside the data.
 
 Header, big-endian: magic "CX", protocol version, generation (u32), sequence (u64), operation, reduction, dtype and
-number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), checksum (u64, 0: none).
+number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), and two checksums (u64
+each, XXH3; 0 where they are off): of the payload, and of all of the header before.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from xxhash import xxh3_64_digest
 
-from cyxtrain.errors import CyxtrainError
+from cyxtrain.errors import CyxtrainError, DamagedFrameError
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"CX"
 _MAX_DIMENSIONS = 6
 _IDENTITY = struct.Struct(">2sBIQBBBBq6Q")
-_TRANSFER = struct.Struct(">QQ")
-_CONTROL = struct.Struct(">2sBBI")
-HEADER_BYTES = _IDENTITY.size + _TRANSFER.size
-CONTROL_HEADER_BYTES = _CONTROL.size
+_LENGTH = struct.Struct(">Q")
+_SUM_BYTES = 8
+_NO_SUMS = bytes(2 * _SUM_BYTES)
+EXPECTED_BYTES = _IDENTITY.size + _LENGTH.size
+"""The part of a header that the receiver knows before it comes."""
+HEADER_BYTES = EXPECTED_BYTES + len(_NO_SUMS)
+_CONTROL = struct.Struct(">2sBBI8s")
+CONTROL_HEADER_BYTES = _CONTROL.size + _SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
 CONTROL_MAX_BYTES = 64 * 1024
 _NO_ROOT = -1
@@ -36,6 +42,10 @@ _NO_ROOT = -1
 
 class FrameError(Exception):
     """What arrived is not a frame of this protocol."""
+
+
+class DamagedError(FrameError):
+    """What arrived is not what was sent."""
 
 
 class Kind(enum.IntEnum):
@@ -151,6 +161,8 @@ class Operation:
             facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
         if self.root != _NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{'src' if self.kind in (Kind.BROADCAST, Kind.SCATTER) else 'dst'} {self.root}")
+        if self.generation:
+            facts.append(f"generation {self.generation}")
         if self.kind is Kind.MESSAGE:
             return f"message ({', '.join([*facts, f'tag {self.root}'])})"
         return f"{self.kind.name.lower()} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
@@ -176,9 +188,39 @@ def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[: _MAX_DIMENSIONS - 1], math.prod(shape[_MAX_DIMENSIONS - 1 :]))
 
 
-def header(identity: bytes, payload_bytes: int) -> bytes:
-    """Returns the header of one transfer of an operation."""
-    return identity + _TRANSFER.pack(payload_bytes, 0)
+def expected_header(identity: bytes, payload_bytes: int) -> bytes:
+    """Returns how the header of one transfer must begin."""
+    return identity + _LENGTH.pack(payload_bytes)
+
+
+def header(identity: bytes, payload: memoryview, *, checksums: bool) -> bytes:
+    """Returns the header of one transfer of an operation. Cost of checksums: one more reading of the payload."""
+    head = expected_header(identity, len(payload))
+    if not checksums:
+        return head + _NO_SUMS
+    head += xxh3_64_digest(payload)
+    return head + xxh3_64_digest(head)
+
+
+def is_damaged(head: bytes | bytearray) -> bool:
+    """Returns whether a header with checksums has other bytes than were sent."""
+    return bool(xxh3_64_digest(head[:-_SUM_BYTES]) != head[-_SUM_BYTES:])
+
+
+def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
+    """Returns the error for other bytes than were sent."""
+    return DamagedFrameError(
+        f"the link from rank {peer} to rank {rank} delivered other bytes than were sent, in {during}: "
+        "memory, a network card or a cable on the way is faulty. Nobody has used them; start all ranks again, without "
+        "that machine or that way if it happens again.",
+        rank=peer,
+        during=during,
+    )
+
+
+def payload_sum(head: bytes | bytearray) -> bytes:
+    """Returns the checksum of the payload that a header announces."""
+    return bytes(head[EXPECTED_BYTES : EXPECTED_BYTES + _SUM_BYTES])
 
 
 def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
@@ -200,7 +242,7 @@ def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
         )
     except ValueError:
         raise FrameError("the frame names an operation that this rank does not know") from None
-    payload_bytes, _ = _TRANSFER.unpack_from(data, _IDENTITY.size)
+    (payload_bytes,) = _LENGTH.unpack_from(data, _IDENTITY.size)
     return operation, payload_bytes
 
 
@@ -208,39 +250,65 @@ class Control(enum.IntEnum):
     """What is said beside the ring."""
 
     ABORT = 1
+    """The group has failed; why."""
     GOODBYE = 2
+    """This rank leaves."""
     WAITING = 3
+    """This rank has waited for another for long."""
+    HEARTBEAT = 4
+    """This rank lives."""
+    QUESTION = 5
+    """What are you doing?"""
+    ANSWER = 6
+    """What this rank does."""
 
 
 def control_frame(kind: Control, facts: dict[str, Any]) -> bytes:
     """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
     short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
     body = json.dumps(short).encode()
-    return _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
+    head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), xxh3_64_digest(body))
+    return head + xxh3_64_digest(head) + body
 
 
-def decode_control_header(data: bytes | bytearray) -> tuple[Control, int]:
-    """Returns (kind, body bytes).
+def take_control_frame(heard: bytearray) -> tuple[Control, dict[str, Any]] | None:
+    """Takes the first frame out of what has been heard; None where it is not whole yet.
+
+    Returns:
+        (kind, facts).
 
     Raises:
-        FrameError: The bytes are no control frame, or announce a body that is too long.
+        FrameError: The bytes are no control frame, are damaged, or announce a body that is too long.
     """
-    magic, version, kind, length = _CONTROL.unpack_from(data)
-    if magic != _MAGIC or version != PROTOCOL_VERSION or length > CONTROL_MAX_BYTES or kind not in iter(Control):
+    if len(heard) < CONTROL_HEADER_BYTES:
+        return None
+    magic, version, kind, length, body_sum = _CONTROL.unpack_from(heard)
+    if is_damaged(heard[:CONTROL_HEADER_BYTES]):
+        raise DamagedError("the header of a control frame is damaged")
+    if magic != _MAGIC or version != PROTOCOL_VERSION:
         raise FrameError("the bytes are not a control frame of cyxtrain's ring")
-    return Control(kind), length
+    if length > CONTROL_MAX_BYTES or kind not in iter(Control):
+        raise FrameError("a control frame is too long, or of an unknown kind")
+    end = CONTROL_HEADER_BYTES + length
+    if len(heard) < end:
+        return None
+    body = bytes(heard[CONTROL_HEADER_BYTES:end])
+    del heard[:end]
+    if xxh3_64_digest(body) != body_sum:
+        raise DamagedError("the body of a control frame is damaged")
+    return Control(kind), json_object(body)
 
 
-def decode_control_body(data: bytes | bytearray) -> dict[str, Any]:
-    """Returns the facts of a control frame.
+def json_object(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object in some bytes of a stranger.
 
     Raises:
-        FrameError: The body is not a JSON object.
+        FrameError: They are no JSON object.
     """
     try:
-        facts = json.loads(data.decode())
-    except ValueError:
-        raise FrameError("a control frame's body is not JSON") from None
-    if not isinstance(facts, dict):
-        raise FrameError("a control frame's body is not an object")
-    return facts
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError):  # a thousand brackets are deeper than Python's stack
+        raise FrameError("the bytes are not JSON") from None
+    if not isinstance(found, dict):
+        raise FrameError("the bytes are not a JSON object")
+    return found

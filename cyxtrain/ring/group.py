@@ -17,54 +17,30 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilentError
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Transfer, chunks
-from cyxtrain.ring.door import Role
+from cyxtrain.ring.connections import Connections
+from cyxtrain.ring.doing import doing
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
-from cyxtrain.ring.link import Link
+from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
-from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers, Mesh
-from cyxtrain.ring.rendezvous import Meeting, meet
-from cyxtrain.ring.tensors import check_tensor, combiner, divide, flat_copy_of, flat_view_of, memory_of
-from cyxtrain.ring.watch import Watch
+from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers
+from cyxtrain.ring.rendezvous import meet
+from cyxtrain.ring.siblings import Siblings
+from cyxtrain.ring.tensors import (
+    check_target,
+    check_tensor,
+    combiner,
+    divide,
+    flat_copy_of,
+    flat_view_of,
+    memory_of,
+)
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""
-
-
-class _Ring:
-    """The working parts of a group of several ranks: links, messages, watch and mesh.
-
-    Args:
-        meeting: The connections; owned from now on.
-        rank: This rank.
-        names: By rank, how errors call it.
-    """
-
-    def __init__(self, meeting: Meeting, rank: int, names: Sequence[int]) -> None:
-        self.meeting = meeting
-        sockets = meeting.sockets
-        self.links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.COLLECTIVES].items()}
-        self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
-        controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
-        self.watch = Watch(names[rank], controls, self.stop_links)
-        self.mailbox = Mailbox(self.message_links, self.watch)
-        self.mesh = Mesh(self.links, self.mailbox, self.watch)
-        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
-
-    def stop_links(self) -> None:
-        for link in (*self.links.values(), *self.message_links.values()):
-            link.stop()
-
-    def abandon(self) -> None:
-        self.watch.abandon()
-        self.meeting.close()
-
-    def close(self, collectives: int) -> None:
-        self.watch.leave(collectives)
-        self.mailbox.close()
-        self.meeting.close()
 
 
 class Group:
@@ -82,6 +58,8 @@ class Group:
         join_timeout: Deadline of joining.
         generation: Frames of another generation are refused.
         names: By rank, how errors call it: its rank in the world; None: the same.
+        options: Secret, signs of life, checksums; None: none, the usual, none.
+        siblings: The other groups of the same world; None: there are none.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -96,6 +74,8 @@ class Group:
         join_timeout: timedelta,
         generation: int = 0,
         names: Sequence[int] | None = None,
+        options: RingOptions | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -105,13 +85,28 @@ class Group:
         self._lock = threading.RLock()
         self._left = False
         self._names = tuple(range(world_size)) if names is None else tuple(names)
-        meeting = meet(store, rank, self._names, join_timeout.total_seconds(), generation)
-        self._ring = _Ring(meeting, rank, self._names) if world_size > 1 else None
+        self._siblings = siblings or Siblings()
+        self._made_at = time.monotonic()
+        self._caller = threading.get_ident()
+        self._latest: Operation | None = None
+        options = options or RingOptions()
+        meeting = meet(store, rank, self._names, join_timeout.total_seconds(), options, generation, self._siblings)
+        try:
+            self._ring = None if world_size == 1 else Connections(meeting, rank, self._names, options, self._doing)
+        except BaseException:
+            meeting.close()
+            raise
+        self._siblings.add(self)
         _alive.add(self)
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives this group has begun."""
+        return self._sequence
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
         """Reduces in place, on all ranks. Cost: 2 (N - 1) frames, 2 (N - 1) / N of the bytes each way."""
-        flat = flat_view_of(tensor)
+        flat = flat_view_of(check_target(tensor))
         spans = chunks(flat.numel(), self.world_size)
         reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
         rest = algorithms.all_gather(self.rank, self.world_size, spans)
@@ -124,7 +119,7 @@ class Group:
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
-        flat = flat_copy_of(tensor)
+        flat = flat_copy_of(check_target(tensor))
         spans = chunks(flat.numel(), self.world_size)
         reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
         rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
@@ -143,7 +138,7 @@ class Group:
 
         Cost: N - 1 frames, (N - 1) / N of the bytes each way.
         """
-        spans = even_spans(output.numel(), self.world_size)
+        spans = even_spans(check_target(output).numel(), self.world_size)
         schedule = algorithms.reduce_scatter(self.rank, self.world_size, spans)
         buffers, own = self._reducing_buffers(flat, reduction), flat[slice(*spans[self.rank])]
         with self._lock:
@@ -159,7 +154,7 @@ class Group:
         return Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
 
     def _reduce_chunks(
-        self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, own: Tensor, deadline: float
+        self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, own: Tensor, deadline: Deadline
     ) -> None:
         """Leaves this rank's chunk, `own`, reduced, and the others half done."""
         self._run(operation, schedule, buffers, deadline)
@@ -168,7 +163,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
-        flat = flat_view_of(tensor)
+        flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         segment = max(1, SEGMENT_BYTES // flat.element_size())
         schedule = algorithms.broadcast(self.rank, self.world_size, flat.numel(), src, segment)
@@ -203,7 +198,7 @@ class Group:
 
     def scatter(self, output: Tensor, flat: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies to each rank its part of the `flat` of rank `src`, directly."""
-        target = flat_view_of(output)
+        target = flat_view_of(check_target(output))
         count = target.numel()
         spans = even_spans(count, self.world_size)
         schedule = algorithms.scatter(self.rank, self.world_size, spans, src, (0, count))
@@ -239,7 +234,7 @@ class Group:
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
-        nothing = memoryview(b"")
+        nothing = memoryview(bytearray())
         schedule = algorithms.agreement(self.rank, self.world_size)
         with self._lock:
             operation = self._operation(Kind.BARRIER, None)
@@ -281,12 +276,13 @@ class Group:
         operation = Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation)
         self._raise_failure(operation)
         self._sequence += 1
+        self._latest, self._caller = operation, threading.get_ident()
         return operation
 
-    def _deadline(self, timeout: timedelta | None) -> float:
-        return time.monotonic() + (timeout or self.timeout).total_seconds()
+    def _deadline(self, timeout: timedelta | None) -> Deadline:
+        return Deadline((timeout or self.timeout).total_seconds())
 
-    def _run(self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, deadline: float) -> None:
+    def _run(self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, deadline: Deadline) -> None:
         if self._ring is not None:
             self._ring.mesh.run(operation, schedule, buffers, deadline)
 
@@ -296,6 +292,10 @@ class Group:
         if failure is not None:
             raise at_operation(failure, operation)
 
+    def _doing(self) -> str:
+        """Returns what this rank does, for one that waits for it."""
+        return doing(self._caller, "no collective yet" if self._latest is None else self._latest.describe())
+
     def leave(self) -> None:
         """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
@@ -304,9 +304,19 @@ class Group:
         try:
             left, self._left = self._left, True
             if self._ring is not None and not left:
+                loss = self._siblings.loss(self._made_at)
+                if loss is not None:
+                    self._ring.watch.fail(loss)  # it is why we leave: a goodbye would blame us
                 self._ring.close(self._sequence)
         finally:
             self._lock.release()
+
+    def loss(self, since: float) -> CyxtrainError | None:
+        """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
+        watch = None if self._ring is None else self._ring.watch
+        if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError)):
+            return None
+        return None if self._left and watch.failed_at < since else watch.failure
 
     def abandon(self) -> None:
         """Lets go of every connection without a word: what a forked child does with the group of its parent."""

@@ -1,11 +1,12 @@
 """One connection to one peer: it sends and receives what it can now, and never waits.
 
-Waiting is in one place, `Poller.wait`, always with a deadline.
+Waiting is in one place, `Poller.wait`, always with a `Deadline`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import sys
@@ -13,8 +14,33 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-_LONGEST_POLL_MS = 2**31 - 1
 _MAX_POLLS = 64
+_LONGEST_POLL_SECONDS = 0.5
+"""A wait is cut into pieces: one that takes longer shows that this process was stopped meanwhile."""
+_STOPPED_SECONDS = 0.5
+_CONTROL_OPTIONS = {
+    # The kernel gives up where nothing has been acknowledged for so long: a cut of three seconds heals unnoticed, one
+    # of six never does. It is the kernels that answer each other, also for processes that are stopped or busy; and
+    # it is heartbeats that they answer. See tcp(7).
+    "TCP_USER_TIMEOUT": 4500,  # milliseconds
+    # Where nothing is on its way the kernel asks by itself, after a second and then every second.
+    "TCP_KEEPIDLE": 1,
+    "TCP_KEEPALIVE": 1,  # what macOS calls TCP_KEEPIDLE
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 4,
+    # It tries again every second at least, also where an answer takes long: else its last try before it gives up can
+    # come too early for a cut that heals after three seconds. Linux 6.15 and later.
+    "TCP_RTO_MAX_MS": 1000,
+}
+_DATA_OPTIONS = {
+    # A link may be idle for hours, and firewalls forget what is idle. A peer that computes still answers this.
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPALIVE": 60,
+    "TCP_KEEPINTVL": 15,
+    "TCP_KEEPCNT": 8,
+}
+_NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
+"""Numbers that Python does not know yet."""
 
 
 class Pollable(Protocol):
@@ -38,6 +64,54 @@ class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never sho
         self.reason = reason
 
 
+class Deadline:
+    """When to give up. Time for which this process itself was stopped does not count.
+
+    Args:
+        seconds: From now.
+    """
+
+    __slots__ = ("_at",)
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Returns the seconds until it; at least 0."""
+        return max(self._at - time.monotonic(), 0.0)
+
+    def passed(self) -> bool:
+        """Returns whether it is too late."""
+        return time.monotonic() >= self._at
+
+    def woke(self, late_seconds: float) -> None:
+        """Takes note of how much later than it wanted a wait has ended."""
+        if late_seconds > _STOPPED_SECONDS:
+            self._at += late_seconds
+
+
+def watch_over(sock: socket.socket) -> None:
+    """Lets the kernel find out by itself when the network to the other end is gone; for control connections only.
+
+    Data may wait for minutes for a peer that computes, and then a kernel would give up on it too.
+    """
+    _set_options(sock, _CONTROL_OPTIONS)
+
+
+def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
+    """Sets what this system has; a connection that has ended takes no options, and its first use will say so."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options = {"TCP_NODELAY": 1, **options}
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        option = vars(socket).get(name, _NEW_OPTIONS.get(name))
+        if option is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class Link:
     """A connected, non-blocking stream to one peer.
 
@@ -48,8 +122,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(sock, _DATA_OPTIONS)
         self.rank = rank
         self._sock = sock
         self._fileno = sock.fileno()
@@ -74,6 +147,17 @@ class Link:
         except OSError as error:
             raise LinkBroken(self.rank, _reason(error)) from None
 
+    def send_both(self, first: memoryview, second: memoryview) -> int:
+        """Sends what the kernel takes now of two pieces, one after the other; as `send`, and in one packet."""
+        if sys.platform == "win32":
+            return self.send(first)
+        try:
+            return self._sock.sendmsg((first, second))
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise LinkBroken(self.rank, _reason(error)) from None
+
     def receive(self, into: memoryview) -> int:
         """Receives what has arrived, at most `len(into)` bytes.
 
@@ -85,6 +169,20 @@ class Link:
         """
         try:
             count = self._sock.recv_into(into)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise LinkBroken(self.rank, _reason(error)) from None
+        if count == 0:
+            raise LinkBroken(self.rank, "the connection was closed")
+        return count
+
+    def receive_both(self, first: memoryview, second: memoryview) -> int:
+        """Receives what has arrived into two pieces, one after the other; as `receive`."""
+        if sys.platform == "win32":
+            return self.receive(first)
+        try:
+            count: int = self._sock.recvmsg_into((first, second))[0]
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
@@ -116,25 +214,32 @@ class Poller:
     def __init__(self) -> None:
         self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
 
-    def wait(self, readers: Sequence[Pollable], writers: Sequence[Pollable], deadline: float) -> bool:
-        """Returns when a reader has something, a writer takes something, one of them has ended, or it is too late.
+    def wait(
+        self,
+        readers: Sequence[Pollable],
+        writers: Sequence[Pollable],
+        deadline: Deadline,
+        longest_seconds: float = _LONGEST_POLL_SECONDS,
+    ) -> bool:
+        """Returns when a reader has something, a writer takes something, one of them has ended, or time is up.
 
         Args:
             readers: To receive from.
             writers: To send to.
-            deadline: In seconds of `time.monotonic`.
+            deadline: When to give up.
+            longest_seconds: Until it returns in any case; at most half a second.
 
         Returns:
-            Whether to go on: False once the deadline has passed, also for a peer that trickles.
+            Whether anything happened.
         """
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
+        seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
+        until = time.monotonic() + seconds
         if sys.platform == "win32":
-            select.select(readers, writers, writers, left)
+            happened = any(select.select(readers, writers, writers, seconds))
         else:
-            self._poll(readers, writers).poll(min(int(left * 1000) + 1, _LONGEST_POLL_MS))
-        return time.monotonic() < deadline
+            happened = bool(self._poll(readers, writers).poll(math.ceil(seconds * 1000)))
+        deadline.woke(time.monotonic() - until)
+        return happened
 
     def _poll(self, readers: Sequence[Pollable], writers: Sequence[Pollable]) -> select.poll:
         key = (tuple(link.fileno() for link in readers), tuple(link.fileno() for link in writers))

@@ -13,14 +13,27 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, decode_header, header
-from cyxtrain.ring.link import Link, LinkBroken, Pollable, Poller
+from cyxtrain.ring.frames import (
+    HEADER_BYTES,
+    FrameError,
+    Operation,
+    at_operation,
+    damaged,
+    decode_header,
+    header,
+    is_damaged,
+    payload_sum,
+)
+from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.watch import Watch
 
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0
+_LONG_SECONDS = 1.0
+"""A rank that waits longer for another says so to all."""
 
 
 @dataclass(eq=False)
@@ -33,6 +46,7 @@ class Message:
         data: What is sent, or where it goes.
         done: All of it has moved.
         moved: Bytes that have moved, the header of a send included.
+        head: The header of a send.
     """
 
     operation: Operation
@@ -40,6 +54,7 @@ class Message:
     data: memoryview
     done: bool = False
     moved: int = 0
+    head: bytes = b""
 
     @property
     def tag(self) -> int:
@@ -54,6 +69,7 @@ class _Inbox:
     head: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     have: int = 0
     current: Message | None = None
+    sum: bytes = b""
     early: list[Message] = field(default_factory=list)
     ended: bool = False
     """The rank has left with a goodbye: there will be nothing more."""
@@ -67,7 +83,7 @@ class _Sleeper:
         self._alarm, self._bell = socket.socketpair()
         self._rung = False
 
-    def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: float) -> None:
+    def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: Deadline) -> None:
         self._poller.wait([*readers, self._alarm], writers, deadline)
 
     def wake(self) -> None:
@@ -91,9 +107,11 @@ class Mailbox:
     Args:
         links: To each other rank, for messages.
         watch: Knows why a link broke.
+        checksums: Whether frames carry them.
     """
 
-    def __init__(self, links: dict[int, Link], watch: Watch) -> None:
+    def __init__(self, links: dict[int, Link], watch: Watch, checksums: bool) -> None:
+        self._checksums = checksums
         self._links = links
         self._watch = watch
         self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
@@ -111,6 +129,7 @@ class Mailbox:
 
     def post_send(self, message: Message) -> None:
         """Begins a send: as much as the kernel takes leaves at once."""
+        message.head = header(message.operation.identity(), message.data, checksums=self._checksums)
         with self._lock:
             self._outboxes[message.peer].append(message)
             self._wake_all()
@@ -126,24 +145,29 @@ class Mailbox:
                     self._hand_out(peer)
             self.progress()
 
-    def wait(self, message: Message, deadline: float) -> None:
+    def wait(self, message: Message, deadline: Deadline) -> None:
         """Moves all messages until this one is done.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
         """
+        since = time.monotonic()
         try:
             while not self._finish_or_sleep(message, deadline):
-                pass
+                if message.peer != ANY_SOURCE and time.monotonic() - since >= _LONG_SECONDS:
+                    with self._watch.waiting(message.operation, self._links[message.peer].rank, since):
+                        while not self._finish_or_sleep(message, deadline):
+                            pass
+                    return
         except CyxtrainError as error:
             raise at_operation(error, message.operation) from None
 
-    def _finish_or_sleep(self, message: Message, deadline: float) -> bool:
+    def _finish_or_sleep(self, message: Message, deadline: Deadline) -> bool:
         with self._lock:
             self.progress()
             if message.done:
                 return True
-            if time.monotonic() >= deadline:
+            if deadline.passed():
                 raise self._watch.fail(self._too_late(message))
             sleeper = self._idle.pop() if self._idle else _Sleeper()
             self._asleep.append(sleeper)
@@ -218,8 +242,7 @@ class Mailbox:
     def _send(self, link: Link, message: Message) -> bool:
         """Sends on; returns whether the message has left."""
         if message.moved < HEADER_BYTES:
-            head = header(message.operation.identity(), len(message.data))
-            message.moved += link.send(head[message.moved :])
+            message.moved += link.send(message.head[message.moved :])
         if message.moved >= HEADER_BYTES:
             start = message.moved - HEADER_BYTES
             if start < len(message.data):
@@ -259,7 +282,10 @@ class Mailbox:
 
     def _begin(self, peer: int, inbox: _Inbox) -> None:
         """Finds who wants what a header announces; what nobody wants yet is kept."""
+        rank = self._links[peer].rank
         try:
+            if self._checksums and is_damaged(inbox.head):
+                raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
@@ -268,13 +294,15 @@ class Mailbox:
                 message = Message(operation, peer, _room_for(payload_bytes))
                 inbox.early.append(message)
         except FrameError as error:
-            rank = self._links[peer].rank
             raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
-        inbox.current = message
+        inbox.current, inbox.sum = message, payload_sum(inbox.head)
         self._finish(peer, inbox, message)
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
+            if self._checksums and xxh3_64_digest(message.data) != inbox.sum:
+                rank = self._links[peer].rank
+                raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
             inbox.current = None
             self._complete(message)
             if inbox.early:

@@ -10,10 +10,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_64
+
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import Transfer
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, decode_header, header
-from cyxtrain.ring.link import Link, LinkBroken, Pollable, Poller
+from cyxtrain.ring.frames import (
+    EXPECTED_BYTES,
+    HEADER_BYTES,
+    FrameError,
+    Operation,
+    at_operation,
+    damaged,
+    decode_header,
+    expected_header,
+    header,
+    is_damaged,
+    payload_sum,
+)
+from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.watch import Watch
 
@@ -21,7 +35,7 @@ SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
-_LONG_SECONDS = 1.0
+_LONG_SECONDS = 0.5
 """A rank that waits longer for another says so to all: a timeout then names who holds all up."""
 
 
@@ -53,6 +67,14 @@ class _Unexpected(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.found = found
 
 
+class _Damaged(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Other bytes came than were sent."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
 class _Outgoing:
     """What one transfer sends: a header, then the payload."""
 
@@ -65,12 +87,16 @@ class _Outgoing:
 
     def advance(self) -> bool:
         """Sends what the kernel takes; returns whether anything moved."""
-        part = self._parts[0]
-        sent = self.link.send(part[:SEGMENT_BYTES])
-        if sent == len(part):
-            self._parts.pop(0)
-        elif sent:
-            self._parts[0] = part[sent:]
+        parts = self._parts
+        if len(parts) == 1:
+            sent = self.link.send(parts[0][:SEGMENT_BYTES])
+        else:
+            sent = self.link.send_both(parts[0], parts[1][:SEGMENT_BYTES])
+        left = sent
+        while parts and left >= len(parts[0]):
+            left -= len(parts.pop(0))
+        if left:
+            parts[0] = parts[0][left:]
         return sent > 0
 
     @property
@@ -81,52 +107,73 @@ class _Outgoing:
 class _Incoming:
     """What one transfer receives: the header that must come, then the payload, replaced or combined."""
 
-    def __init__(self, link: Link, expected: bytes, transfer: Transfer, buffers: Buffers) -> None:
+    def __init__(self, link: Link, identity: bytes, transfer: Transfer, buffers: Buffers, checksums: bool) -> None:
         self.link = link
-        self._expected = expected
         self._head = bytearray(HEADER_BYTES)
         self._head_view = memoryview(self._head)
         self._combine = buffers.combine if transfer.reduce else None
         self._item = buffers.item_bytes
         self._first = transfer.receive[0]
         self._total = (transfer.receive[1] - self._first) * self._item
+        self._expected = expected_header(identity, self._total)
         self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
         self._scratch = buffers.scratch
+        self._sum = xxh3_64() if checksums else None
+        self._head_have = 0
         self._have = 0
         self._combined = 0
         self._checked = False
 
     def advance(self) -> bool:
         """Receives what has arrived; returns whether anything moved."""
-        return self._receive_payload() if self._checked else self._receive_head()
+        if not self._checked:
+            return self._receive_head()
+        count = self.link.receive(self._room())
+        self._took(count)
+        return count > 0
 
     @property
     def done(self) -> bool:
         return self._checked and self._have == self._total
 
     def _receive_head(self) -> bool:
-        count = self.link.receive(self._head_view[self._have :])
-        self._have += count
-        if self._have == HEADER_BYTES:
-            if self._head != self._expected:
+        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        count = self.link.receive_both(self._head_view[self._head_have :], self._room())
+        self._head_have += count
+        if self._head_have >= HEADER_BYTES:
+            if self._sum is not None and is_damaged(self._head):
+                raise _Damaged(self.link.rank)
+            if self._head[:EXPECTED_BYTES] != self._expected:
                 raise _Unexpected(self.link.rank, bytes(self._head))
-            self._checked, self._have = True, 0
+            self._checked = True
+            self._took(self._head_have - HEADER_BYTES)
         return count > 0
 
-    def _receive_payload(self) -> bool:
+    def _room(self) -> memoryview:
+        """Returns where the next bytes of the payload go."""
         if self._combine is None:
-            count = self.link.receive(self._payload[self._have : self._have + SEGMENT_BYTES])
-            self._have += count
-            return count > 0
+            return self._payload[self._have : self._have + SEGMENT_BYTES]
         assert self._scratch is not None
         end = min(self._combined + len(self._scratch), self._total)
-        count = self.link.receive(self._scratch[self._have - self._combined : end - self._combined])
+        return self._scratch[self._have - self._combined : end - self._combined]
+
+    def _took(self, count: int) -> None:
+        """Makes use of so many bytes more."""
+        if self._sum is not None and count:
+            self._sum.update(self._room()[:count])
         self._have += count
-        if self._have == end:
-            item = self._item
-            self._combine(self._first + self._combined // item, self._first + end // item)
-            self._combined = end
-        return count > 0
+        if self._combine is not None and self._scratch is not None:
+            end = min(self._combined + len(self._scratch), self._total)
+            if self._have == end:
+                self._combine(self._first + self._combined // self._item, self._first + end // self._item)
+                self._combined = end
+        if self._sum is not None and self._have == self._total:
+            self._check_sum(self._sum.digest())
+
+    def _check_sum(self, found: bytes) -> None:
+        # What was combined by now is wrong; nobody sees it, as the group fails.
+        if found != payload_sum(self._head):
+            raise _Damaged(self.link.rank)
 
 
 class Mesh:
@@ -136,9 +183,11 @@ class Mesh:
         links: To each other rank, for collectives.
         mailbox: Messages between two ranks, which go on while a collective waits.
         watch: Knows why a link broke.
+        checksums: Whether frames carry them.
     """
 
-    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch) -> None:
+    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: bool) -> None:
+        self._checksums = checksums
         self._rank = watch.rank
         self._links = links
         self._mailbox = mailbox
@@ -150,7 +199,7 @@ class Mesh:
         operation: Operation,
         schedule: Sequence[Transfer],
         buffers: Buffers,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         """Does this rank's transfers, in order.
 
@@ -158,10 +207,10 @@ class Mesh:
             operation: What the ranks must agree on.
             schedule: This rank's transfers.
             buffers: What they work on.
-            deadline: In seconds of `time.monotonic`.
+            deadline: When to give up.
 
         Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
         identity = operation.identity()
         try:
@@ -171,6 +220,8 @@ class Mesh:
             raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
         except _Unexpected as unexpected:
             raise self._fail(self._mismatch(operation, unexpected), operation) from None
+        except _Damaged as found:
+            raise self._fail(damaged(found.rank, self._rank, operation.describe()), operation) from None
         except CyxtrainError as error:
             raise self._fail(error, operation) from None
         except BaseException as error:
@@ -189,18 +240,18 @@ class Mesh:
         transfer: Transfer,
         buffers: Buffers,
         operation: Operation,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         item = buffers.item_bytes
         outgoing: _Outgoing | None = None
         incoming: _Incoming | None = None
         if transfer.send_to is not None:
             payload = buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            head = header(identity, len(payload))
+            head = header(identity, payload, checksums=self._checksums)
             outgoing = _Outgoing(self._links[transfer.send_to], head, payload)
         if transfer.receive_from is not None:
-            head = header(identity, (transfer.receive[1] - transfer.receive[0]) * item)
-            incoming = _Incoming(self._links[transfer.receive_from], head, transfer, buffers)
+            link = self._links[transfer.receive_from]
+            incoming = _Incoming(link, identity, transfer, buffers, self._checksums)
         while outgoing or incoming:
             moved = False
             if outgoing:
@@ -209,34 +260,43 @@ class Mesh:
             if incoming:
                 moved = incoming.advance() or moved
                 incoming = None if incoming.done else incoming
-            if not moved:
+            if not moved and (outgoing or incoming):
                 self._wait(incoming, outgoing, operation, deadline)
 
     def _wait(
-        self, incoming: _Incoming | None, outgoing: _Outgoing | None, operation: Operation, deadline: float
+        self, incoming: _Incoming | None, outgoing: _Outgoing | None, operation: Operation, deadline: Deadline
     ) -> None:
-        readers: list[Pollable] = [incoming.link] if incoming else []
-        writers: list[Pollable] = [outgoing.link] if outgoing else []
-        if self._mailbox.busy:
-            self._mailbox.progress()
-            more_readers, more_writers = self._mailbox.waiting()
-            readers, writers = readers + more_readers, writers + more_writers
-        now = time.monotonic()
-        if self._poller.wait(readers, writers, now + min(_LONG_SECONDS, (deadline - now) / 2)):
+        """Waits until this transfer can go on, and moves messages meanwhile."""
+        waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
+        since = time.monotonic()
+        if not self._poll(incoming, outgoing, deadline, min(_LONG_SECONDS, deadline.left() / 2)):
+            with self._watch.waiting(operation, waited_for.rank, since):
+                while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
+                    pass  # in pieces: another thread may post messages meanwhile, which are to move too
+        if not deadline.passed():
             return
-        waited_for = incoming or outgoing
-        assert waited_for is not None
-        self._watch.tell_waiting(operation.sequence, waited_for.link.rank)
-        # In slices: another thread may post messages meanwhile, which are to move too.
-        if self._poller.wait(readers, writers, min(deadline, now + 2 * _LONG_SECONDS)) or time.monotonic() < deadline:
-            return
-        peer = self._watch.blame(operation.sequence, waited_for.link.rank)
+        peer = self._watch.blame(operation.sequence, waited_for.rank)
         raise CollectiveTimeoutError(
             f"rank {self._rank} waited for rank {peer} in {operation.describe()} until the deadline. "
             f"Look at what rank {peer} does; collective_timeout_ms sets the deadline.",
             rank=peer,
             during=operation.describe(),
         )
+
+    def _poll(
+        self,
+        incoming: _Incoming | None,
+        outgoing: _Outgoing | None,
+        deadline: Deadline,
+        longest_seconds: float = _LONG_SECONDS,
+    ) -> bool:
+        readers: list[Pollable] = [incoming.link] if incoming else []
+        writers: list[Pollable] = [outgoing.link] if outgoing else []
+        if self._mailbox.busy:
+            self._mailbox.progress()
+            more_readers, more_writers = self._mailbox.waiting()
+            readers, writers = readers + more_readers, writers + more_writers
+        return self._poller.wait(readers, writers, deadline, longest_seconds)
 
     def _mismatch(self, operation: Operation, unexpected: _Unexpected) -> CyxtrainError:
         peer, ours = unexpected.rank, operation.describe()

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain import environment
+from cyxtrain.config import RingOptions
 from cyxtrain.ring.arguments import (
     as_list,
     as_lists,
@@ -27,6 +29,7 @@ from cyxtrain.ring.arguments import (
     check_dtypes,
     check_length,
     check_shapes,
+    check_targets,
     joined,
     neighbouring,
     reduction_of,
@@ -36,10 +39,14 @@ from cyxtrain.ring.arguments import (
 )
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
-from cyxtrain.ring.tensors import flat_copy_of, flat_view_of
+from cyxtrain.ring.siblings import Siblings
+from cyxtrain.ring.tensors import check_target, flat_copy_of, flat_view_of
+from cyxtrain.ring.uncompiled import uncompiled
 from cyxtrain.ring.work import DoneWork, MessageWork
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+TORCHS_WORLD = Siblings()
+"""The groups that PyTorch makes: it has one world in a process."""
 
 
 class RingProcessGroup(dist.ProcessGroup):
@@ -56,6 +63,8 @@ class RingProcessGroup(dist.ProcessGroup):
         join_timeout: For joining alone.
         generation: Of the group; frames of another generation are refused.
         names: By rank, how errors call it: its rank in the world; None: the same.
+        options: Secret, signs of life, checksums; None: none, the usual, none.
+        siblings: The other groups of the same world; None: there are none.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -71,11 +80,15 @@ class RingProcessGroup(dist.ProcessGroup):
         join_timeout: timedelta | None = None,
         generation: int = 0,
         names: Sequence[int] | None = None,
+        options: RingOptions | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._store = store
         self._name = self._description = "ring"
-        self._group = Group(store, rank, world_size, timeout, join_timeout or timeout, generation, names)
+        self._group = Group(
+            store, rank, world_size, timeout, join_timeout or timeout, generation, names, options, siblings
+        )
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
 
@@ -100,18 +113,23 @@ class RingProcessGroup(dist.ProcessGroup):
         return DoneWork(as_list(tensors))
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Copies the tensor of every rank to all, into a list of tensors."""
+        """Copies the tensor of every rank to all, into a list of tensors.
+
+        The work's result is one tensor with a row per rank, as NCCL's is: PyTorch's quantization hooks read that.
+        """
+        result = []
         for outputs, tensor in zip(as_lists(output_lists), as_list(inputs), strict=True):
-            check_shapes(outputs, tensor, self.size(), "all_gather")
+            check_targets(outputs, tensor, self.size(), "all_gather")
             gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._group.all_gather(gathered, tensor, timeout_of(opts))
             unpack(gathered, outputs)
-        return DoneWork(as_lists(output_lists))
+            result.append(gathered.view(self.size(), *tensor.shape))
+        return DoneWork(result)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
         """Copies the tensor of every rank to all, into one tensor."""
         check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
-        flat = flat_view_of(output)
+        flat = flat_view_of(check_target(output))
         self._group.all_gather(flat, tensor, timeout_of(opts))
         if flat.data_ptr() != output.data_ptr():
             output.detach().copy_(flat.view(output.shape))
@@ -136,7 +154,7 @@ class RingProcessGroup(dist.ProcessGroup):
         receives = self.rank() == opts.rootRank
         outputs = as_lists(output_lists)[0] if receives else []
         if receives:
-            check_shapes(outputs, tensor, self.size(), "gather")
+            check_targets(outputs, tensor, self.size(), "gather")
         gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype, device="cpu")
         self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
         unpack(gathered, outputs)
@@ -165,7 +183,7 @@ class RingProcessGroup(dist.ProcessGroup):
         check_dtypes([output, tensor], "all_to_all")
         send = split_spans(tensor, input_splits, self.size())
         receive = split_spans(output, output_splits, self.size())
-        target = flat_view_of(output)
+        target = flat_view_of(check_target(output))
         self._group.all_to_all(target, receive, flat_view_of(tensor), send, timeout_of(opts))
         if target.data_ptr() != output.data_ptr():
             output.detach().copy_(target.view(output.shape))
@@ -176,6 +194,8 @@ class RingProcessGroup(dist.ProcessGroup):
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
         check_length(inputs, self.size(), "all_to_all")
+        for output in outputs:
+            check_target(output)
         target = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype, device="cpu")
         send = neighbouring([tensor.numel() for tensor in inputs])
         receive = neighbouring([tensor.numel() for tensor in outputs])
@@ -236,7 +256,7 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def _message(self, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
         tensor = tensors[0]
-        flat = flat_view_of(tensor)
+        flat = flat_view_of(check_target(tensor) if receiving else tensor)
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
         def finish() -> None:
@@ -325,16 +345,33 @@ class RingProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Groups number their collectives by themselves."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Returns how many collectives this group has begun."""
+        return self._group.sequence
+
 
 def register() -> None:
     """Makes "ring" a backend of torch.distributed, for CPU tensors. No socket, no thread."""
+    for cls in (RingProcessGroup, DoneWork, MessageWork):
+        uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=["cpu"])
 
 
-def _create(options: Any, _: Any) -> RingProcessGroup:
+def _create(options: Any, ready: Any) -> RingProcessGroup:
+    """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
+    if isinstance(ready, RingProcessGroup):
+        return ready
     names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
-    return RingProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, names=names)
+    return RingProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        names=names,
+        options=environment.ring_options(),
+        siblings=TORCHS_WORLD,
+    )
 
 
 def _leave(group: weakref.ref[Group]) -> None:

@@ -1,36 +1,49 @@
 """Ranks find each other through the store, and connect every pair.
 
-Each rank listens on a port of its own, publishes where, reads where all others listen, connects to the lower
-ranks and is connected to by the higher ones: three connections a pair, for collectives, for messages, and for
-what is said beside them. Table and listener are kept: survivors can meet again when the store has died.
+Each rank listens on a port of its own, says where at the store, waits until all have, connects to the lower ranks
+and is connected to by the higher ones: three connections a pair, for collectives, for messages, and for what is
+said beside them; each begins with a handshake. Table and listener are kept: survivors can meet again when the store
+has died, and strangers hear why they are not let in.
 
-Cost per rank: three sockets to each other rank and one to listen; two store round trips and one key per rank.
+Whoever fails says why at the store, where all others look while they wait: they fail with it, and with its cause.
+
+Cost per rank: three sockets to each other rank and one to listen; one key at the store, and one to read per rank.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import secrets
+import selectors
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.door import HELLO, Identity, Role, accept_all
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import CyxtrainError, RendezvousError
+from cyxtrain.ring.calling import call, knock
+from cyxtrain.ring.door import Door
+from cyxtrain.ring.entry import Entry, misfit
+from cyxtrain.ring.handshake import Claim, Role
+from cyxtrain.ring.host import this_process
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.rollcall import RankTakenError, RollCall
+from cyxtrain.ring.siblings import Siblings
 
 _BACKLOG = 1024
 """Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
-_PROCESS = secrets.token_hex(8)
-_STORE_ERRORS = (RuntimeError,)  # DistStoreError and DistNetworkError are RuntimeErrors
-
-
-class StoreLostError(RendezvousError):
-    """The store has gone while ranks were meeting; another one may open in its place."""
+_SHORTEST_NAP_SECONDS, _LOOK_SECONDS = 0.001, 0.05
+_DEFAULT_ROUTE = "192.0.2.1"
+"""An address of nobody's (RFC 5737): the way to it is the way to everybody."""
+_NO_SECRET = (
+    "CYXTRAIN_SECRET is not set: rank 0 made a secret for this run, and the store at which the ranks meet gives it to "
+    "whoever asks. That keeps out strays, not attackers; set CYXTRAIN_SECRET to the same long random text on every "
+    "rank, and require_secret=True in DistributedConfig to never start without."
+)
 
 
 @dataclass
@@ -38,25 +51,50 @@ class Meeting:
     """What a rank has after it met the others.
 
     Attributes:
-        table: Host and port at which each rank listens, by rank.
+        table: What each rank said of itself, by rank; empty in a world of one.
         listener: Our own; None in a world of one.
+        door: Lets nobody else in at the listener.
+        selector: Waits for the listener and its strangers; the data of each socket is the function to call.
         sockets: For each role, the connection to each other rank.
     """
 
-    table: list[tuple[str, int]] = field(default_factory=list)
+    table: list[Entry] = field(default_factory=list)
     listener: socket.socket | None = None
+    door: Door | None = None
+    selector: selectors.BaseSelector | None = None
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in Role})
 
     def close(self) -> None:
         """Closes every socket; harmless twice."""
+        if self.door is not None:
+            self.door.close()
+        self._close_files()
+
+    def abandon(self) -> None:
+        """Closes every socket in a forked child: its parent, which shares them, must not notice."""
+        if self.door is not None:
+            self.door.abandon()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for connected in self.sockets.values():
             for sock in connected.values():
                 sock.close()
         if self.listener is not None:
             self.listener.close()
+        if self.selector is not None:
+            self.selector.close()
 
 
-def meet(store: Store, rank: int, names: Sequence[int], timeout_seconds: float, generation: int = 0) -> Meeting:
+def meet(
+    store: Store,
+    rank: int,
+    names: Sequence[int],
+    timeout_seconds: float,
+    options: RingOptions,
+    generation: int = 0,
+    siblings: Siblings | None = None,
+) -> Meeting:
     """Connects this rank with all others.
 
     Args:
@@ -64,104 +102,221 @@ def meet(store: Store, rank: int, names: Sequence[int], timeout_seconds: float, 
         rank: This rank.
         names: By rank, how errors call it: its rank in the world.
         timeout_seconds: Until it gives up.
+        options: Secret and checksums.
         generation: Of the group that is made.
+        siblings: The other groups of the same world; None: there are none.
 
     Raises:
-        RendezvousError: Ranks are missing at the deadline (they are named), a rank is there twice, ranks
-            disagree on the world size, or a rank cannot be reached.
+        RendezvousError: Ranks are missing at the deadline (they are named), a rank is there twice or has ended,
+            ranks do not fit together, do not know the same secret, or cannot reach each other.
+        PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
     meeting = Meeting()
     if len(names) == 1:
         return meeting  # a world of one binds no port
-    deadline = time.monotonic() + timeout_seconds
+    roll = RollCall(store, rank, names, Deadline(timeout_seconds), siblings)
     try:
+        roll.claim()
         meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
-        run, meeting.table = _publish(store, rank, names, meeting.listener, deadline)
-        identity = Identity(run, generation, rank, tuple(names))
-        for peer in range(rank):
-            for role in Role:
-                meeting.sockets[role][peer] = _connect(meeting.table[peer], peer, identity, role, deadline)
-        accept_all(meeting.listener, identity, meeting.sockets, deadline)
-    except BaseException:
+        roll.answer(_entry(rank, len(names), meeting.listener, options))
+        meeting.table = roll.table()
+        _Members(meeting, rank, names, options, generation).gather(roll)
+    except RankTakenError as taken:
+        meeting.close()
+        if taken.holder is not None and taken.first is not None:
+            claim = Claim(taken.first.run, generation, Role.CONTROL, rank, len(names), options.checksums)
+            knock(taken.holder, claim, _key(options, taken.first))
+        raise
+    except CyxtrainError as error:
+        roll.tell(error)
         meeting.close()
         raise
+    except BaseException as error:  # Ctrl-C, say: the others must not wait
+        # Only its name: the text of an error can hold what is nobody's business.
+        reason = f"rank {names[rank]} cannot join: {type(error).__name__}. Look at its output."
+        roll.tell(RendezvousError(reason, rank=names[rank]))
+        meeting.close()
+        raise
+    finally:
+        roll.board.close()
     return meeting
 
 
-def _publish(
-    store: Store, rank: int, names: Sequence[int], listener: socket.socket, deadline: float
-) -> tuple[bytes, list[tuple[str, int]]]:
-    """Says where this rank listens; returns the run's random bytes and where every rank listens."""
-    try:
-        life = _claim(store, rank, names[rank])
-        keys = {name: f"{life}/address/{other}" for other, name in enumerate(names)}
-        if rank == 0:
-            store.set(f"{life}/run", secrets.token_hex(16))
-        host, port = listener.getsockname()[:2]
-        store.set(keys[names[rank]], json.dumps({"host": host, "port": port, "world_size": len(names)}))
-        table = []
-        for name, key in keys.items():
-            _await_key(store, key, keys, deadline)
-            entry = json.loads(store.get(key))
-            if entry["world_size"] != len(names):
-                raise RendezvousError(
-                    f"rank {name} was started for a world of {entry['world_size']}, rank {names[rank]} for a world of "
-                    f"{len(names)}. Start all ranks with the same WORLD_SIZE.",
+class _Members:
+    """Connects one rank with all others, once all of them listen.
+
+    Args:
+        meeting: With table and listener; gets the rest.
+        rank: This rank.
+        names: By rank, how errors call it.
+        options: Secret and checksums.
+        generation: Of the group that is made.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, names: Sequence[int], options: RingOptions, generation: int
+    ) -> None:
+        first = meeting.table[0]
+        if options.secret is None and rank == 0:
+            warnings.warn(_NO_SECRET, stacklevel=2)
+        self._key = _key(options, first)
+        self._meeting = meeting
+        self._rank = rank
+        self._names = names
+        self._own = Claim(first.run, generation, Role.CONTROL, rank, len(names), options.checksums)
+        self._awaited = {(other, role) for other in range(rank + 1, len(names)) for role in Role}
+        self._failure: RendezvousError | None = None
+
+    def gather(self, roll: RollCall) -> None:
+        """Opens the door to the higher ranks, connects to the lower ones, and waits until all are here."""
+        meeting = self._meeting
+        assert meeting.listener is not None
+        meeting.selector = selectors.DefaultSelector()
+        name = f"rank {self._names[self._rank]}"
+        meeting.door = Door(meeting.listener, name, self._key, self._judge, self._admit, meeting.selector)
+        for peer in range(self._rank):
+            for role in Role:
+                meeting.sockets[role][peer] = self._call(peer, role, roll)
+        for peer in range(self._rank):
+            self._notice_end_of(peer)
+        while self._awaited:
+            self._wait(_LOOK_SECONDS, roll)
+        self._await_the_others(roll)
+        for sock in meeting.sockets[Role.CONTROL].values():
+            with contextlib.suppress(KeyError):
+                meeting.selector.unregister(sock)
+
+    def _await_the_others(self, roll: RollCall) -> None:
+        """Waits until all are connected with all: if one ends before, who is done must not leave with the cause."""
+        nap_seconds = _SHORTEST_NAP_SECONDS
+        try:
+            roll.met()
+            while not roll.all_met():
+                self._wait(nap_seconds, roll)
+                nap_seconds = min(2 * nap_seconds, _LOOK_SECONDS)
+        except CyxtrainError:
+            # All connections of this rank stand: where the store is lost, the watch will hear what has happened. And
+            # once all have met, whoever ends may do so.
+            if not roll.board.lost and not roll.all_met():
+                raise
+
+    def _wait(self, seconds: float, roll: RollCall) -> None:
+        """Serves the door for a moment; raises what has gone wrong."""
+        assert self._meeting.door is not None
+        assert self._meeting.selector is not None
+        for key, _ in self._meeting.selector.select(seconds):
+            key.data()
+        self._meeting.door.expire(time.monotonic())
+        roll.look()  # first: who closes its connections has said why before
+        if self._failure is not None:
+            raise self._failure
+        if roll.deadline.passed():
+            raise self._missing(roll)
+
+    def _call(self, peer: int, role: Role, roll: RollCall) -> socket.socket:
+        claim = Claim(self._own.run, self._own.generation, role, self._rank, len(self._names), self._own.checksums)
+        who = f"rank {self._names[self._rank]}"
+        return call(self._meeting.table[peer], self._names[peer], who, claim, self._key, roll)
+
+    def _judge(self, claim: Claim) -> str:
+        """Returns why a process that knows the secret may not come in; "" where it may."""
+        own, name = self._own, self._names[self._rank]
+        if claim.run != own.run or claim.generation != own.generation:
+            return f"it belongs to another run, or to an earlier life of this one, than rank {name}"
+        if claim.rank >= claim.world_size:
+            return f"there is no rank {claim.rank} in a world of {claim.world_size}"
+        theirs = Entry(claim.world_size, checksums=claim.checksums, protocol=claim.protocol)
+        caller = self._names[claim.rank] if claim.rank < len(self._names) else claim.rank
+        reason = misfit(caller, theirs, name, Entry(own.world_size, checksums=own.checksums))
+        if reason:
+            self._failure = RendezvousError(reason, rank=caller)
+            return reason
+        if (claim.rank, claim.role) not in self._awaited:
+            return f"rank {caller} is taken: another process has joined as rank {caller} already"
+        return ""
+
+    def _admit(self, claim: Claim, sock: socket.socket) -> None:
+        self._awaited.discard((claim.rank, claim.role))
+        self._meeting.sockets[claim.role][claim.rank] = sock
+        if claim.role is Role.CONTROL:
+            self._notice_end_of(claim.rank)
+
+    def _notice_end_of(self, peer: int) -> None:
+        """Sees to it that the end of a rank that is here already is noticed while others are awaited."""
+        selector, sock = self._meeting.selector, self._meeting.sockets[Role.CONTROL][peer]
+        assert selector is not None
+
+        def look() -> None:
+            try:
+                ended = not sock.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                ended = True
+            selector.unregister(sock)  # it speaks already: the watch will listen
+            if ended:
+                name = self._names[peer]
+                self._failure = RendezvousError(
+                    f"rank {name} is lost: it ended while the ranks were meeting. Look at the output of rank {name}, "
+                    "and start all ranks again.",
                     rank=name,
                 )
-            table.append((str(entry["host"]), int(entry["port"])))
-        _await_key(store, f"{life}/run", keys, deadline)
-        return bytes.fromhex(store.get(f"{life}/run").decode()), table
-    except RendezvousError:
-        raise
-    except _STORE_ERRORS as error:
-        raise StoreLostError(
-            f"rank {names[rank]} lost the store at which the ranks meet ({_first_line(error)}): "
-            "has the process of rank 0, or the launcher, ended? Look at its output first.",
-            rank=0,
-        ) from error
 
+        selector.register(sock, selectors.EVENT_READ, look)
 
-def _claim(store: Store, rank: int, name: int) -> int:
-    """Takes a rank in the store; returns how often this process has done so: all ranks meet in the same life."""
-    process = f"{os.getpid()}-{_PROCESS}"
-    life = store.add(f"claims/{rank}", 1)
-    if life > 1 and store.get(f"{life - 1}/process/{rank}").decode() != process:
-        raise RendezvousError(
-            f"rank {name} is taken: another process has joined as rank {name} already. Give every process a RANK of "
-            "its own, and start all ranks anew after one has failed.",
-            rank=name,
-        )
-    store.set(f"{life}/process/{rank}", process)
-    return life
-
-
-def _await_key(store: Store, key: str, keys: dict[int, str], deadline: float) -> None:
-    """Waits for a key; at the deadline says which ranks have not come."""
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=max(left, 0.001)))
-            return
-        except _STORE_ERRORS:
-            if deadline - time.monotonic() > 0.01:
-                raise  # not the deadline: the store itself has gone
-        missing = [other for other, name in keys.items() if not store.check([name])]
-        if missing:
-            names = ", ".join(f"rank {other}" for other in missing)
-            raise RendezvousError(
-                f"{names} of a world of {len(keys)} did not come before the deadline. Look at the output of what "
-                "is missing, or start it; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long the others wait.",
-                rank=missing[0],
+    def _missing(self, roll: RollCall) -> RendezvousError:
+        missing = sorted({peer for peer, _ in self._awaited})
+        if not missing:
+            unmet = roll.unmet()
+            who = " and ".join(f"rank {name}" for name in unmet)
+            return RendezvousError(
+                f"{who} did not connect with all others before the deadline, and rank {self._names[self._rank]} did. "
+                "Look at their output; across machines, firewalls must allow TCP between all ranks.",
+                rank=unmet[0] if unmet else None,
             )
-        if store.check([key]):
-            return
+        names = [self._names[peer] for peer in missing]
+        assert self._meeting.door is not None
+        unproven = [peer for peer in missing if self._meeting.door.unproven[peer]]
+        hint = "across machines, firewalls must allow TCP between all ranks"
+        if unproven:
+            hint = (
+                f"somebody came as rank {self._names[unproven[0]]} and did not know the secret: "
+                "CYXTRAIN_SECRET must be the same on every rank"
+            )
+        return RendezvousError(
+            f"{', '.join(f'rank {name}' for name in names)} did not connect to rank {self._names[self._rank]} before "
+            f"the deadline. Look at the output of the missing ranks; {hint}.",
+            rank=names[0],
+        )
+
+
+def _key(options: RingOptions, first: Entry) -> bytes:
+    """Returns the secret of the run: the environment's, else the one that rank 0 made."""
+    # An environment can hold bytes that are no text.
+    return bytes.fromhex(first.key) if options.secret is None else options.secret.encode("utf-8", "surrogateescape")
+
+
+def _entry(rank: int, world_size: int, listener: socket.socket, options: RingOptions) -> Entry:
+    host, port = listener.getsockname()[:2]
+    return Entry(
+        world_size=world_size,
+        process=this_process(str(host)),
+        host=str(host),
+        port=int(port),
+        has_secret=options.secret is not None,
+        checksums=options.checksums,
+        heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
+        run=secrets.token_hex(16) if rank == 0 else "",
+        key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
+    )
 
 
 def _store_host(store: Store) -> str:
     """Returns the host of the store's server; this machine for stores that have none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    if isinstance(store, FileStore):  # on a disk that machines share
+        return _DEFAULT_ROUTE
     return store.host if isinstance(store, TCPStore) else "localhost"
 
 
@@ -173,7 +328,7 @@ def _own_address(store_host: str) -> str:
     if store_host in ("localhost", "::1") or store_host.startswith("127."):
         return "127.0.0.1"
     # Many systems give their own host name a loopback address, useless to others: then the default route's is taken.
-    for target in (store_host, "192.0.2.1"):
+    for target in (store_host, _DEFAULT_ROUTE):
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
@@ -197,45 +352,3 @@ def _listen(name: int, address: str) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
-
-
-def _connect(address: tuple[str, int], peer: int, identity: Identity, role: Role, deadline: float) -> socket.socket:
-    """Connects to a peer that listens already, and says who we are."""
-    rank, other = identity.names[identity.rank], identity.names[peer]
-    left = max(deadline - time.monotonic(), 0.001)
-    try:
-        sock = socket.create_connection(address, timeout=left)
-    except OSError as error:
-        raise RendezvousError(
-            f"rank {rank} cannot reach rank {other} at {address[0]}:{address[1]} ({error.strerror or error}). "
-            f"Has rank {other} ended? Across machines, firewalls must allow TCP between all ranks.",
-            rank=other,
-        ) from error
-    try:
-        sock.sendall(identity.hello(role))
-        answer = _receive_exactly(sock, HELLO.size, deadline)
-        if identity.recognize(answer) != (peer, role):
-            raise OSError("the answer came from a process of another run")
-    except OSError as error:
-        sock.close()
-        raise RendezvousError(
-            f"rank {other} at {address[0]}:{address[1]} did not take rank {rank} in "
-            f"({error.strerror or error}). Look at the output of rank {other}; do old processes of this job still run?",
-            rank=other,
-        ) from error
-    return sock
-
-
-def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < count:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = sock.recv(count - len(data))
-        if not part:
-            raise OSError("it closed the connection")
-        data += part
-    return data
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

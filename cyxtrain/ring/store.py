@@ -12,15 +12,12 @@ import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous import StoreLostError
 
 _RETRY_SECONDS = 0.1
 _LONGEST_TRY_SECONDS = 2.0
-_LONGEST_NAP_SECONDS = 0.05
-_MISSING = "missing"
 
 
 def host_store(address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
@@ -66,8 +63,8 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    if address == "localhost" or address.startswith("127."):
-        return socket.create_server(("127.0.0.1", port), backlog=1024)  # a run on one machine stays inside it
+    if address == "localhost" or address.startswith("127."):  # a run on one machine stays inside it
+        return socket.create_server(("127.0.0.1" if address == "localhost" else address, port), backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=1024)
@@ -147,68 +144,6 @@ def _await_listener(address: str, port: int, timeout_seconds: float) -> str | No
         if left <= 0:
             return f"{cause} ({tries} tries)"
         time.sleep(min(left, _RETRY_SECONDS))  # rank 0 may not listen yet
-
-
-def roll_call(store: Store, rank: int, world_size: int, deadline: float) -> None:
-    """Waits until all ranks have come to the store; where some do not, all that wait hear which.
-
-    It asks again and again instead of waiting in PyTorch's client, which writes to the terminal when time is up.
-
-    Args:
-        store: Shared by all ranks, with keys of its own for this meeting.
-        rank: This rank.
-        world_size: How many ranks must come.
-        deadline: In seconds of `time.monotonic`; the first rank whose deadline passes ends it for all.
-
-    Raises:
-        RendezvousError: Ranks are missing, or have another idea of the world size.
-        StoreLostError: The store has gone.
-    """
-    keys = [f"here/{other}" for other in range(world_size)]
-    awaited = set(range(world_size))
-    nap_seconds = 0.001
-    try:
-        store.set(keys[rank], str(world_size))
-        while awaited:
-            for other in [other for other in awaited if store.check([keys[other]])]:
-                _check_answer(store.get(keys[other]).decode(), rank, other, world_size)
-                awaited.discard(other)
-            if awaited and time.monotonic() >= deadline:
-                for other in sorted(awaited):
-                    store.set(keys[other], ",".join([_MISSING, *map(str, sorted(awaited))]))
-                raise _missing(sorted(awaited), world_size)
-            if awaited:
-                time.sleep(nap_seconds)
-                nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
-    except RendezvousError:
-        raise
-    except RuntimeError as error:  # PyTorch's DistNetworkError and its kind
-        raise StoreLostError(
-            f"rank {rank} lost the store at which the ranks meet ({_first_line(error)}): "
-            "has the process of rank 0, or the launcher, ended? Look at its output first.",
-            rank=0,
-        ) from error
-
-
-def _check_answer(answer: str, rank: int, other: int, world_size: int) -> None:
-    word, *missing = answer.split(",")
-    if word == _MISSING:
-        raise _missing([int(name) for name in missing], world_size)
-    if word != str(world_size):
-        raise RendezvousError(
-            f"rank {other} was started for a world of {word}, rank {rank} for a world of {world_size}. "
-            "Start all ranks with the same WORLD_SIZE.",
-            rank=other,
-        )
-
-
-def _missing(ranks: list[int], world_size: int) -> RendezvousError:
-    names = ", ".join(f"rank {rank}" for rank in ranks)
-    return RendezvousError(
-        f"{names} of a world of {world_size} did not come before the deadline. Look at the output of what is "
-        "missing, or start it; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long the others wait.",
-        rank=ranks[0],
-    )
 
 
 def _cause(error: OSError) -> str:

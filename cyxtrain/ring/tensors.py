@@ -44,6 +44,31 @@ def check_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def check_target(tensor: Tensor) -> Tensor:
+    """Returns a tensor that the ring can write into.
+
+    Raises:
+        ConfigError: Its elements share memory, as those of `expand` do: there is no room for what each is to be.
+        CyxtrainError: The ring cannot carry it.
+    """
+    if not check_tensor(tensor).is_contiguous() and _shares_memory(tensor):
+        raise ConfigError(
+            f"elements of this tensor {list(tensor.shape)} share memory (strides {list(tensor.stride())}), as after "
+            "expand(): nothing can be received into it. Give a tensor of its own: contiguous() or clone()."
+        )
+    return tensor
+
+
+def _shares_memory(tensor: Tensor) -> bool:
+    """Whether any two elements are at one place; of rare strides that only `as_strided` makes, whether they may be."""
+    reach = 0  # of the dimensions that lie closer together
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def flat_copy_of(tensor: Tensor) -> Tensor:
     """Returns a new one-dimensional tensor with the same elements."""
     return check_tensor(tensor).detach().clone(memory_format=torch.contiguous_format).view(-1)

@@ -1,4 +1,4 @@
-"""What ranks say beside the ring: an abort with its cause, a goodbye, or nothing any more.
+"""What happens beside the ring: signs of life, aborts with their cause, goodbyes, strangers at the door.
 
 One thread per group hears all control connections. The first error of a group is kept for ever: it is told to
 all others, then every link is stopped, so that whoever waits wakes and finds the cause here.
@@ -7,23 +7,43 @@ all others, then every link is stopped, so that whoever waits wakes and finds th
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts
+from cyxtrain.ring.door import Door
 from cyxtrain.ring.frames import (
-    CONTROL_HEADER_BYTES,
     Control,
+    DamagedError,
     FrameError,
+    Operation,
     control_frame,
-    decode_control_body,
-    decode_control_header,
+    damaged,
+    take_control_frame,
 )
+from cyxtrain.ring.link import watch_over
+from cyxtrain.ring.pulse import Pulse, lost
+from cyxtrain.ring.waits import MESSAGES, NOBODY, Waits
 
+_log = logging.getLogger("cyxtrain.ring")
 _CAUSE_SECONDS = 1.0
 """How long a broken data link waits for the cause, which comes on another connection."""
+_BEATS_PER_TIMEOUT = 10
+_LONGEST_BEAT_SECONDS = 0.5
+"""A kernel counts the time without an answer from the first byte that is not acknowledged, and asks by itself only
+where nothing is on its way: were beats rarer, a cut of the network would be noticed so much later."""
+_LATE_SECONDS = 0.5
+_LEAVE_SECONDS = 2.0
+"""A thread that wakes so much later than it wanted was stopped, with its whole process."""
+_NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+"""By number: Python raises some of them as TimeoutError, which is also what its own timeouts raise."""
 
 
 class Watch:
@@ -31,27 +51,53 @@ class Watch:
 
     Attributes:
         rank: This rank, as errors name it.
+        failed_at: When the group failed, in seconds of `time.monotonic`.
 
     Args:
         rank: This rank, as errors name it.
         controls: The control connection to each other rank; the watch owns them from now on.
+        pulse: Judges whether the others live.
+        door: Turns away strangers.
+        selector: Waits for door and control connections; the data of each is the function to call.
+        heartbeat_timeout_seconds: The shortest that any rank has: this one says more often that it lives.
         stop_links: Wakes everybody who waits on a link of the group; called once, when the group ends.
+        describe: Returns what this rank does, for one that waits for it.
     """
 
-    def __init__(self, rank: int, controls: dict[int, socket.socket], stop_links: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        controls: dict[int, socket.socket],
+        pulse: Pulse,
+        door: Door,
+        selector: selectors.BaseSelector,
+        heartbeat_timeout_seconds: float,
+        stop_links: Callable[[], None],
+        describe: Callable[[], str],
+    ) -> None:
         self.rank = rank
+        self.failed_at = 0.0
         self._controls = controls
+        self._pulse = pulse
+        self._door = door
+        self._selector = selector
+        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, heartbeat_timeout_seconds / _BEATS_PER_TIMEOUT)
         self._stop_links = stop_links
+        self._describe = describe
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
         self._departed: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, int]] = {}
+        self._waits = Waits(rank)
         self._heard = {peer: bytearray() for peer in controls}
+        self._deaf: set[int] = set()
+        self._leaving = False
         self._wake_reader, self._wake_writer = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="cyxtrain-watch", daemon=True)
-        for sock in controls.values():
+        selector.register(self._wake_reader, selectors.EVENT_READ, self._take_leave)
+        for peer, sock in controls.items():
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_over(sock)
+            selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, peer))
+        self._thread = threading.Thread(target=self._run, name="cyxtrain-watch", daemon=True)
         self._thread.start()
 
     @property
@@ -68,10 +114,12 @@ class Watch:
         with self._changed:
             if self._failure is not None:
                 return self._failure
-            self._failure = error
-            self._say(Control.ABORT, error.to_facts())
-            self._stop_links()
-            self._changed.notify_all()
+            self._failure, self.failed_at = error, time.monotonic()
+            try:
+                self._say(Control.ABORT, error.to_facts())
+            finally:  # also where Ctrl-C comes just then
+                self._stop_links()
+                self._changed.notify_all()
         return error
 
     def explain(self, peer: int, reason: str) -> CyxtrainError:
@@ -97,22 +145,26 @@ class Watch:
             self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_SECONDS)
             return self._failure is None and peer in self._departed
 
-    def tell_waiting(self, sequence: int, peer: int) -> None:
-        """Tells all that this rank has been waiting for `peer` for long, in the collective of that number."""
+    @contextlib.contextmanager
+    def waiting(self, operation: Operation, peer: int, since: float) -> Iterator[None]:
+        """Tells all that this rank has been waiting for `peer` for long, and warns if it goes on for very long."""
+        thread = threading.get_ident()
         with self._changed:
+            self._waits.begin(thread, operation.sequence, peer, operation.describe(), since)
             if self._failure is None:
-                self._say(Control.WAITING, {"sequence": sequence, "peer": peer})
+                self._say(Control.WAITING, {"sequence": operation.sequence, "peer": peer})
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waits.end(thread)
+                if self._failure is None and operation.sequence == MESSAGES:
+                    self._say(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
     def blame(self, sequence: int, peer: int) -> int:
         """Returns whom all wait for in the end, where this rank waits for `peer`, and `peer` perhaps for another."""
-        seen, found = {self.rank}, peer
-        while found not in seen:
-            seen.add(found)
-            number, waits_for = self._waiting.get(found, (-1, -1))
-            if number != sequence:
-                return found
-            found = waits_for
-        return peer  # they wait in a circle: nobody is more to blame than the next
+        with self._changed:
+            return self._waits.blame(sequence, peer)
 
     def leave(self, collectives: int) -> None:
         """Says goodbye to all, unless the group has failed, stops every link and ends the thread."""
@@ -125,9 +177,13 @@ class Watch:
                 )
                 self._stop_links()
                 self._changed.notify_all()
+        self._wake_writer.send(b"!")  # its end alone would not wake us while a child of a fork still holds it
+        self._thread.join(_LEAVE_SECONDS)  # it may hang in a log that nobody reads
         self._wake_writer.close()
-        self._thread.join()
         for sock in self._controls.values():
+            with contextlib.suppress(OSError):
+                while sock.recv(65536):  # what is unread would make the kernel take back what we said last
+                    pass
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
             sock.close()
@@ -142,13 +198,21 @@ class Watch:
         for sock in (*self._controls.values(), self._wake_reader, self._wake_writer):
             sock.close()
 
-    def _say(self, kind: Control, facts: dict[str, object]) -> None:
+    def _say(self, kind: Control, facts: dict[str, object], peers: Iterable[int] | None = None) -> None:
+        """Says something to some ranks, or to all. The caller holds the lock."""
         frame = control_frame(kind, facts)
-        for peer, sock in self._controls.items():
-            if peer not in self._departed:
-                # One short frame into an empty buffer: what does not fit belongs to a peer that reads no more.
-                with contextlib.suppress(OSError):
-                    sock.send(frame)
+        for peer in self._controls if peers is None else peers:
+            if peer in self._departed or peer in self._deaf:
+                continue
+            # A short frame fits into the buffer, unless the peer has read nothing for very long.
+            try:
+                sent = self._controls[peer].send(frame)
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError:
+                sent = 0
+            if sent < len(frame):
+                self._deaf.add(peer)  # half a frame was said: whatever follows would not be understood
 
     def _run(self) -> None:
         try:
@@ -159,63 +223,104 @@ class Watch:
             raise
 
     def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_reader, selectors.EVENT_READ, None)
-            for peer, sock in self._controls.items():
-                selector.register(sock, selectors.EVENT_READ, peer)
-            while True:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        return
-                    if not self._hear(key.data):
-                        selector.unregister(key.fileobj)
+        next_tick = time.monotonic() + self._beat_seconds
+        while not self._leaving:
+            for key, _ in self._selector.select(max(next_tick - time.monotonic(), 0.0)):
+                key.data()
+            now = time.monotonic()
+            if now < next_tick:
+                continue
+            if now - next_tick > _LATE_SECONDS:
+                self._pulse.was_stopped(now - next_tick, now)
+            self._tick(now)
+            next_tick = time.monotonic() + self._beat_seconds
 
-    def _hear(self, peer: int) -> bool:
-        """Takes what a peer says; returns whether it may say more."""
-        heard = self._heard[peer]
+    def _tick(self, now: float) -> None:
+        """Does what is to be done at every beat."""
+        self._door.expire(now)
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._say(Control.HEARTBEAT, {})
+        error = self._pulse.examine(now)
+        if error is not None:
+            self.fail(error)
+        with self._changed:
+            warning = self._waits.unanswered(now)
+            asked = self._waits.question(now)
+            if asked is not None:
+                self._say(Control.QUESTION, {}, [asked])
+        if warning is not None:
+            _log.warning(warning)
+
+    def _take_leave(self) -> None:
+        self._leaving = True
+
+    def _hear(self, peer: int) -> None:
+        """Takes what a peer says."""
+        heard, sock, broken = self._heard[peer], self._controls[peer], None
         try:
-            part = self._controls[peer].recv(65536)
+            part = sock.recv(65536)
         except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            part = b""
+            return
+        except OSError as error:
+            part, broken = b"", error
         heard += part
+        self._pulse.heard(peer, time.monotonic())
         try:
-            while self._take_frame(peer, heard):
-                pass
+            while (frame := take_control_frame(heard)) is not None:
+                self._take(peer, *frame)
+        except DamagedError:
+            self.fail(damaged(peer, self.rank, "what is said beside the ring"))
+            part = b""
         except FrameError as error:
             self.fail(PeerLostError(f"rank {peer} said what is no frame ({error}).", rank=peer))
-            return False
-        if not part and peer not in self._departed:
-            self.fail(
-                PeerLostError(
-                    f"rank {peer} is lost: its process has ended without a word (killed, or out of memory?). "
-                    f"Look at the output of rank {peer}, and start all ranks again.",
-                    rank=peer,
-                )
-            )
-        return bool(part)
+            part = b""
+        if part:
+            return
+        self._selector.unregister(sock)
+        self._pulse.forget(peer)
+        if peer not in self._departed:
+            self.fail(_end_of(peer, broken))
 
-    def _take_frame(self, peer: int, heard: bytearray) -> bool:
-        if len(heard) < CONTROL_HEADER_BYTES:
-            return False
-        kind, length = decode_control_header(heard)
-        if len(heard) < CONTROL_HEADER_BYTES + length:
-            return False
-        facts = decode_control_body(heard[CONTROL_HEADER_BYTES : CONTROL_HEADER_BYTES + length])
-        del heard[: CONTROL_HEADER_BYTES + length]
+    def _take(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
+        """Does what a control frame asks for."""
         if kind is Control.ABORT:
             if "(reported by rank " not in str(facts.get("message")):
                 facts["message"] = f"{facts.get('message')} (reported by rank {peer})"
             self.fail(error_from_facts(facts))
-            return True
-        numbers = [facts.get(name, 0) for name in ("collectives", "sequence", "peer")]
-        if not all(isinstance(number, int) for number in numbers):
-            raise FrameError("a control frame counts in something else than whole numbers")
-        with self._changed:
-            if kind is Control.GOODBYE:
-                self._departed[peer] = numbers[0]
+        elif kind is Control.GOODBYE:
+            with self._changed:
+                self._departed[peer] = _number(facts, "collectives")
+                self._pulse.forget(peer)
                 self._changed.notify_all()
-            else:
-                self._waiting[peer] = (numbers[1], numbers[2])
-        return True
+        elif kind is Control.WAITING:
+            with self._changed:
+                self._waits.told(peer, _number(facts, "sequence"), _number(facts, "peer"))
+        elif kind is Control.QUESTION:
+            doing = self._describe()
+            with self._changed:
+                self._say(Control.ANSWER, {"doing": doing}, [peer])
+        elif kind is Control.ANSWER:
+            with self._changed:
+                warning = self._waits.answered(peer, str(facts.get("doing")), time.monotonic())
+            if warning is not None:
+                _log.warning(warning)
+
+
+def _number(facts: dict[str, Any], name: str) -> int:
+    value = facts.get(name)
+    if type(value) is not int:
+        raise FrameError("a control frame counts in something else than whole numbers")
+    return value
+
+
+def _end_of(peer: int, error: OSError | None) -> PeerLostError:
+    """Returns the error for a control connection that has ended without a goodbye."""
+    if error is None or error.errno not in _NETWORK_ERRORS:
+        return lost(peer)
+    return PeerLostError(
+        f"rank {peer} is lost: the network to it, or its machine, is gone ({error.strerror}). Look at both, and start "
+        "all ranks again.",
+        rank=peer,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _Work
 
+from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 
 
@@ -78,7 +78,7 @@ class MessageWork(_Work):
         seconds = self._timeout_seconds
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        self._mailbox.wait(self._message, time.monotonic() + seconds)
+        self._mailbox.wait(self._message, Deadline(seconds))
         return self._finished()
 
     def is_completed(self) -> bool:

@@ -1,0 +1,161 @@
+"""Calls a rank that listens: connects, proves who we are, and hears whether we may come in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.entry import Entry
+from cyxtrain.ring.handshake import MAX_BYTES, Caller, Claim, HandshakeError, RefusedError, take_message
+from cyxtrain.ring.link import Deadline, Poller
+from cyxtrain.ring.rollcall import RollCall
+
+_LOOK_SECONDS = 0.05
+_EXPLAIN_SECONDS = 0.15
+"""How long a rank that was sent away waits for the cause, which comes by way of the store."""
+_PROOFS = 4
+"""How often it proves in vain that it knows the secret."""
+_KNOCK_SECONDS = 1.0
+
+
+class _EndedError(Exception):
+    """The other side closed the connection.
+
+    Attributes:
+        proven: Whether it had our proof by then.
+    """
+
+    def __init__(self, proven: bool) -> None:
+        super().__init__("it closed the connection")
+        self.proven = proven
+
+
+def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: RollCall) -> socket.socket:
+    """Connects to a rank.
+
+    Args:
+        entry: Where it listens.
+        peer: How errors call it.
+        who: How errors call us: "rank 3".
+        claim: What we say of ourselves.
+        key: The run's secret.
+        roll: Says why the meeting failed, and when to give up.
+
+    Raises:
+        RendezvousError: It cannot be reached, or does not let us in.
+    """
+    where = f"rank {peer} at {entry.host}:{entry.port}"
+    disbelieved = 0
+    while True:
+        try:
+            return _call_once(entry, claim, key, roll.deadline, roll.look)
+        except RefusedError as refused:
+            raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
+        except _EndedError as ended:
+            _hear_why(roll)
+            # Who was sent away before it could prove itself, or when its proof came late, had bad luck: it tries again.
+            disbelieved += ended.proven
+            if disbelieved == _PROOFS:
+                raise RendezvousError(
+                    f"{where} did not believe {who}: it closed the connection without a word. CYXTRAIN_SECRET must be "
+                    f"the same on every rank; else look at the output of rank {peer}.",
+                    rank=peer,
+                ) from None
+            if roll.deadline.passed():
+                raise RendezvousError(f"{where} closes every connection of {who}.", rank=peer) from None
+        except HandshakeError as error:
+            raise RendezvousError(
+                f"{where}: what answers there is not rank {peer} of this run ({error}). Does another program, or an "
+                "old process of this job, use that port?",
+                rank=peer,
+            ) from None
+        except OSError as error:
+            _hear_why(roll)
+            raise RendezvousError(
+                f"{who} cannot reach {where} ({_reason(error)}). Has rank {peer} ended? Across machines, firewalls "
+                "must allow TCP between all ranks.",
+                rank=peer,
+            ) from None
+
+
+def knock(entry: Entry, claim: Claim, key: bytes) -> None:
+    """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
+    with contextlib.suppress(OSError, HandshakeError, RefusedError, _EndedError):
+        _call_once(entry, claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
+
+
+def _call_once(entry: Entry, claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in entry.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        code = sock.connect_ex((entry.host, entry.port))
+        if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+            raise OSError(code, os.strerror(code))
+        _wait(sock, deadline, look, writing=True)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        caller = Caller(claim, key)
+        heard = bytearray()
+        _send(sock, caller.hello(), proven=False)
+        answer = _hear(sock, heard, deadline, look, proven=False)
+        _send(sock, caller.prove(answer), proven=True)
+        caller.conclude(_hear(sock, heard, deadline, look, proven=True))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
+    """Sends a short message into an empty buffer, where it cannot block."""
+    try:
+        sock.sendall(data)
+    except (BrokenPipeError, ConnectionResetError):
+        raise _EndedError(proven) from None
+
+
+def _hear(
+    sock: socket.socket, heard: bytearray, deadline: Deadline, look: Callable[[], None], *, proven: bool
+) -> bytes:
+    """Returns the body of the next message."""
+    while (body := take_message(heard)) is None:
+        _wait(sock, deadline, look)
+        try:
+            part = sock.recv(MAX_BYTES)
+        except BlockingIOError:
+            continue
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise _EndedError(proven)
+        heard += part
+    return body
+
+
+def _wait(sock: socket.socket, deadline: Deadline, look: Callable[[], None], *, writing: bool = False) -> None:
+    """Waits until a socket is ready; looks meanwhile whether the meeting has failed."""
+    poller = Poller()
+    readers, writers = ([], [sock]) if writing else ([sock], [])
+    while not poller.wait(readers, writers, deadline, _LOOK_SECONDS):
+        look()
+        if deadline.passed():
+            raise TimeoutError(errno.ETIMEDOUT, "no answer before the deadline")
+
+
+def _hear_why(roll: RollCall) -> None:
+    """Gives whoever knows why the meeting fails a moment to say so."""
+    patience = Deadline(min(_EXPLAIN_SECONDS, roll.deadline.left()))
+    while not patience.passed():
+        roll.look()
+        time.sleep(_LOOK_SECONDS)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,75 @@
+"""The working parts of a group of several ranks: links, messages, watch and mesh, from their first to their last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cyxtrain.config import RingOptions
+from cyxtrain.ring.handshake import Role
+from cyxtrain.ring.link import Link
+from cyxtrain.ring.mailbox import Mailbox
+from cyxtrain.ring.mesh import SEGMENT_BYTES, Mesh
+from cyxtrain.ring.pulse import Pulse
+from cyxtrain.ring.rendezvous import Meeting
+from cyxtrain.ring.watch import Watch
+
+
+class Connections:
+    """The working parts of a group of several ranks: links, messages, watch and mesh.
+
+    Args:
+        meeting: The connections; owned from now on.
+        rank: This rank.
+        names: By rank, how errors call it.
+        options: Signs of life and checksums.
+        describe: Returns what this rank does, for one that waits for it.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        names: Sequence[int],
+        options: RingOptions,
+        describe: Callable[[], str],
+    ) -> None:
+        assert meeting.door is not None
+        assert meeting.selector is not None
+        self.meeting = meeting
+        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
+        sockets = meeting.sockets
+        self.links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.COLLECTIVES].items()}
+        self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
+        controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
+        others = {names[peer]: meeting.table[peer].process for peer in self.links}
+        own = meeting.table[rank].process
+        pulse = Pulse(own, others, options.heartbeat_timeout_seconds, time.monotonic())
+        shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in meeting.table)
+        self.watch = Watch(
+            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, self.stop_links, describe
+        )
+        self.mailbox = Mailbox(self.message_links, self.watch, options.checksums)
+        self.mesh = Mesh(self.links, self.mailbox, self.watch, options.checksums)
+
+    def stop_links(self) -> None:
+        """Wakes everybody who waits on a link."""
+        for link in (*self.links.values(), *self.message_links.values()):
+            link.stop()
+
+    def abandon(self) -> None:
+        """Closes everything without a word, in a forked child."""
+        self.watch.abandon()
+        self.meeting.abandon()
+
+    def close(self, collectives: int) -> None:
+        """Says goodbye, unless the group has failed, and closes everything.
+
+        Args:
+            collectives: How many the group has done.
+        """
+        self.watch.leave(collectives)
+        self.mailbox.close()
+        self.meeting.close()

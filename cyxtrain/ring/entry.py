@@ -1,0 +1,129 @@
+"""What a rank says of itself where ranks meet, and whether two of them fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.frames import PROTOCOL_VERSION, FrameError, json_object
+from cyxtrain.ring.host import Process
+
+_IMPORTED = secrets.token_hex(8)
+_NO_PROCESS = Process("", 0, 0)
+
+
+def _token() -> str:
+    """Returns what no other process has; forked ones have our memory, and a number of their own."""
+    return f"{_IMPORTED}-{os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a rank says of itself at the store, for the others to read.
+
+    Attributes:
+        world_size: How many ranks it looks for.
+        process: Which it is, on its machine.
+        host: Address at which it listens; empty where it does not.
+        port: TCP port at which it listens.
+        has_secret: Whether it knows one from its environment.
+        checksums: Whether its frames carry checksums.
+        heartbeat_timeout_seconds: How long it lets others say nothing.
+        run: Rank 0 only: the name of this meeting, in hexadecimal.
+        key: Rank 0 only, where it has no secret: the one that it made, in hexadecimal.
+        protocol: The version that it speaks.
+        token: Tells processes apart, also over machines.
+    """
+
+    world_size: int
+    process: Process = _NO_PROCESS
+    host: str = ""
+    port: int = 0
+    has_secret: bool = False
+    checksums: bool = False
+    heartbeat_timeout_seconds: float = 30.0
+    run: str = ""
+    key: str = dataclasses.field(default="", repr=False)
+    protocol: int = PROTOCOL_VERSION
+    token: str = dataclasses.field(default_factory=_token)
+
+    def to_json(self) -> str:
+        """Returns the entry as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Entry:
+        """Reads an entry; of one of another protocol only what this one knows.
+
+        Raises:
+            RendezvousError: It is none.
+        """
+        try:
+            facts = json_object(text.encode() if isinstance(text, str) else text)
+            entry: Entry = _made(cls, facts | {"process": _made(Process, facts["process"])})
+            if not (0 <= entry.port < 2**16 and 0 <= entry.process.pid < 2**31):
+                raise ValueError("a port or a pid that cannot be")
+            if not 0.01 <= entry.heartbeat_timeout_seconds <= 1e9:  # others beat as often as it wants to hear
+                raise ValueError("a heartbeat that cannot be")
+            if not (entry.host.isascii() and entry.host.isprintable()):
+                raise ValueError("a host that cannot be")
+            if entry.host:
+                ipaddress.ip_address(entry.host)  # a name could lead anywhere
+            bytes.fromhex(entry.run + entry.key)
+        except (FrameError, ValueError, TypeError, KeyError) as error:
+            raise not_ours(error) from None
+        return entry
+
+
+def _made(kind: type[Any], facts: dict[str, Any]) -> Any:
+    """Returns a dataclass with those facts that it knows.
+
+    Raises:
+        TypeError: One is missing, or of another type.
+    """
+    fields = dataclasses.fields(kind)
+    made = kind(**{field.name: facts[field.name] for field in fields if field.name in facts})
+    for field in fields:
+        found = type(getattr(made, field.name)).__name__
+        if found != field.type and (found, field.type) != ("int", "float"):
+            raise TypeError(f"its {field.name} is none")
+    return made
+
+
+def not_ours(error: Exception) -> RendezvousError:
+    """Returns the error for what no rank can have written."""
+    return RendezvousError(
+        f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
+        "use it? Choose another MASTER_PORT, the same on every rank."
+    )
+
+
+def misfit(name: int, theirs: Entry, own_name: int, ours: Entry) -> str:
+    """Returns why two ranks cannot be in one group; "" where they can."""
+    if theirs.protocol != ours.protocol:
+        return (
+            f"rank {name} speaks version {theirs.protocol} of the ring's protocol, rank {own_name} version "
+            f"{ours.protocol}. Install the same version of cyxtrain everywhere."
+        )
+    if theirs.world_size != ours.world_size:
+        return (
+            f"rank {name} was started for a world of {theirs.world_size}, rank {own_name} for a world of "
+            f"{ours.world_size}. Start all ranks with the same WORLD_SIZE."
+        )
+    for what, variable, they, we in (
+        ("a secret", "CYXTRAIN_SECRET", theirs.has_secret, ours.has_secret),
+        ("checksums", "CYXTRAIN_CHECKSUMS", theirs.checksums, ours.checksums),
+    ):
+        if they != we:
+            with_it, without = (name, own_name) if they else (own_name, name)
+            return (
+                f"rank {with_it} was started with {what} and rank {without} without. Set {variable} to the same "
+                "value in the environment of every rank."
+            )
+    return ""

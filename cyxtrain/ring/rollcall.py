@@ -1,0 +1,236 @@
+"""Which ranks are here, as they say at the store that they share; and if one fails while all meet, why.
+
+It asks the store again and again instead of waiting there: whoever waits in PyTorch's client cannot be told of a
+failure meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from torch.distributed import Store
+
+from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts
+from cyxtrain.ring.board import Board, StoreLostError
+from cyxtrain.ring.entry import Entry, misfit, not_ours
+from cyxtrain.ring.frames import FrameError, json_object
+from cyxtrain.ring.host import State, state_of
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.siblings import Siblings
+
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
+_HEARERS_SECONDS = 0.3
+
+
+class RankTakenError(RendezvousError):
+    """Another process is this rank.
+
+    Attributes:
+        holder: What it said of itself; None where it did not say.
+        first: What its rank 0 said of itself.
+    """
+
+    holder: Entry | None = None
+    first: Entry | None = None
+
+
+class RollCall:
+    """One rank's part in a roll call.
+
+    Ranks may meet at the same store again, each as often as the others.
+
+    Args:
+        store: Shared by all ranks, with keys of its own for this group.
+        rank: This rank.
+        names: By rank, how errors call it: its rank in the world.
+        deadline: When to give up; the first rank that gives up ends it for all.
+        siblings: The other groups of the same world; None: there are none.
+
+    Attributes:
+        board: The store.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[int], deadline: Deadline, siblings: Siblings | None = None
+    ) -> None:
+        self.deadline = deadline
+        self.board = Board(store, f"rank {names[rank]}", deadline)
+        self._rank = rank
+        self._names = names
+        self._siblings = siblings or Siblings()
+        self._life = 0
+        self._own = Entry(len(names))
+        self._here: dict[int, Entry] = {}
+
+    def claim(self) -> None:
+        """Takes this rank: from now on the others can be told of a failure.
+
+        Raises:
+            RankTakenError: Another process is this rank.
+            StoreLostError: The store has gone.
+        """
+        self._life = self.board.add(f"claims/{self._rank}", 1)
+        if self._life > 1:
+            self._check_taken()
+
+    def answer(self, entry: Entry) -> None:
+        """Says that this rank is here.
+
+        Raises:
+            StoreLostError: The store has gone.
+        """
+        self._own = entry
+        self.board.set(self._entry_key(self._rank), entry.to_json())
+
+    def table(self) -> list[Entry]:
+        """Waits until all ranks have answered, and returns what they said, by rank.
+
+        Raises:
+            RendezvousError: Ranks are missing at the deadline, or do not fit together; or one of them has failed.
+        """
+        nap_seconds = _SHORTEST_NAP_SECONDS
+        while len(self._here) < len(self._names):
+            self.look()
+            self._read_entries()
+            if len(self._here) < len(self._names):
+                if self.deadline.passed():
+                    raise self._missing()
+                time.sleep(nap_seconds)
+                nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+        return [self._here[rank] for rank in range(len(self._names))]
+
+    def look(self) -> None:
+        """Looks whether the meeting has failed.
+
+        Raises:
+            RendezvousError: Another rank has said why it failed, or its process has ended.
+            PeerLostError, PeerSilentError: Another group of this world has lost a rank.
+        """
+        with self._reaching_the_store():
+            if self.board.has(self._failure_key()):
+                failure = _failure(self.board.get(self._failure_key()))
+                self.board.add(self._key("heard"), 1)
+                raise failure
+        loss = self._siblings.loss(time.monotonic())
+        if loss is not None:
+            raise loss.again()
+        for rank, entry in self._here.items():
+            if state_of(entry.process, self._own.process) is State.GONE:
+                name = self._names[rank]
+                raise RendezvousError(
+                    f"rank {name} is lost: its process ended while the ranks were meeting (killed, or out of memory?). "
+                    f"Look at the output of rank {name}, and start all ranks again.",
+                    rank=name,
+                )
+
+    def tell(self, error: CyxtrainError) -> None:
+        """Tells all ranks that this one cannot join, and why; the first to do so is believed."""
+        name = self._names[self._rank]
+        facts = error.to_facts() | {"type": RendezvousError.__name__}
+        if "(reported by rank " not in str(error):
+            facts["message"] = f"{error} (reported by rank {name})"
+        if not self._life or self.board.lost:  # the others will notice that by themselves
+            return
+        with contextlib.suppress(RendezvousError):
+            self.board.set_first(self._failure_key(), json.dumps(facts))
+            if name == 0:
+                self._await_hearers()
+
+    def met(self) -> None:
+        """Says that this rank is connected with all others."""
+        with self._reaching_the_store():
+            self.board.set(self._key(f"met/{self._rank}"), "")
+
+    def all_met(self) -> bool:
+        """Returns whether all ranks are connected with all others."""
+        with self._reaching_the_store():
+            return self.board.has(*(self._key(f"met/{rank}") for rank in range(len(self._names))))
+
+    def unmet(self) -> list[int]:
+        """Returns which ranks, by name, are not connected with all others."""
+        with self._reaching_the_store():
+            return [name for rank, name in enumerate(self._names) if not self.board.has(self._key(f"met/{rank}"))]
+
+    def _await_hearers(self) -> None:
+        """The store may end with rank 0: the others shall read there first why."""
+        # Also those whose entry this rank has not read, or was the cause.
+        others = sum(self.board.has(self._entry_key(rank)) for rank in range(1, len(self._names)))
+        patience = Deadline(_HEARERS_SECONDS)
+        while not patience.passed() and self.board.add(self._key("heard"), 0) < others:
+            time.sleep(_SHORTEST_NAP_SECONDS)
+
+    def _key(self, name: str) -> str:
+        return f"{self._life}/{name}"
+
+    def _entry_key(self, rank: int) -> str:
+        return self._key(f"entry/{rank}")
+
+    def _failure_key(self) -> str:
+        return self._key("failure")
+
+    def _read_entries(self) -> None:
+        with self._reaching_the_store():
+            for rank in range(len(self._names)):
+                entry = None if rank in self._here else self._entry_of(rank)
+                if entry is not None:
+                    self._check_fits(self._names[rank], entry)
+                    self._here[rank] = entry
+
+    def _entry_of(self, rank: int) -> Entry | None:
+        """Returns what a rank has said of itself; None: nothing yet."""
+        key = self._entry_key(rank)
+        return Entry.from_json(self.board.get(key)) if self.board.has(key) else None
+
+    def _check_fits(self, name: int, entry: Entry) -> None:
+        reason = misfit(name, entry, self._names[self._rank], self._own)
+        if reason:
+            raise RendezvousError(reason, rank=name)
+
+    def _check_taken(self) -> None:
+        """Refuses to be a rank that another process was, or is; this process itself may come again."""
+        self._life -= 1  # the meeting of that other process, in which this one has no say
+        holder = self._entry_of(self._rank)
+        if holder is not None and holder.token == self._own.token:
+            self._life += 1
+            return
+        name = self._names[self._rank]
+        who = "another process" if holder is None or not holder.host else f"another process at {holder.host}"
+        pid = "" if holder is None or not holder.process.pid else f" (pid {holder.process.pid})"
+        error = RankTakenError(
+            f"rank {name} is taken: {who}{pid} has joined as rank {name} already. Give every process a RANK of "
+            "its own, and start all ranks anew after one has failed.",
+            rank=name,
+        )
+        error.holder, error.first = holder, self._entry_of(0)
+        self._life = 0
+        raise error
+
+    def _missing(self) -> RendezvousError:
+        missing = [name for rank, name in enumerate(self._names) if rank not in self._here]
+        names = ", ".join(f"rank {name}" for name in missing)
+        return RendezvousError(
+            f"{names} of a world of {len(self._names)} did not come before the deadline. Look at the output of what "
+            "is missing, or start it; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long the others wait.",
+            rank=missing[0],
+        )
+
+    @contextlib.contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        """Where rank 0 was here in this very meeting, no other store will open in the place of one that has gone."""
+        try:
+            yield
+        except StoreLostError as error:
+            if 0 not in self._here:
+                raise
+            raise RendezvousError(str(error), rank=0) from error
+
+
+def _failure(text: bytes) -> CyxtrainError:
+    """Returns the error that a rank has told."""
+    try:
+        return error_from_facts(json_object(text))
+    except FrameError as error:
+        return not_ours(error)

@@ -1,0 +1,35 @@
+"""The groups of one world. What one of them learns matters to the others: a rank that has ended has ended for all."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from cyxtrain.errors import CyxtrainError
+
+
+class Sibling(Protocol):
+    """A group."""
+
+    def loss(self, since: float) -> CyxtrainError | None:
+        """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
+
+
+class Siblings:
+    """The groups of one world in this process, for as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[Sibling] = weakref.WeakSet()
+
+    def add(self, group: Sibling) -> None:
+        """Takes note of a group."""
+        self._groups.add(group)
+
+    def loss(self, since: float) -> CyxtrainError | None:
+        """Returns which rank one of the groups has lost, or None.
+
+        Args:
+            since: In seconds of `time.monotonic`: a group that was left before has nothing to say.
+        """
+        losses = (group.loss(since) for group in list(self._groups))
+        return next((loss for loss in losses if loss is not None), None)

@@ -1,0 +1,104 @@
+"""What the proxy writes down: faults that happened, bytes that went, and how far a fault is at one link."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from faults import Fault
+
+_MESSAGE = struct.Struct(">4sI")
+_HANDSHAKE_MESSAGES = 2
+"""How many messages each side sends before the stream begins."""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A fault that has begun; a flipped bit once its byte was sent on.
+
+    Attributes:
+        fault: Which.
+        rank: Who sent in that direction of the link, as its first message said; None: it did not say.
+        peer: Who received.
+        role: Of the link.
+        at_byte: How many bytes had gone in that direction; of a flipped bit, which byte it was.
+        at: In seconds of `time.monotonic`.
+    """
+
+    fault: Fault
+    rank: int | None
+    peer: int | None
+    role: str | None
+    at_byte: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What went over one direction of a link.
+
+    Attributes:
+        rank: Who sent.
+        peer: Who received.
+        role: Of the link.
+        sent: Bytes, all together.
+        handshake: How many of them were the handshake; None: it did not come to its end.
+    """
+
+    rank: int | None
+    peer: int | None
+    role: str | None
+    sent: int
+    handshake: int | None
+
+
+class Handshake:
+    """Finds the end of the handshake in one direction."""
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self._seen = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        if self.end is not None:
+            return
+        self._seen += data
+        at = 0
+        for _ in range(_HANDSHAKE_MESSAGES):
+            if len(self._seen) < at + _MESSAGE.size:
+                return
+            at += _MESSAGE.size + _MESSAGE.unpack_from(self._seen, at)[1]
+        if len(self._seen) >= at:
+            self.end = at
+            self._seen.clear()
+
+
+class Active:
+    """A fault at one flow: whether it has begun, and whether it has healed."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.begun: float | None = None
+        self._healed = False
+
+    @property
+    def may_begin(self) -> bool:
+        return self.begun is None and (self.fault.when is None or self.fault.when.is_set())
+
+    def running(self, now: float) -> bool:
+        if self.begun is None or self._healed:
+            return False
+        self._healed = now >= self.heals_at or (self.fault.until is not None and self.fault.until.is_set())
+        return not self._healed
+
+    @property
+    def heals_at(self) -> float:
+        return math.inf if self.begun is None or self.fault.seconds is None else self.begun + self.fault.seconds
+
+    @property
+    def looks_out(self) -> bool:
+        """Whether it waits for a signal, which nothing but a look can tell."""
+        return (self.begun is None and self.fault.when is not None) or (
+            self.begun is not None and not self._healed and self.fault.until is not None
+        )

@@ -1,0 +1,266 @@
+"""Faults as data: which link or rank fails, how, when, and until when.
+
+A plan is a value. Its `repr` is Python that `read` takes back: a failing test prints its plan, and the plan repeats
+the test. Faults of links are done by the proxy in `chaos.py`, faults of processes by `install` in the process itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("collectives", "messages", "control")
+
+
+class Signal:
+    """An event with a name: signals of the same name are equal, so that plans can be compared and printed.
+
+    Args:
+        name: What it is that happens.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def __repr__(self) -> str:
+        return f"Signal({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signal) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+# --- what happens to a link -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Delay:
+    """What goes from rank to peer arrives so much later."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """From rank to peer goes so much and no more."""
+
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What goes from rank to peer is sent in pieces of so many bytes, each in a system call of its own."""
+
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A black hole both ways: nothing arrives, not even the end of the connection. Once it heals, all of it comes."""
+
+
+@dataclass(frozen=True)
+class OneWay:
+    """A black hole from rank to peer; the other way goes on."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """The connection ends for both sides, in order (FIN), after exactly the bytes that went before."""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The connection is torn down for both sides (RST)."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of what goes from rank to peer is turned over, counted from the fault's `after_bytes`."""
+
+    bit: int
+
+
+What = Delay | Throttle | Slices | Cut | OneWay | Close | Reset | Flip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to which link, and when.
+
+    Attributes:
+        what: One of the classes above.
+        rank: Who sends in the direction whose bytes are counted, and that `what` is about; None: every rank.
+        peer: Who receives; None: every rank.
+        role: Of the link, one of `ROLES`; None: all three.
+        after_bytes: It begins when exactly so many bytes have gone from rank to peer on that link.
+        past_handshake: They are counted from the end of the handshake on, which must be over both ways.
+        when: It begins not before this is set.
+        seconds: It heals so long after it began; None: never.
+        until: It heals when this is set; None: never.
+        times: On how many connections at most; None: on all, also on those that are made anew.
+    """
+
+    what: What
+    rank: int | None = None
+    peer: int | None = None
+    role: str | None = None
+    after_bytes: int = 0
+    past_handshake: bool = False
+    when: Signal | None = None
+    seconds: float | None = None
+    until: Signal | None = None
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.role is None or self.role in ROLES, self.role
+        assert self.when is None or not isinstance(self.what, Flip), "a bit is found by its number alone"
+
+    def concerns(self, rank: int | None, peer: int | None, role: str | None) -> bool:
+        """Returns whether it is about what goes from `rank` to `peer` on the link of that role."""
+        return self.rank in (None, rank) and self.peer in (None, peer) and self.role in (None, role)
+
+
+# --- what happens to a process --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP, and SIGCONT so much later."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HoldGil:
+    """A call into C that does not let go of the interpreter: no thread of the process runs meanwhile."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProcessFault:
+    """What happens to a rank, and when.
+
+    Attributes:
+        what: One of the three classes above.
+        rank: To whom.
+        at_call: Just before the system call of that number, from 1, of all its links together.
+        at_collective: Just before its collective of that number, from 1; either this or `at_call`.
+    """
+
+    what: Kill | Stop | HoldGil
+    rank: int
+    at_call: int | None = None
+    at_collective: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.at_call is None) != (self.at_collective is None), "one of the two"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that goes wrong in one test.
+
+    Attributes:
+        faults: Of links and of processes.
+        seed: What they were drawn from, where they were.
+    """
+
+    faults: tuple[Fault | ProcessFault, ...] = ()
+    seed: int | None = None
+
+    def of_links(self) -> tuple[Fault, ...]:
+        return tuple(fault for fault in self.faults if isinstance(fault, Fault))
+
+    def of_rank(self, rank: int) -> tuple[ProcessFault, ...]:
+        return tuple(fault for fault in self.faults if isinstance(fault, ProcessFault) and fault.rank == rank)
+
+
+def read(text: str) -> Plan:
+    """Returns the plan that printed itself so."""
+    plan = eval(text, dict(vars(sys.modules[__name__])))
+    assert isinstance(plan, Plan)
+    return plan
+
+
+# --- doing it to the own process ------------------------------------------------------------------------------------
+
+
+def install(plan: Plan, rank: int) -> None:
+    """Makes the faults of a process happen to this one, which is `rank`, from the next call on.
+
+    It counts by wrapping the methods of `Link` that move bytes, and `Mesh.run`, for the rest of this process's life:
+    call it in a process of its own, before it joins.
+    """
+    from cyxtrain.ring.link import Link
+    from cyxtrain.ring.mesh import Mesh
+
+    mine = plan.of_rank(rank)
+    calls = {fault.at_call: fault.what for fault in mine if fault.at_call is not None}
+    collectives = {fault.at_collective: fault.what for fault in mine if fault.at_collective is not None}
+    if calls:
+        count = itertools.count(1)
+        for name in ("send", "send_both", "receive", "receive_both"):
+            _wrap(Link, name, calls, count)
+    if collectives:
+        _wrap(Mesh, "run", collectives, itertools.count(1))
+
+
+def _wrap(owner: Any, name: str, faults: dict[int, Kill | Stop | HoldGil], count: itertools.count[int]) -> None:
+    inner: Callable[..., Any] = getattr(owner, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        what = faults.get(next(count))  # one C call each: right from several threads too
+        if what is not None:
+            suffer(what)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, outer)
+
+
+def suffer(what: Kill | Stop | HoldGil) -> None:
+    """Does it to this process, now; returns when it is over, if ever."""
+    if isinstance(what, Kill):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif isinstance(what, Stop):
+        waker = wake_after(os.getpid(), what.seconds)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+    else:
+        hold_gil(what.seconds)
+
+
+def wake_after(pid: int, seconds: float) -> subprocess.Popen[bytes]:
+    """Starts a shell that waits until a process is stopped, and lets it go on so much later; wait for it."""
+    script = (
+        'until grep -q "^State:.T" "/proc/$1/status"; do [ -d "/proc/$1" ] || exit 1; done; sleep "$2"; kill -CONT "$1"'
+    )
+    return subprocess.Popen(["sh", "-c", script, "sh", str(pid), str(seconds)], stderr=subprocess.DEVNULL)
+
+
+def hold_gil(seconds: float) -> None:
+    """Holds the interpreter: `ctypes.PyDLL`, unlike `CDLL`, does not let go of it around a call."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint32(round(seconds * 1e6)))

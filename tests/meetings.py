@@ -1,0 +1,49 @@
+"""Meetings for tests: ranks as threads, at a store of the test's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+from worlds import join_threads
+
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.entry import Entry
+from cyxtrain.ring.host import Process
+
+LATE = 0.5
+"""Seconds after the deadline that an error may come."""
+SECRET = RingOptions(secret="the secret of this run")
+
+
+def meet(store, rank, world_size, seconds=5.0, **fields):
+    return RingProcessGroup(store, rank, world_size, timedelta(seconds=seconds), **fields)
+
+
+def meet_all(store, ranks, world_size, seconds=5.0, **options):
+    """Returns how each rank's meeting ended, and after how many seconds; `options` are by rank: r0=..., r1=..."""
+    found = {}
+
+    def run(rank):
+        start = time.monotonic()
+        error = None
+        group = None
+        try:
+            group = meet(store, rank, world_size, seconds, options=options.get(f"r{rank}"))
+        except RendezvousError as raised:
+            error = raised
+        found[rank] = error, time.monotonic() - start
+        if group is not None:
+            group.shutdown()
+
+    join_threads([threading.Thread(target=run, args=(rank,)) for rank in ranks], 20.0)
+    return [found[rank] for rank in ranks]
+
+
+def say_entry(store, rank, world_size, port, **fields):
+    """Says at the store what a rank would say that is somewhere else."""
+    entry = Entry(world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, **fields)
+    store.set(f"1/entry/{rank}", entry.to_json())

@@ -1,0 +1,202 @@
+"""Whatever a stranger says, to a listener, to a caller or at the store: it is a protocol error, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import struct
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from strangers import CLAIM, WORDS
+
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.entry import Entry
+from cyxtrain.ring.handshake import Caller, HandshakeError, Listener, message, take_message
+from cyxtrain.ring.host import Process
+
+KEY = b"the secret of this run"
+BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
+
+
+def body(data: bytes) -> bytes:
+    """The body of the one message that was said."""
+    heard = bytearray(data)
+    found = take_message(heard)
+    assert found is not None
+    assert not heard
+    return found
+
+
+HELLO = json.loads(body(Caller(CLAIM, KEY).hello()))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = (*HELLO, "nonce", "proof", "refused")
+OBJECTS = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), VALUES, max_size=10)
+JSON = (OBJECTS | VALUES).map(lambda value: json.dumps(value).encode())
+NESTED = st.builds(
+    lambda words, depth: words * depth, st.sampled_from([b"[", b'{"a":']), st.sampled_from([1, 500, 40_000])
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, data: bytes) -> bytes:
+    """Valid bytes in which something was replaced, left out or put in."""
+    changed = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        first = draw(st.integers(0, len(changed)))
+        end = draw(st.integers(first, min(first + 4, len(changed))))
+        changed[first:end] = draw(st.binary(max_size=4))
+    return bytes(changed)
+
+
+def _hello() -> bytes:
+    return body(Caller(CLAIM, KEY).hello())
+
+
+def _like(data: bytes) -> st.SearchStrategy[bytes]:
+    """Anything, from noise to what is nearly right."""
+    changed_facts = OBJECTS.map(lambda facts: json.dumps(json.loads(data) | facts).encode())
+    return st.binary(max_size=300) | JSON | NESTED | mutated(data) | changed_facts
+
+
+ANSWER = body(Listener(KEY).answer(_hello()))
+VERDICT = json.dumps({"refused": "", "proof": "00" * 32}).encode()
+
+
+def check_take_message(parts: list[bytes]) -> None:
+    heard, whole = bytearray(), b"".join(parts)
+    taken = b""
+    with contextlib.suppress(HandshakeError):
+        for part in parts:
+            heard += part
+            while (found := take_message(heard)) is not None:
+                taken += b"CYXT" + struct.pack(">I", len(found)) + found
+        assert len(heard) < 2048
+    assert taken + heard == whole[: len(taken) + len(heard)]
+
+
+def check_listener(hello: bytes, proof: bytes) -> None:
+    listener = Listener(KEY)
+    with contextlib.suppress(HandshakeError):
+        body(listener.answer(hello))
+        assert listener.claim is not None
+    listener = Listener(KEY)
+    listener.answer(_hello())
+    with pytest.raises(HandshakeError):
+        listener.check(proof)
+
+
+def check_caller(answer: bytes, verdict: bytes) -> None:
+    caller = Caller(CLAIM, KEY)
+    with contextlib.suppress(HandshakeError):
+        body(caller.prove(answer))
+    caller = Caller(CLAIM, KEY)
+    caller.prove(ANSWER)
+    with pytest.raises(HandshakeError):
+        caller.conclude(verdict)
+
+
+ENTRY = Entry(3, Process("a machine", 7, 8), "127.0.0.1", 29500, run="00" * 16, key="11" * 32)
+ENTRY_OBJECTS = st.dictionaries(
+    st.sampled_from([*dataclasses.asdict(ENTRY), "process", "more"]),
+    VALUES | st.fixed_dictionaries({"machine": VALUES, "pid": VALUES, "started": VALUES}),
+    max_size=10,
+)
+
+
+def check_entry(data: bytes) -> None:
+    with contextlib.suppress(RendezvousError):
+        entry = Entry.from_json(data)
+        for name, value in vars(entry).items():
+            assert type(value) is type(vars(ENTRY)[name]) or (name, type(value)) == ("heartbeat_timeout_seconds", int)
+        assert tuple(map(type, vars(entry.process).values())) == (str, int, int)
+        assert 0.01 <= entry.heartbeat_timeout_seconds <= 1e9
+        assert 0 <= entry.process.pid < 2**31
+        assert 0 <= entry.port < 2**16
+        bytes.fromhex(entry.run + entry.key)
+
+
+MESSAGES = st.lists(
+    st.binary(max_size=30) | OBJECTS.map(message) | st.sampled_from([message(HELLO), *WORDS.values()]), max_size=5
+)
+SPLITS = st.tuples(MESSAGES.map(b"".join), st.lists(st.integers(1, 300), max_size=20)).map(lambda drawn: _split(*drawn))
+
+
+def _split(data: bytes, sizes: list[int]) -> list[bytes]:
+    parts = []
+    for size in sizes:
+        parts.append(data[:size])
+        data = data[size:]
+    return [*parts, data]
+
+
+ENTRIES = (
+    st.binary(max_size=300)
+    | JSON
+    | NESTED
+    | mutated(ENTRY.to_json().encode())
+    | ENTRY_OBJECTS.map(lambda facts: json.dumps(json.loads(ENTRY.to_json()) | facts).encode())
+    | ENTRY_OBJECTS.map(lambda facts: json.dumps(facts).encode())
+)
+
+
+@BY_DAY
+@given(SPLITS)
+def test_any_bytes_in_any_parts_are_messages_or_a_handshake_error(parts):
+    check_take_message(parts)
+
+
+@BY_DAY
+@given(_like(_hello()), _like(VERDICT))
+@example(b'{"proof": "\\ud800"}', b'{"proof": "\\ud800"}')
+def test_whatever_a_listener_hears_it_lets_nobody_in_and_raises_nothing_else(hello, proof):
+    check_listener(hello, proof)
+
+
+@BY_DAY
+@given(_like(ANSWER), _like(VERDICT))
+@example(b'{"nonce": "' + b"\\ud800" * 32 + b'"}', b'{"refused": "\\ud800", "proof": ""}')
+def test_whatever_a_caller_hears_it_believes_nobody_and_raises_nothing_else(answer, verdict):
+    check_caller(answer, verdict)
+
+
+@BY_DAY
+@given(ENTRIES)
+@example(b"[" * 100_000)
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "host": null}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": "../..", "started": 0}}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "key": "no number"}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": NaN}')
+@example(b'{"world_size": 2, "process": {"machine": "", "pid": 1, "started": 0}, "heartbeat_timeout_seconds": 0.0}')
+def test_whatever_the_store_holds_it_is_an_entry_or_a_rendezvous_error(data):
+    check_entry(data)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("check", "strategies"),
+    [
+        (check_take_message, (SPLITS,)),
+        (check_listener, (_like(_hello()), _like(VERDICT))),
+        (check_caller, (_like(ANSWER), _like(VERDICT))),
+        (check_entry, (ENTRIES,)),
+    ],
+    ids=["messages", "listener", "caller", "entry"],
+)
+def test_twenty_thousand_times_nothing_but_protocol_errors(check, strategies):
+    NIGHTLY(given(*strategies)(check))()
+
+
+def test_an_entry_arrives_as_it_was_said_also_from_a_later_version_that_says_more():
+    facts = json.loads(ENTRY.to_json())
+    assert Entry.from_json(json.dumps(facts)) == ENTRY
+    more = facts | {"colour": "blue", "protocol": 2, "process": facts["process"] | {"cgroup": "/"}}
+    assert Entry.from_json(json.dumps(more)) == dataclasses.replace(ENTRY, protocol=2)
