@@ -4,14 +4,15 @@ A data frame is a header of `HEADER_BYTES` and a payload. The header says which 
 to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
 hostile length never allocates anything. A control frame is a short JSON text beside the data.
 
-Header, big-endian: magic "CX", protocol version, generation (u32), sequence (u64), operation, reduction, dtype and
-number of dimensions (u8 each), root or tag (i64), six dimensions (u64), payload bytes (u64), and two checksums (u64
-each, XXH3; 0 where they are off): of the payload, and of all of the header before.
+Header, big-endian: magic "CX", protocol version, generation (u32), operation, reduction, dtype and number of dimensions
+(u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), and two checksums (u64 each,
+XXH3; 0 where they are off): of the payload, and of all of the header before.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import math
 import struct
@@ -26,11 +27,12 @@ from cyxtrain.errors import CyxtrainError, DamagedFrameError
 PROTOCOL_VERSION = 1
 _MAGIC = b"CX"
 _MAX_DIMENSIONS = 6
-_IDENTITY = struct.Struct(">2sBIQBBBBq6Q")
+_SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
+_NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">Q")
 _SUM_BYTES = 8
 _NO_SUMS = bytes(2 * _SUM_BYTES)
-EXPECTED_BYTES = _IDENTITY.size + _LENGTH.size
+EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
 """The part of a header that the receiver knows before it comes."""
 HEADER_BYTES = EXPECTED_BYTES + len(_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
@@ -138,20 +140,8 @@ class Operation:
 
     def identity(self) -> bytes:
         """Returns the part of the header that is the same in every frame of the operation."""
-        shape = folded(self.shape)
-        return _IDENTITY.pack(
-            _MAGIC,
-            PROTOCOL_VERSION,
-            self.generation,
-            self.sequence,
-            self.kind,
-            self.reduction,
-            self.dtype,
-            len(shape),
-            self.root,
-            *shape,
-            *(0,) * (_MAX_DIMENSIONS - len(shape)),
-        )
+        signature = _packed(self.generation, self.kind, self.reduction, self.dtype, self.shape, self.root)
+        return signature + _NUMBER.pack(self.sequence)
 
     def describe(self) -> str:
         """Returns the operation for people, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
@@ -170,6 +160,16 @@ class Operation:
     def payload_bytes(self) -> int:
         """Returns how many bytes the whole tensor of `shape` has."""
         return math.prod(self.shape) * (_DTYPES[self.dtype - 1].itemsize if self.dtype else 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape: tuple[int, ...], root: int) -> bytes:
+    """Returns what is the same whenever an operation comes again: training repeats its collectives."""
+    shape = folded(shape)
+    zeros = (0,) * (_MAX_DIMENSIONS - len(shape))
+    return _SIGNATURE.pack(
+        _MAGIC, PROTOCOL_VERSION, generation, kind, reduction, dtype, len(shape), root, *shape, *zeros
+    )
 
 
 def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
@@ -195,7 +195,11 @@ def expected_header(identity: bytes, payload_bytes: int) -> bytes:
 
 def header(identity: bytes, payload: memoryview, *, checksums: bool) -> bytes:
     """Returns the header of one transfer of an operation. Cost of checksums: one more reading of the payload."""
-    head = expected_header(identity, len(payload))
+    return finished_header(expected_header(identity, len(payload)), payload, checksums=checksums)
+
+
+def finished_header(head: bytes, payload: memoryview, *, checksums: bool) -> bytes:
+    """Returns a header of which the part before the checksums is there."""
     if not checksums:
         return head + _NO_SUMS
     head += xxh3_64_digest(payload)
@@ -229,20 +233,21 @@ def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
     Raises:
         FrameError: The bytes are no header of this protocol and version.
     """
-    magic, version, generation, sequence, kind, reduction, dtype, dimensions, root, *shape = _IDENTITY.unpack_from(data)
+    magic, version, generation, kind, reduction, dtype, dimensions, root, *shape = _SIGNATURE.unpack_from(data)
     if magic != _MAGIC:
         raise FrameError("the bytes are not a frame of cyxtrain's ring")
     if version != PROTOCOL_VERSION:
         raise FrameError(f"the frame has protocol version {version}, this rank speaks {PROTOCOL_VERSION}")
     if dimensions > _MAX_DIMENSIONS or dtype > len(_DTYPES):
         raise FrameError("the frame's header is damaged")
+    (sequence,) = _NUMBER.unpack_from(data, _SIGNATURE.size)
     try:
         operation = Operation(
             Kind(kind), sequence, Reduction(reduction), dtype, tuple(shape[:dimensions]), root, generation
         )
     except ValueError:
         raise FrameError("the frame names an operation that this rank does not know") from None
-    (payload_bytes,) = _LENGTH.unpack_from(data, _IDENTITY.size)
+    (payload_bytes,) = _LENGTH.unpack_from(data, _SIGNATURE.size + _NUMBER.size)
     return operation, payload_bytes
 
 

@@ -15,7 +15,6 @@ from xxhash import xxh3_64
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import Transfer
 from cyxtrain.ring.frames import (
-    EXPECTED_BYTES,
     HEADER_BYTES,
     FrameError,
     Operation,
@@ -23,7 +22,7 @@ from cyxtrain.ring.frames import (
     damaged,
     decode_header,
     expected_header,
-    header,
+    finished_header,
     is_damaged,
     payload_sum,
 )
@@ -75,6 +74,18 @@ class _Damaged(Exception):  # noqa: N818 - an event inside the ring, never shown
         self.rank = rank
 
 
+class _Begins(dict[int, bytes]):
+    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
+
+    def __init__(self, identity: bytes) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def __missing__(self, payload_bytes: int) -> bytes:
+        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
+        return begin
+
+
 class _Outgoing:
     """What one transfer sends: a header, then the payload."""
 
@@ -107,15 +118,17 @@ class _Outgoing:
 class _Incoming:
     """What one transfer receives: the header that must come, then the payload, replaced or combined."""
 
-    def __init__(self, link: Link, identity: bytes, transfer: Transfer, buffers: Buffers, checksums: bool) -> None:
+    def __init__(
+        self, link: Link, begins: _Begins, transfer: Transfer, buffers: Buffers, head: bytearray, checksums: bool
+    ) -> None:
         self.link = link
-        self._head = bytearray(HEADER_BYTES)
-        self._head_view = memoryview(self._head)
+        self._head = head
+        self._head_view = memoryview(head)
         self._combine = buffers.combine if transfer.reduce else None
         self._item = buffers.item_bytes
         self._first = transfer.receive[0]
         self._total = (transfer.receive[1] - self._first) * self._item
-        self._expected = expected_header(identity, self._total)
+        self._expected = begins[self._total]
         self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
         self._scratch = buffers.scratch
         self._sum = xxh3_64() if checksums else None
@@ -143,7 +156,7 @@ class _Incoming:
         if self._head_have >= HEADER_BYTES:
             if self._sum is not None and is_damaged(self._head):
                 raise _Damaged(self.link.rank)
-            if self._head[:EXPECTED_BYTES] != self._expected:
+            if not self._head.startswith(self._expected):
                 raise _Unexpected(self.link.rank, bytes(self._head))
             self._checked = True
             self._took(self._head_have - HEADER_BYTES)
@@ -193,6 +206,7 @@ class Mesh:
         self._mailbox = mailbox
         self._watch = watch
         self._poller = Poller()
+        self._head = bytearray(HEADER_BYTES)  # one comes at a time
 
     def run(
         self,
@@ -212,10 +226,10 @@ class Mesh:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
-        identity = operation.identity()
+        begins = _Begins(operation.identity())
         try:
             for transfer in schedule:
-                self._transfer(identity, transfer, buffers, operation, deadline)
+                self._transfer(begins, transfer, buffers, operation, deadline)
         except LinkBroken as broken:
             raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
         except _Unexpected as unexpected:
@@ -236,7 +250,7 @@ class Mesh:
 
     def _transfer(
         self,
-        identity: bytes,
+        begins: _Begins,
         transfer: Transfer,
         buffers: Buffers,
         operation: Operation,
@@ -247,11 +261,11 @@ class Mesh:
         incoming: _Incoming | None = None
         if transfer.send_to is not None:
             payload = buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            head = header(identity, payload, checksums=self._checksums)
+            head = finished_header(begins[len(payload)], payload, checksums=self._checksums)
             outgoing = _Outgoing(self._links[transfer.send_to], head, payload)
         if transfer.receive_from is not None:
             link = self._links[transfer.receive_from]
-            incoming = _Incoming(link, identity, transfer, buffers, self._checksums)
+            incoming = _Incoming(link, begins, transfer, buffers, self._head, self._checksums)
         while outgoing or incoming:
             moved = False
             if outgoing:
