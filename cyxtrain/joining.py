@@ -15,12 +15,12 @@ from cyxtrain import environment
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.board import StoreLostError
-from cyxtrain.ring.entry import Entry
 from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.board import StoreLostError
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.meeting.store import host_store, reach_store
 from cyxtrain.ring.process_group import TORCHS_WORLD
-from cyxtrain.ring.rollcall import RollCall
-from cyxtrain.ring.store import host_store, reach_store
 
 TESTED_TORCH = ((2, 11), (2, 14))
 """From, and up to but not including."""

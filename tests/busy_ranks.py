@@ -25,7 +25,8 @@ from survival_ranks import Facts, learnt, note, small_model
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.ring import RingProcessGroup, waits
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.watching import waits
 
 # --- a held GIL -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
-from cyxtrain.ring import calling, rendezvous
+from cyxtrain.ring.meeting import calling, rendezvous
 
 SECONDS = 60.0
 ELEMENTS = 100_003

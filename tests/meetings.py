@@ -11,8 +11,8 @@ from worlds import join_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.entry import Entry
 from cyxtrain.ring.host import Process
+from cyxtrain.ring.meeting.entry import Entry
 
 LATE = 0.5
 """Seconds after the deadline that an error may come."""

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 
-from cyxtrain.ring.handshake import Caller, Claim, HandshakeError, Role, message, take_message
+from cyxtrain.ring.meeting.handshake import Caller, Claim, HandshakeError, Role, message, take_message
 
 Address = tuple[str, int]
 SECONDS = 10.0

@@ -19,7 +19,7 @@ import survival_ranks
 from rank_processes import _CONTEXT, Ended, _collect, _serve, environment, values
 from worlds import free_port, wait_until
 
-from cyxtrain.ring import handshake
+from cyxtrain.ring.meeting import handshake
 
 # What the ranks are in when one of them is killed -> what they do.
 ACTIVITIES = {
@@ -153,7 +153,7 @@ def seconds_to_learn_of_a_kill(folder: Path, activity: str, world_size: int, see
                 time.sleep(moment)
                 killed = world.send(signal.SIGKILL, victim)
                 outcomes = world.outcomes(_HANG_SECONDS)
-        types = {"PeerLostError"} | ({"RendezvousError"} if name == "make_groups" else set())
+        types = {"PeerLostError"} | ({"RendezvousError", "StoreLostError"} if name == "make_groups" else set())
     return _check_survivors(outcomes, victim, types, killed, story)
 
 

@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import wait_until
 
 import cyxtrain as cx
-from cyxtrain.ring import RingProcessGroup, handshake
+from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.link import Deadline, Poller
+from cyxtrain.ring.meeting import handshake
 
 MIB = 2**20
 Facts = dict[str, Any]

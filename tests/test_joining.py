@@ -18,7 +18,7 @@ from rank_processes import on_ranks, rank_server, run_processes, run_ranks, valu
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx
-from cyxtrain.ring.rollcall import RollCall
+from cyxtrain.ring.meeting.rollcall import RollCall
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 LATE = 0.5  # seconds after the deadline that an error may come

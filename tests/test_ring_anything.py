@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strangers import CLAIM, WORDS
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.entry import Entry
-from cyxtrain.ring.handshake import Caller, HandshakeError, Listener, message, take_message
 from cyxtrain.ring.host import Process
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.handshake import Caller, HandshakeError, Listener, message, take_message
 
 KEY = b"the secret of this run"
 BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)

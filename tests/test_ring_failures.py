@@ -16,10 +16,11 @@ from ring_values import LARGE, WORLDS, broadcast, error_of, options, reduce_all
 from worlds import run_threads, wait_until
 
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
-from cyxtrain.ring import RingProcessGroup, process_group, watch
+from cyxtrain.ring import RingProcessGroup, process_group
 from cyxtrain.ring import group as group_module
 from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
 from cyxtrain.ring.link import Link
+from cyxtrain.ring.watching import watch
 
 # --- too late -------------------------------------------------------------------------------------------------------
 

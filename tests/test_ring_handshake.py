@@ -12,7 +12,7 @@ import struct
 import pytest
 from strangers import WORDS
 
-from cyxtrain.ring.handshake import (
+from cyxtrain.ring.meeting.handshake import (
     MAX_BYTES,
     Caller,
     Claim,

@@ -17,12 +17,12 @@ from worlds import join_threads, run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring import rendezvous
-from cyxtrain.ring.board import StoreLostError
-from cyxtrain.ring.entry import Entry
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.rollcall import RankTakenError, RollCall
+from cyxtrain.ring.meeting import rendezvous
+from cyxtrain.ring.meeting.board import StoreLostError
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.rollcall import RankTakenError, RollCall
 
 
 def reduce_once(group):
@@ -137,7 +137,7 @@ def test_ranks_may_meet_again_at_the_same_store():
 def test_a_rank_that_is_taken_is_refused_at_once_and_its_holder_says_so_in_its_log(monkeypatch, caplog, options):
     store = dist.HashStore()
     with two_ranks(store, options), monkeypatch.context() as another_process:
-        another_process.setattr("cyxtrain.ring.entry._IMPORTED", "another")
+        another_process.setattr("cyxtrain.ring.meeting.entry._IMPORTED", "another")
         start = time.monotonic()
         error = error_of(lambda: meet(store, 1, 2, options=options))
         seconds = time.monotonic() - start

@@ -21,8 +21,8 @@ from worlds import wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.entry import Entry
-from cyxtrain.ring.handshake import HandshakeError, Listener, RefusedError, take_message
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.handshake import HandshakeError, Listener, RefusedError, take_message
 
 RUN = "5f" * 16
 

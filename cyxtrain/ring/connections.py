@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring.handshake import Role
 from cyxtrain.ring.link import Link
 from cyxtrain.ring.mailbox import Mailbox
+from cyxtrain.ring.meeting.handshake import Role
+from cyxtrain.ring.meeting.rendezvous import Meeting
 from cyxtrain.ring.mesh import SEGMENT_BYTES, Mesh
-from cyxtrain.ring.pulse import Pulse
-from cyxtrain.ring.rendezvous import Meeting
-from cyxtrain.ring.watch import Watch
+from cyxtrain.ring.watching.pulse import Pulse
+from cyxtrain.ring.watching.watch import Watch
 
 
 class Connections:

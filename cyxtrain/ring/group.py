@@ -22,12 +22,11 @@ from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilen
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Transfer, chunks
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.doing import doing
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
+from cyxtrain.ring.meeting.rendezvous import meet
 from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers
-from cyxtrain.ring.rendezvous import meet
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import (
     check_target,
@@ -38,6 +37,7 @@ from cyxtrain.ring.tensors import (
     flat_view_of,
     memory_of,
 )
+from cyxtrain.ring.watching.doing import doing
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""

@@ -28,7 +28,7 @@ from cyxtrain.ring.frames import (
     payload_sum,
 )
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.watch import Watch
+from cyxtrain.ring.watching.watch import Watch
 
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0

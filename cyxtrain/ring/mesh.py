@@ -28,7 +28,7 @@ from cyxtrain.ring.frames import (
 )
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
-from cyxtrain.ring.watch import Watch
+from cyxtrain.ring.watching.watch import Watch
 
 SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""

@@ -25,13 +25,13 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, RendezvousError
-from cyxtrain.ring.calling import call, knock
-from cyxtrain.ring.door import Door
-from cyxtrain.ring.entry import Entry, misfit
-from cyxtrain.ring.handshake import Claim, Role
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.rollcall import RankTakenError, RollCall
+from cyxtrain.ring.meeting.calling import call, knock
+from cyxtrain.ring.meeting.door import Door
+from cyxtrain.ring.meeting.entry import Entry, misfit
+from cyxtrain.ring.meeting.handshake import Claim, Role
+from cyxtrain.ring.meeting.rollcall import RankTakenError, RollCall
 from cyxtrain.ring.siblings import Siblings
 
 _BACKLOG = 1024
@@ -39,6 +39,7 @@ _BACKLOG = 1024
 _SHORTEST_NAP_SECONDS, _LOOK_SECONDS = 0.001, 0.05
 _DEFAULT_ROUTE = "192.0.2.1"
 """An address of nobody's (RFC 5737): the way to it is the way to everybody."""
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
     "CYXTRAIN_SECRET is not set: rank 0 made a secret for this run, and the store at which the ranks meet gives it to "
     "whoever asks. That keeps out strays, not attackers; set CYXTRAIN_SECRET to the same long random text on every "
@@ -158,7 +159,8 @@ class _Members:
     ) -> None:
         first = meeting.table[0]
         if options.secret is None and rank == 0:
-            warnings.warn(_NO_SECRET, stacklevel=2)
+            # Explicit: it is about no line of anybody's, and is said once in a process.
+            warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
         self._key = _key(options, first)
         self._meeting = meeting
         self._rank = rank

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cyxtrain.ring.handshake import MAX_BYTES, Claim, HandshakeError, Listener, NoProofError, take_message
+from cyxtrain.ring.meeting.handshake import MAX_BYTES, Claim, HandshakeError, Listener, NoProofError, take_message
 
 _log = logging.getLogger("cyxtrain.ring")
 _HANDSHAKE_SECONDS = 5.0

@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
 def doing(thread: int, latest: str) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts
-from cyxtrain.ring.door import Door
 from cyxtrain.ring.frames import (
     Control,
     DamagedError,
@@ -29,8 +28,9 @@ from cyxtrain.ring.frames import (
     take_control_frame,
 )
 from cyxtrain.ring.link import watch_over
-from cyxtrain.ring.pulse import Pulse, lost
-from cyxtrain.ring.waits import MESSAGES, NOBODY, Waits
+from cyxtrain.ring.meeting.door import Door
+from cyxtrain.ring.watching.pulse import Pulse, lost
+from cyxtrain.ring.watching.waits import MESSAGES, NOBODY, Waits
 
 _log = logging.getLogger("cyxtrain.ring")
 _CAUSE_SECONDS = 1.0

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.entry import Entry
-from cyxtrain.ring.handshake import MAX_BYTES, Caller, Claim, HandshakeError, RefusedError, take_message
 from cyxtrain.ring.link import Deadline, Poller
-from cyxtrain.ring.rollcall import RollCall
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.handshake import MAX_BYTES, Caller, Claim, HandshakeError, RefusedError, take_message
+from cyxtrain.ring.meeting.rollcall import RollCall
 
 _LOOK_SECONDS = 0.05
 _EXPLAIN_SECONDS = 0.15

@@ -66,6 +66,10 @@ class Board:
         """Adds to the number at a key, and returns it."""
         return self._ask(lambda: self._store.add(key, number))
 
+    def delete(self, key: str) -> None:
+        """Takes a key away, if it is there."""
+        self._ask(lambda: self._store.delete_key(key))
+
     def close(self) -> None:
         """Ends the thread; harmless twice. One that gets no answer ends when its store does."""
         if self._clerk is not None:

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from torch.distributed import Store
 
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts
-from cyxtrain.ring.board import Board, StoreLostError
-from cyxtrain.ring.entry import Entry, misfit, not_ours
 from cyxtrain.ring.frames import FrameError, json_object
 from cyxtrain.ring.host import State, state_of
 from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.board import Board, StoreLostError
+from cyxtrain.ring.meeting.entry import Entry, misfit, not_ours
 from cyxtrain.ring.siblings import Siblings
 
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
@@ -75,6 +75,9 @@ class RollCall:
         self._life = self.board.add(f"claims/{self._rank}", 1)
         if self._life > 1:
             self._check_taken()
+        if self._life > 2:  # nobody is in the meeting before the last any more, and the store may live for ever
+            for name in ("entry", "met"):
+                self.board.delete(f"{self._life - 2}/{name}/{self._rank}")
 
     def answer(self, entry: Entry) -> None:
         """Says that this rank is here.

@@ -1,0 +1,149 @@
+"""The store at which ranks meet: what it does not answer, what it may not learn, and who is named."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from meetings import LATE, meet
+from ring_values import error_of
+from worlds import join_threads, run_threads, wait_until
+
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting import entry as entry_module
+from cyxtrain.ring.meeting import rendezvous
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.watching import waits
+
+
+class SilentStore(dist.Store):
+    """A store whose process is stopped: it takes questions, and answers none until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def add(self, key, number):
+        self.goes_on.wait(30)
+        return 1
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.0])
+def test_a_store_that_does_not_answer_is_left_at_the_deadline(seconds):
+    store = SilentStore()
+    try:
+        start = time.monotonic()
+        error = error_of(lambda: meet(store, 1, 2, seconds))
+        assert isinstance(error, RendezvousError)
+        assert "rank 1 gets no answer from the store" in str(error)
+        assert error.rank == 0
+        assert time.monotonic() - start < seconds + LATE
+    finally:
+        store.goes_on.set()
+
+
+def test_a_secret_that_is_no_text_lets_in_who_knows_it_and_shows_itself_nowhere():
+    options = RingOptions(secret="caf\udce9 and more")  # how Python shows bytes of the environment that are no UTF-8
+
+    def rank_main(rank):
+        group = meet(store, rank, 2, options=options)
+        group.barrier()
+        joined.append(rank)
+        group.shutdown()
+
+    store, joined = dist.HashStore(), []
+    join_threads([threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)], 20.0)
+    assert sorted(joined) == [0, 1]
+    assert "more" not in repr(options)
+    assert "11" not in repr(Entry(2, key="11" * 32))
+
+
+def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch):
+    def broken(name, address):
+        if name == 1:
+            raise ValueError("what is nobody's business")
+        return listen(name, address)
+
+    def rank_main(rank):
+        start = time.monotonic()
+        with pytest.raises((RendezvousError, ValueError)) as raised:
+            meet(store, rank, 2)
+        found[rank] = raised.value, time.monotonic() - start
+
+    listen = rendezvous._listen
+    monkeypatch.setattr(rendezvous, "_listen", broken)
+    store, found = dist.HashStore(), {}
+    join_threads([threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)], 20.0)
+    assert isinstance(found[1][0], ValueError)
+    first, seconds = found[0]
+    assert str(first).startswith("rank 1 cannot join: ValueError. Look at its output.")
+    assert "business" not in str(first)
+    assert seconds < 1.0
+
+
+def test_a_rank_that_ends_when_all_have_met_is_not_missed(monkeypatch):
+    """It may have left in peace: whoever has not noticed yet that all have met looks once more."""
+
+    def all_met(self):
+        found = really_all_met(self)
+        if self._rank == 0 and not looked:
+            wait_until(lambda: really_all_met(self))
+            return False
+        return found
+
+    def look(self):
+        if self._rank == 0 and really_all_met(self):
+            looked.append("a process has ended")
+            raise RendezvousError("rank 1 is lost: its process ended while the ranks were meeting", rank=1)
+
+    looked, really_all_met = [], RollCall.all_met
+    monkeypatch.setattr(RollCall, "all_met", all_met)
+    monkeypatch.setattr(RollCall, "look", look)
+    run_threads(2, lambda group: group.barrier())
+    assert looked
+
+
+def test_forked_processes_are_told_apart(monkeypatch):
+    own = Entry(2).token
+    monkeypatch.setattr(entry_module.os, "getpid", lambda: 12345)
+    assert Entry(2).token != own
+
+
+def test_ranks_that_are_not_connected_with_all_others_are_named():
+    store = dist.HashStore()
+    rolls = [RollCall(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
+    for roll in rolls:
+        roll.claim()
+    rolls[0].met()
+    assert rolls[2].unmet() == [7, 9]
+    assert not rolls[0].all_met()
+    rolls[1].met()
+    rolls[2].met()
+    assert rolls[0].unmet() == []
+    assert rolls[0].all_met()
+
+
+def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch, caplog):
+    def rank_main(group):
+        tensor = torch.ones(3)
+        if group.rank() == 0:
+            group.recv([tensor], 1).wait(timedelta(seconds=20))
+            return
+        wait_until(lambda: "has waited" in caplog.text)
+        group.send([tensor], 0).wait()
+
+    monkeypatch.setattr(waits, "WARN_SECONDS", 1.5)
+    with caplog.at_level(logging.WARNING, "cyxtrain.ring"):
+        run_threads(2, rank_main)
+    [line] = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert "rank 0 has waited" in line
+    assert "for rank 1 in message (float32 [3], tag 0)" in line
+    assert "It says: " in line
