@@ -72,7 +72,7 @@ def test_different_secrets_are_said_on_all_sides_within_a_second(odd):
     options = {f"r{rank}": SECRET for rank in range(3)} | {f"r{odd}": RingOptions(secret="another one")}
     for error, seconds in meet_all(dist.HashStore(), [0, 1, 2], 3, **options):
         assert "did not believe rank" in str(error)
-        assert "CYXTRAIN_SECRET must be the same on every rank" in str(error)
+        assert "Set CYXTRAIN_SECRET to the same value on every rank" in str(error)
         assert "another one" not in str(error)
         assert seconds < 1.0
 
@@ -272,8 +272,8 @@ def test_processes_join_with_one_secret_or_none_of_which_rank_0_warns(tmp_path, 
     [
         (["one", None], "rank 0 was started with a secret and rank 1 without"),
         ([None, "one"], "rank 1 was started with a secret and rank 0 without"),
-        (["one", "another"], "did not believe rank 1: it closed the connection without a word"),
-        (["one", "one", "another"], "did not believe rank 2: it closed the connection without a word"),
+        (["one", "another"], "did not believe rank 1: they were most likely started with different secrets"),
+        (["one", "one", "another"], "did not believe rank 2: they were most likely started with different secrets"),
     ],
     ids=str,
 )

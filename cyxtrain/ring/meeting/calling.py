@@ -62,8 +62,8 @@ def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: Roll
             disbelieved += ended.proven
             if disbelieved == _PROOFS:
                 raise RendezvousError(
-                    f"{where} did not believe {who}: it closed the connection without a word. CYXTRAIN_SECRET must be "
-                    f"the same on every rank; else look at the output of rank {peer}.",
+                    f"{where} did not believe {who}: they were most likely started with different secrets. Set "
+                    f"CYXTRAIN_SECRET to the same value on every rank; else look at the output of rank {peer}.",
                     rank=peer,
                 ) from None
             if roll.deadline.passed():

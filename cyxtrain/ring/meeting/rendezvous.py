@@ -43,7 +43,8 @@ _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
     "CYXTRAIN_SECRET is not set: rank 0 made a secret for this run, and the store at which the ranks meet gives it to "
     "whoever asks. That keeps out strays, not attackers; set CYXTRAIN_SECRET to the same long random text on every "
-    "rank, and require_secret=True in DistributedConfig to never start without."
+    "rank (python -c 'import secrets; print(secrets.token_hex(32))'), and require_secret=True in DistributedConfig to "
+    "never start without."
 )
 
 
@@ -127,7 +128,7 @@ def meet(
         if taken.holder is not None and taken.first is not None:
             claim = Claim(taken.first.run, generation, Role.CONTROL, rank, len(names), options.checksums)
             knock(taken.holder, claim, _key(options, taken.first))
-        raise
+        raise RendezvousError(str(taken), rank=taken.rank) from None
     except CyxtrainError as error:
         roll.tell(error)
         meeting.close()

@@ -203,8 +203,8 @@ class RollCall:
         who = "another process" if holder is None or not holder.host else f"another process at {holder.host}"
         pid = "" if holder is None or not holder.process.pid else f" (pid {holder.process.pid})"
         error = RankTakenError(
-            f"rank {name} is taken: {who}{pid} has joined as rank {name} already. Give every process a RANK of "
-            "its own, and start all ranks anew after one has failed.",
+            f"rank {name} is taken: {who}{pid} has joined as rank {name} already, and is not disturbed. Give every "
+            "process a RANK of its own; where that one is left from an earlier run, end it and start all ranks anew.",
             rank=name,
         )
         error.holder, error.first = holder, self._entry_of(0)
@@ -215,8 +215,9 @@ class RollCall:
         missing = [name for rank, name in enumerate(self._names) if rank not in self._here]
         names = ", ".join(f"rank {name}" for name in missing)
         return RendezvousError(
-            f"{names} of a world of {len(self._names)} did not come before the deadline. Look at the output of what "
-            "is missing, or start it; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long the others wait.",
+            f"{names} of a world of {len(self._names)} did not come before the deadline. Look at the output of "
+            f"{names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; timeout_ms "
+            "(DISTRIBUTED_TIMEOUT_MS) sets how long they wait.",
             rank=missing[0],
         )
 

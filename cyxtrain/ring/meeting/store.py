@@ -38,7 +38,8 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
         if error.errno == errno.EADDRINUSE:
             message = (
                 f"rank 0 cannot wait for the others: port {port} is in use on this machine. "
-                "Another training may run here: choose another port with MASTER_PORT (or master_port), on every rank."
+                "Was rank 0 started twice, or does one of an earlier run still live? Where another training runs here, "
+                "choose another port with MASTER_PORT (or master_port), on every rank."
             )
         else:
             message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."

@@ -80,7 +80,7 @@ class Pulse:
         if seconds < STOPPED_SECONDS:
             return None
         return PeerSilentError(
-            f"rank {peer} is stopped (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s: so says the kernel of "
+            f"rank {peer} is stopped (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s: so the kernel says of its "
             f"process {process.pid}. Start all ranks again, and stop none of them for longer than three seconds.",
             rank=peer,
         )
