@@ -16,9 +16,9 @@ from cyxtrain.ring.meeting.handshake import MAX_BYTES, Caller, Claim, HandshakeE
 from cyxtrain.ring.meeting.rollcall import RollCall
 
 _LOOK_SECONDS = 0.05
-_EXPLAIN_SECONDS = 0.15
+_EXPLAIN_SECONDS = 0.1
 """How long a rank that was sent away waits for the cause, which comes by way of the store."""
-_PROOFS = 4
+_PROOFS = 3
 """How often it proves in vain that it knows the secret."""
 _KNOCK_SECONDS = 1.0
 
