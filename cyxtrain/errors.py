@@ -108,6 +108,12 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
 }
 
 
+def reported(message: object, rank: int) -> str:
+    """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
+    text = str(message)
+    return text if "(reported by rank " in text else f"{text} (reported by rank {rank})"
+
+
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
     """Rebuilds an error from `CyxtrainError.to_facts`, also where the sender knows types that we do not."""
     kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)

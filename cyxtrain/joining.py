@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain import environment
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.link import Deadline
@@ -58,18 +57,18 @@ def join(config: DistributedConfig) -> Joined:
         BackendUnavailableError: The backend is not on this machine.
     """
     global _lives
-    deadline = time.monotonic() + config.timeout_ms / 1000
+    deadline = Deadline(config.timeout_ms / 1000)
     backend = BackendType.parse(config.backend or BackendType.CPU)
     _warn_of_untested_torch()
     _require_backend(backend, config)
-    environment.ring_options()  # what cannot be is refused before anything starts
+    options = environment.ring_options()  # what cannot be is refused before anything starts
     while True:
         store = _open_store(config, deadline)
         try:
-            _meet(backend, store, config, deadline)
+            _make_group(backend, store, config, options, deadline)
         except StoreLostError:
             # Rank 0 of the life before went away just now; its next life opens the store again.
-            if config.rank == 0 or time.monotonic() >= deadline:
+            if config.rank == 0 or deadline.passed():
                 raise
             continue
         break
@@ -80,12 +79,12 @@ def join(config: DistributedConfig) -> Joined:
     return Joined(group, config, small, store)
 
 
-def _open_store(config: DistributedConfig, deadline: float) -> dist.Store:
+def _open_store(config: DistributedConfig, deadline: Deadline) -> dist.Store:
     assert config.rank is not None
     assert config.world_size is not None
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
-    left = max(deadline - time.monotonic(), 0.001)
+    left = _left(deadline).total_seconds()
     prefix = environment.agent_store_prefix(config)
     if config.rank == 0 and prefix is None:
         store = host_store(config.master_addr, config.master_port, config.world_size, left)
@@ -94,49 +93,36 @@ def _open_store(config: DistributedConfig, deadline: float) -> dist.Store:
     return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{_lives + 1}", store)
 
 
-def _meet(backend: BackendType, store: dist.Store, config: DistributedConfig, deadline: float) -> None:
-    """Makes the default group."""
-    if backend is not BackendType.CPU:
-        _await_all(store, config, deadline)
-    _make_group(backend, store, config, max(deadline - time.monotonic(), 0.001))
-
-
-def _await_all(store: dist.Store, config: DistributedConfig, deadline: float) -> None:
-    """Waits until all ranks are here, and says which are not; our own ring does so by itself."""
-    world_size = config.world_size or 1
-    left = Deadline(max(deadline - time.monotonic(), 0.0))
-    roll = RollCall(dist.PrefixStore("roll", store), config.rank or 0, range(world_size), left)
-    try:
-        roll.claim()
-        roll.answer(Entry(world_size))
-        roll.table()
-    except RendezvousError as error:
-        roll.tell(error)
-        raise
-    finally:
-        roll.board.close()
-
-
-def _make_group(backend: BackendType, store: dist.Store, config: DistributedConfig, join_seconds: float) -> None:
+def _make_group(
+    backend: BackendType, store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline
+) -> None:
     """Makes the default group; joining has one deadline, collectives another."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    join_timeout, timeout = timedelta(seconds=join_seconds), timedelta(milliseconds=config.collective_timeout_ms)
+    timeout = timedelta(milliseconds=config.collective_timeout_ms)
     if backend is BackendType.CPU:
         # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
         # a rank that tries again would look for the others in another place.
-        options = environment.ring_options()
         ring = RingProcessGroup(
-            store, rank, world_size, timeout, join_timeout=join_timeout, options=options, siblings=TORCHS_WORLD
+            store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=TORCHS_WORLD
         )
         dist.init_process_group("ring", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=ring)
         return
+    roll = RollCall(dist.PrefixStore("roll", store), rank, range(world_size), deadline)
+    with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
+        roll.answer(Entry(world_size))
+        roll.table()
     try:
-        dist.init_process_group(backend.value, store=store, rank=rank, world_size=world_size, timeout=join_timeout)
+        dist.init_process_group(backend.value, store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
         raise RendezvousError(
             f"rank {rank} could not make a {backend.value} group: {error}. Look at the output of the other ranks."
         ) from error
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def _left(deadline: Deadline) -> timedelta:
+    """Returns the time until it; never none, which a process group takes for "not given"."""
+    return timedelta(seconds=max(deadline.left(), 0.001))
 
 
 def _require_backend(backend: BackendType, config: DistributedConfig) -> None:

@@ -11,6 +11,7 @@ from cyxtrain.ring.meeting.handshake import Caller, Claim, HandshakeError, Role,
 
 Address = tuple[str, int]
 SECONDS = 10.0
+KEY = b"the secret of this run"
 CLAIM = Claim(run="00" * 16, generation=0, role=Role.CONTROL, rank=1, world_size=2, checksums=False)
 HELLO = Caller(CLAIM, b"").hello()
 
@@ -33,6 +34,15 @@ WORDS = {
 """What is no hello, by name."""
 UNFINISHED = {"nothing": b"", "half a prefix": HELLO[:3], "half a hello": HELLO[:-20]}
 """What may become a hello, by name."""
+
+
+def body(data: bytes) -> bytes:
+    """The body of the one message that was said."""
+    heard = bytearray(data)
+    found = take_message(heard)
+    assert found is not None
+    assert not heard
+    return found
 
 
 def connect(address: Address, seconds: float = SECONDS) -> socket.socket:

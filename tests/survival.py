@@ -73,11 +73,11 @@ class World:
             os.kill(self._processes[rank].pid, number)
         return at
 
-    def stop(self, *ranks: int, seconds: float) -> None:
-        """Stops ranks, or all, and lets them go on so much later."""
-        self.send(signal.SIGSTOP, *ranks)
+    def stop(self, *ranks: int, seconds: float) -> float:
+        """Stops ranks, or all, and lets them go on so much later; returns for how long they were stopped."""
+        stopped = self.send(signal.SIGSTOP, *ranks)
         time.sleep(seconds)
-        self.send(signal.SIGCONT, *ranks)
+        return self.send(signal.SIGCONT, *ranks) - stopped
 
     def outcomes(self, seconds: float = 40.0) -> list[Ended]:
         """Waits until all have ended; fails where one goes on after so many seconds."""
@@ -226,6 +226,7 @@ def stopped_in_own_wait(folder: Path) -> list[float]:
     """Stops a rank that waits with a deadline of 3 s for one that comes after 4; returns how long they took."""
     with living(folder, 2, survival_ranks.wait_through_an_own_stop, str(folder), 3.0) as world:
         world.wait_for_all("busy")
+        # These times are the scenario: a wait of 4.1 s, which is too long, and of which it runs for 1.6 s.
         time.sleep(0.3)
         world.stop(1, seconds=2.5)
         time.sleep(1.3)

@@ -58,6 +58,14 @@ def undisturbed() -> Callable[[int], World]:
     return at
 
 
+def by_day_and_nightly(by_day: int, nightly: int) -> pytest.MarkDecorator:
+    """The test takes a count and a seed: few by day, many by night."""
+    marks = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+    return pytest.mark.parametrize(
+        ("count", "seed"), [(by_day, SEED), pytest.param(nightly, SEED + 1, marks=marks)], ids=["by day", "nightly"]
+    )
+
+
 # --- what changes nothing -------------------------------------------------------------------------------------------
 
 
@@ -159,7 +167,8 @@ def drawn_flips(count: int, seed: int, traffic: list[Traffic], *roles: str) -> l
     return found
 
 
-def check_flips(count: int, seed: int) -> None:
+@by_day_and_nightly(100, 5000)
+def test_every_flipped_bit_is_found_and_the_link_named(count, seed):
     clean = run_world(3, everything, options=CHECKED)
     assert clean.errors == [None] * 3
     faults = drawn_flips(count, seed, clean.traffic, "collectives", "messages")
@@ -179,16 +188,6 @@ def check_flips(count: int, seed: int) -> None:
     assert sum(found.values()) == count
 
 
-def test_every_flipped_bit_is_found_and_the_link_named():
-    check_flips(100, SEED)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_five_thousand_flipped_bits_are_found():
-    check_flips(5000, SEED + 1)
-
-
 def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
     """Otherwise the tests above would show nothing: here a payload changes, and only the result tells."""
     flow = next(flow for flow in undisturbed(1).traffic if flow.role == "messages")
@@ -201,7 +200,8 @@ def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
     assert differing == [flow.peer]
 
 
-def check_handshake_flips(count: int, seed: int) -> None:
+@by_day_and_nightly(24, 1000)
+def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
     clean = run_world(2, everything, options=CHECKED)
     generator, faults = random.Random(seed), []
     for _ in range(count):
@@ -223,16 +223,6 @@ def check_handshake_flips(count: int, seed: int) -> None:
         assert any(isinstance(error, RendezvousError) for error in world.errors), (fault, world.errors)
         refused += 1
     print(f"\nseed {seed}: {count} bits flipped in handshakes, {refused} refused; of the errors {dict(counts)}")
-
-
-def test_every_flipped_bit_of_a_handshake_is_refused():
-    check_handshake_flips(24, SEED)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_a_thousand_flipped_bits_of_handshakes_are_refused():
-    check_handshake_flips(1000, SEED + 1)
 
 
 def test_a_flipped_bit_in_what_is_said_beside_the_ring_names_its_rank():

@@ -10,25 +10,15 @@ import struct
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strangers import CLAIM, WORDS
+from strangers import CLAIM, KEY, WORDS, body
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.host import Process
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.handshake import Caller, HandshakeError, Listener, message, take_message
 
-KEY = b"the secret of this run"
 BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
-
-
-def body(data: bytes) -> bytes:
-    """The body of the one message that was said."""
-    heard = bytearray(data)
-    found = take_message(heard)
-    assert found is not None
-    assert not heard
-    return found
 
 
 HELLO = json.loads(body(Caller(CLAIM, KEY).hello()))

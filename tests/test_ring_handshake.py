@@ -10,7 +10,7 @@ import json
 import struct
 
 import pytest
-from strangers import WORDS
+from strangers import KEY, WORDS, body
 
 from cyxtrain.ring.meeting.handshake import (
     MAX_BYTES,
@@ -25,18 +25,8 @@ from cyxtrain.ring.meeting.handshake import (
     take_message,
 )
 
-KEY = b"the secret of this run"
 CLAIM = Claim(run="5f" * 16, generation=3, role=Role.MESSAGES, rank=2, world_size=5, checksums=True)
 LARGEST = 2**32 - 1
-
-
-def body(data: bytes) -> bytes:
-    """The body of the one message that was said."""
-    heard = bytearray(data)
-    found = take_message(heard)
-    assert found is not None
-    assert not heard
-    return found
 
 
 def shake(caller: Caller, listener: Listener, refused: str = "") -> list[bytes]:

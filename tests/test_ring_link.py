@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import threading
@@ -143,8 +142,6 @@ class _Sleeping:
 def test_a_process_that_is_stopped_in_a_wait_finds_its_deadline_moved(tmp_path):
     with living(tmp_path / "notes", 1, survival_ranks.wait_alone, str(tmp_path / "notes"), 1.0) as world:
         world.wait_for_all("busy")
-        stopped = world.send(signal.SIGSTOP)
-        time.sleep(2.0)
-        continued = world.send(signal.SIGCONT)
+        stopped_seconds = world.stop(seconds=2.0)
         ((began, ended),) = world.values()
-    assert ended - began > 1.0 + (continued - stopped) - 0.6
+    assert ended - began > 1.0 + stopped_seconds - 0.6

@@ -85,12 +85,11 @@ class Board:
             StoreLostError: It has gone.
             RendezvousError: It does not answer.
         """
-        answer = _tried(question) if isinstance(_root(self._store), HashStore) else self._ask_patiently(question)
+        answer = _tried(question) if isinstance(root_of(self._store), HashStore) else self._ask_patiently(question)
         if isinstance(answer, RuntimeError):  # PyTorch's DistNetworkError, DistStoreError and their kind
             self.lost = True
-            cause = (str(answer).strip().splitlines() or [type(answer).__name__])[0]
             raise StoreLostError(
-                f"{self._who} lost the store at which the ranks meet ({cause}): "
+                f"{self._who} lost the store at which the ranks meet ({first_line(answer)}): "
                 "has the process of rank 0, or the launcher, ended? Look at its output first.",
                 rank=0,
             ) from answer
@@ -126,7 +125,13 @@ def _tried(question: Callable[[], object]) -> object:
         return error
 
 
-def _root(store: Store) -> Store:
+def first_line(error: Exception) -> str:
+    """Returns what PyTorch says of an error; what follows is where in its own code."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def root_of(store: Store) -> Store:
+    """Returns the store under all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -13,9 +13,8 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.link import Deadline, Poller
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.handshake import MAX_BYTES, Caller, Claim, HandshakeError, RefusedError, take_message
-from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RollCall
 
-_LOOK_SECONDS = 0.05
 _EXPLAIN_SECONDS = 0.1
 """How long a rank that was sent away waits for the cause, which comes by way of the store."""
 _PROOFS = 3
@@ -143,7 +142,7 @@ def _wait(sock: socket.socket, deadline: Deadline, look: Callable[[], None], *, 
     """Waits until a socket is ready; looks meanwhile whether the meeting has failed."""
     poller = Poller()
     readers, writers = ([], [sock]) if writing else ([sock], [])
-    while not poller.wait(readers, writers, deadline, _LOOK_SECONDS):
+    while not poller.wait(readers, writers, deadline, LOOK_SECONDS):
         look()
         if deadline.passed():
             raise TimeoutError(errno.ETIMEDOUT, "no answer before the deadline")
@@ -154,7 +153,7 @@ def _hear_why(roll: RollCall) -> None:
     patience = Deadline(min(_EXPLAIN_SECONDS, roll.deadline.left()))
     while not patience.passed():
         roll.look()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _reason(error: OSError) -> str:

@@ -19,24 +19,24 @@ import socket
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, Store, TCPStore
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.board import root_of
 from cyxtrain.ring.meeting.calling import call, knock
 from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.entry import Entry, misfit
 from cyxtrain.ring.meeting.handshake import Claim, Role
-from cyxtrain.ring.meeting.rollcall import RankTakenError, RollCall
+from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RankTakenError, RollCall, ended, naps
 from cyxtrain.ring.siblings import Siblings
 
 _BACKLOG = 1024
 """Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
-_SHORTEST_NAP_SECONDS, _LOOK_SECONDS = 0.001, 0.05
 _DEFAULT_ROUTE = "192.0.2.1"
 """An address of nobody's (RFC 5737): the way to it is the way to everybody."""
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
@@ -117,30 +117,20 @@ def meet(
     if len(names) == 1:
         return meeting  # a world of one binds no port
     roll = RollCall(store, rank, names, Deadline(timeout_seconds), siblings)
+    claim = Claim("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
     try:
-        roll.claim()
-        meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
-        roll.answer(_entry(rank, len(names), meeting.listener, options))
-        meeting.table = roll.table()
-        _Members(meeting, rank, names, options, generation).gather(roll)
+        with roll.taking_part():
+            meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
+            roll.answer(_entry(rank, len(names), meeting.listener, options))
+            meeting.table = roll.table()
+            _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
     except RankTakenError as taken:
-        meeting.close()
         if taken.holder is not None and taken.first is not None:
-            claim = Claim(taken.first.run, generation, Role.CONTROL, rank, len(names), options.checksums)
-            knock(taken.holder, claim, _key(options, taken.first))
+            knock(taken.holder, replace(claim, run=taken.first.run), _key(options, taken.first))
         raise RendezvousError(str(taken), rank=taken.rank) from None
-    except CyxtrainError as error:
-        roll.tell(error)
+    except BaseException:
         meeting.close()
         raise
-    except BaseException as error:  # Ctrl-C, say: the others must not wait
-        # Only its name: the text of an error can hold what is nobody's business.
-        reason = f"rank {names[rank]} cannot join: {type(error).__name__}. Look at its output."
-        roll.tell(RendezvousError(reason, rank=names[rank]))
-        meeting.close()
-        raise
-    finally:
-        roll.board.close()
     return meeting
 
 
@@ -149,25 +139,21 @@ class _Members:
 
     Args:
         meeting: With table and listener; gets the rest.
-        rank: This rank.
         names: By rank, how errors call it.
         options: Secret and checksums.
-        generation: Of the group that is made.
+        own: What this rank says of itself.
     """
 
-    def __init__(
-        self, meeting: Meeting, rank: int, names: Sequence[int], options: RingOptions, generation: int
-    ) -> None:
-        first = meeting.table[0]
-        if options.secret is None and rank == 0:
+    def __init__(self, meeting: Meeting, names: Sequence[int], options: RingOptions, own: Claim) -> None:
+        if options.secret is None and own.rank == 0:
             # Explicit: it is about no line of anybody's, and is said once in a process.
             warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
-        self._key = _key(options, first)
+        self._key = _key(options, meeting.table[0])
         self._meeting = meeting
-        self._rank = rank
+        self._rank = own.rank
         self._names = names
-        self._own = Claim(first.run, generation, Role.CONTROL, rank, len(names), options.checksums)
-        self._awaited = {(other, role) for other in range(rank + 1, len(names)) for role in Role}
+        self._own = own
+        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in Role}
         self._failure: RendezvousError | None = None
 
     def gather(self, roll: RollCall) -> None:
@@ -183,7 +169,7 @@ class _Members:
         for peer in range(self._rank):
             self._notice_end_of(peer)
         while self._awaited:
-            self._wait(_LOOK_SECONDS, roll)
+            self._wait(LOOK_SECONDS, roll)
         self._await_the_others(roll)
         for sock in meeting.sockets[Role.CONTROL].values():
             with contextlib.suppress(KeyError):
@@ -191,12 +177,11 @@ class _Members:
 
     def _await_the_others(self, roll: RollCall) -> None:
         """Waits until all are connected with all: if one ends before, who is done must not leave with the cause."""
-        nap_seconds = _SHORTEST_NAP_SECONDS
+        nap_seconds = naps()
         try:
             roll.met()
             while not roll.all_met():
-                self._wait(nap_seconds, roll)
-                nap_seconds = min(2 * nap_seconds, _LOOK_SECONDS)
+                self._wait(next(nap_seconds), roll)
         except CyxtrainError:
             # All connections of this rank stand: where the store is lost, the watch will hear what has happened. And
             # once all have met, whoever ends may do so.
@@ -217,8 +202,7 @@ class _Members:
             raise self._missing(roll)
 
     def _call(self, peer: int, role: Role, roll: RollCall) -> socket.socket:
-        claim = Claim(self._own.run, self._own.generation, role, self._rank, len(self._names), self._own.checksums)
-        who = f"rank {self._names[self._rank]}"
+        who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role)
         return call(self._meeting.table[peer], self._names[peer], who, claim, self._key, roll)
 
     def _judge(self, claim: Claim) -> str:
@@ -251,19 +235,14 @@ class _Members:
 
         def look() -> None:
             try:
-                ended = not sock.recv(1, socket.MSG_PEEK)
+                is_end = not sock.recv(1, socket.MSG_PEEK)
             except BlockingIOError:
                 return
             except OSError:
-                ended = True
+                is_end = True
             selector.unregister(sock)  # it speaks already: the watch will listen
-            if ended:
-                name = self._names[peer]
-                self._failure = RendezvousError(
-                    f"rank {name} is lost: it ended while the ranks were meeting. Look at the output of rank {name}, "
-                    "and start all ranks again.",
-                    rank=name,
-                )
+            if is_end:
+                self._failure = ended(self._names[peer])
 
         selector.register(sock, selectors.EVENT_READ, look)
 
@@ -316,8 +295,7 @@ def _entry(rank: int, world_size: int, listener: socket.socket, options: RingOpt
 
 def _store_host(store: Store) -> str:
     """Returns the host of the store's server; this machine for stores that have none."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = root_of(store)
     if isinstance(store, FileStore):  # on a disk that machines share
         return _DEFAULT_ROUTE
     return store.host if isinstance(store, TCPStore) else "localhost"

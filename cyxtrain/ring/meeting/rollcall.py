@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.distributed import Store
 
-from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts
+from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
 from cyxtrain.ring.frames import FrameError, json_object
 from cyxtrain.ring.host import State, state_of
 from cyxtrain.ring.link import Deadline
@@ -21,7 +21,9 @@ from cyxtrain.ring.meeting.board import Board, StoreLostError
 from cyxtrain.ring.meeting.entry import Entry, misfit, not_ours
 from cyxtrain.ring.siblings import Siblings
 
-_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
+LOOK_SECONDS = 0.05
+"""How often a rank that waits looks whether the meeting has failed."""
+_SHORTEST_NAP_SECONDS = 0.001
 _HEARERS_SECONDS = 0.3
 
 
@@ -65,6 +67,24 @@ class RollCall:
         self._own = Entry(len(names))
         self._here: dict[int, Entry] = {}
 
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Takes this rank as `claim` does, tells the others if what follows fails, and lets go of the store."""
+        try:
+            self.claim()
+            yield
+        except CyxtrainError as error:
+            self.tell(error)
+            raise
+        except BaseException as error:  # Ctrl-C, say: the others must not wait
+            # Only its name: the text of an error can hold what is nobody's business.
+            name = self._names[self._rank]
+            reason = f"rank {name} cannot join: {type(error).__name__}. Look at its output."
+            self.tell(RendezvousError(reason, rank=name))
+            raise
+        finally:
+            self.board.close()
+
     def claim(self) -> None:
         """Takes this rank: from now on the others can be told of a failure.
 
@@ -94,15 +114,14 @@ class RollCall:
         Raises:
             RendezvousError: Ranks are missing at the deadline, or do not fit together; or one of them has failed.
         """
-        nap_seconds = _SHORTEST_NAP_SECONDS
-        while len(self._here) < len(self._names):
+        for nap_seconds in naps():
             self.look()
             self._read_entries()
-            if len(self._here) < len(self._names):
-                if self.deadline.passed():
-                    raise self._missing()
-                time.sleep(nap_seconds)
-                nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+            if len(self._here) == len(self._names):
+                break
+            if self.deadline.passed():
+                raise self._missing()
+            time.sleep(nap_seconds)
         return [self._here[rank] for rank in range(len(self._names))]
 
     def look(self) -> None:
@@ -122,19 +141,12 @@ class RollCall:
             raise loss.again()
         for rank, entry in self._here.items():
             if state_of(entry.process, self._own.process) is State.GONE:
-                name = self._names[rank]
-                raise RendezvousError(
-                    f"rank {name} is lost: its process ended while the ranks were meeting (killed, or out of memory?). "
-                    f"Look at the output of rank {name}, and start all ranks again.",
-                    rank=name,
-                )
+                raise ended(self._names[rank])
 
     def tell(self, error: CyxtrainError) -> None:
         """Tells all ranks that this one cannot join, and why; the first to do so is believed."""
         name = self._names[self._rank]
-        facts = error.to_facts() | {"type": RendezvousError.__name__}
-        if "(reported by rank " not in str(error):
-            facts["message"] = f"{error} (reported by rank {name})"
+        facts = error.to_facts() | {"type": RendezvousError.__name__, "message": reported(error, name)}
         if not self._life or self.board.lost:  # the others will notice that by themselves
             return
         with contextlib.suppress(RendezvousError):
@@ -230,6 +242,23 @@ class RollCall:
             if 0 not in self._here:
                 raise
             raise RendezvousError(str(error), rank=0) from error
+
+
+def naps() -> Iterator[float]:
+    """Yields for how many seconds to wait before the next look: what is late already may be late for long."""
+    seconds = _SHORTEST_NAP_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, LOOK_SECONDS)
+
+
+def ended(name: int) -> RendezvousError:
+    """Returns the error for a rank that has ended without a word while the ranks were meeting."""
+    return RendezvousError(
+        f"rank {name} is lost: its process ended while the ranks were meeting (killed, or out of memory?). "
+        f"Look at the output of rank {name}, and start all ranks again.",
+        rank=name,
+    )
 
 
 def _failure(text: bytes) -> CyxtrainError:

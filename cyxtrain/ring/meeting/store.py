@@ -15,6 +15,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.board import first_line
 
 _RETRY_SECONDS = 0.1
 _LONGEST_TRY_SECONDS = 2.0
@@ -84,10 +86,10 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
     Raises:
         RendezvousError: The true cause, and how often it was tried.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline = Deadline(timeout_seconds)
     detail = ""
     while True:
-        failure = _await_listener(address, port, max(deadline - time.monotonic(), 0.0))
+        failure = _await_listener(address, port, deadline.left())
         if failure is not None:
             raise RendezvousError(
                 f"rank {rank} could not reach rank 0 at {address}:{port} within {timeout_seconds:.3g} s: {failure}. "
@@ -98,8 +100,8 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
         opened = _connect(address, port, world_size, deadline)
         if isinstance(opened, TCPStore):
             return opened
-        detail = "" if opened is None else f" ({_first_line(opened)})"
-        if time.monotonic() >= deadline - _RETRY_SECONDS:
+        detail = "" if opened is None else f" ({first_line(opened)})"
+        if deadline.left() <= _RETRY_SECONDS:
             break
         time.sleep(_RETRY_SECONDS)  # the store of a life before may be closing
     raise RendezvousError(
@@ -109,12 +111,12 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
     )
 
 
-def _connect(address: str, port: int, world_size: int, deadline: float) -> TCPStore | Exception | None:
+def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TCPStore | Exception | None:
     """Returns PyTorch's client, or why there is none; None where what listens there says nothing."""
     opened: list[TCPStore | Exception] = []
 
     def connect() -> None:
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+        left = timedelta(seconds=max(deadline.left(), 0.1))
         try:
             opened.append(TCPStore(address, port, world_size, False, left, wait_for_workers=False))
         except Exception as error:
@@ -123,28 +125,27 @@ def _connect(address: str, port: int, world_size: int, deadline: float) -> TCPSt
     # PyTorch's client never gives up where a silent stranger listens: it waits in a thread that we can leave.
     thread = threading.Thread(target=connect, name="cyxtrain-store", daemon=True)
     thread.start()
-    thread.join(max(deadline - time.monotonic(), 0.1) + 0.2)
+    thread.join(max(deadline.left(), 0.1) + 0.2)
     return opened[0] if opened else None
 
 
 def _await_listener(address: str, port: int, timeout_seconds: float) -> str | None:
     """Waits until something listens there; returns None, or at the deadline why it could not be reached."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = Deadline(timeout_seconds)
     tries = 0
     while True:
         tries += 1
-        left = deadline - time.monotonic()
+        seconds = max(min(deadline.left(), _LONGEST_TRY_SECONDS), 0.01)
         try:
-            with socket.create_connection((address, port), timeout=max(min(left, _LONGEST_TRY_SECONDS), 0.01)) as probe:
+            with socket.create_connection((address, port), timeout=seconds) as probe:
                 if probe.getsockname() != probe.getpeername():
                     return None
                 cause = "connection refused"  # by chance the kernel gave us that very port, and we met ourselves
         except OSError as error:
             cause = _cause(error)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if deadline.passed():
             return f"{cause} ({tries} tries)"
-        time.sleep(min(left, _RETRY_SECONDS))  # rank 0 may not listen yet
+        time.sleep(min(deadline.left(), _RETRY_SECONDS))  # rank 0 may not listen yet
 
 
 def _cause(error: OSError) -> str:
@@ -153,7 +154,3 @@ def _cause(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer (timed out)"
     return os.strerror(error.errno).lower() if error.errno else str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

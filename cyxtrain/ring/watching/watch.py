@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
 from cyxtrain.ring.frames import (
     Control,
     DamagedError,
@@ -40,8 +40,9 @@ _LONGEST_BEAT_SECONDS = 0.5
 """A kernel counts the time without an answer from the first byte that is not acknowledged, and asks by itself only
 where nothing is on its way: were beats rarer, a cut of the network would be noticed so much later."""
 _LATE_SECONDS = 0.5
-_LEAVE_SECONDS = 2.0
 """A thread that wakes so much later than it wanted was stopped, with its whole process."""
+_LEAVE_SECONDS = 2.0
+"""How long a rank that leaves waits for the thread, which may hang in a log that nobody reads."""
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 """By number: Python raises some of them as TimeoutError, which is also what its own timeouts raise."""
 
@@ -178,7 +179,7 @@ class Watch:
                 self._stop_links()
                 self._changed.notify_all()
         self._wake_writer.send(b"!")  # its end alone would not wake us while a child of a fork still holds it
-        self._thread.join(_LEAVE_SECONDS)  # it may hang in a log that nobody reads
+        self._thread.join(_LEAVE_SECONDS)
         self._wake_writer.close()
         for sock in self._controls.values():
             with contextlib.suppress(OSError):
@@ -286,9 +287,7 @@ class Watch:
     def _take(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
         """Does what a control frame asks for."""
         if kind is Control.ABORT:
-            if "(reported by rank " not in str(facts.get("message")):
-                facts["message"] = f"{facts.get('message')} (reported by rank {peer})"
-            self.fail(error_from_facts(facts))
+            self.fail(error_from_facts(facts | {"message": reported(facts.get("message"), peer)}))
         elif kind is Control.GOODBYE:
             with self._changed:
                 self._departed[peer] = _number(facts, "collectives")
