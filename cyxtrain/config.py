@@ -170,6 +170,8 @@ class RingOptions:
     """Silence after which a rank on another machine counts as gone (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
     checksums: bool = False
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
+    transport: str = "auto"
+    """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
 
 
 @_settings

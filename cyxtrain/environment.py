@@ -8,6 +8,8 @@
     CYXTRAIN_SECRET               what every rank must know to be let in; the launcher makes one for each run
     CYXTRAIN_HEARTBEAT_TIMEOUT_MS milliseconds of silence after which a rank on another machine counts as gone; 30000
     CYXTRAIN_CHECKSUMS            1: every frame of the ring carries a checksum; default 0
+    CYXTRAIN_TRANSPORT            between ranks of one machine: cma (they read each other's memory), unix (sockets
+                                  without a network), tcp, or auto, the default: the first of them that works
 
 torchrun sets these very names. Slurm, Open MPI and others come with clusters.
 """
@@ -23,6 +25,7 @@ from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import ConfigError
 
 _IDENTITY = ("RANK", "WORLD_SIZE")
+_TRANSPORTS = ("auto", "tcp", "unix", "cma")
 _SIGNS = ("LOCAL_RANK", "MASTER_ADDR")
 """What nobody sets for a process that is alone."""
 
@@ -90,7 +93,12 @@ def ring_options(variables: Mapping[str, str] | None = None) -> RingOptions:
     checksums = variables.get("CYXTRAIN_CHECKSUMS") or "0"
     if checksums not in ("0", "1"):
         raise ConfigError(f"CYXTRAIN_CHECKSUMS in the environment must be 0 or 1, got {checksums!r}.")
-    return RingOptions(variables.get("CYXTRAIN_SECRET") or None, milliseconds / 1000, checksums == "1")
+    transport = (variables.get("CYXTRAIN_TRANSPORT") or "auto").lower()
+    if transport not in _TRANSPORTS:
+        raise ConfigError(
+            f"CYXTRAIN_TRANSPORT in the environment must be one of {', '.join(_TRANSPORTS)}, got {transport!r}."
+        )
+    return RingOptions(variables.get("CYXTRAIN_SECRET") or None, milliseconds / 1000, checksums == "1", transport)
 
 
 def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.algorithms import chunks
+from cyxtrain.ring.routes import few
 
 Op = dist.ReduceOp
 DTYPES = contract_values.DTYPES
@@ -42,7 +43,26 @@ def reductions_of(dtype):
 
 
 def reduced(tensors, op):
-    """The documented result: chunk c is combined from rank c + 1 on, all around, with rank c as the last."""
+    """The documented result: of few bytes a tree of neighbours, of more each chunk all around.
+
+    Few: the first ranks are combined in pairs, until a power of two is left; then neighbours, and neighbours of those.
+    More: chunk c is combined from rank c + 1 on, all around, with rank c as the last.
+    """
+    if few(len(tensors), tensors[0].numel(), tensors[0].element_size()):
+        return in_a_tree(tensors, op)
+    return all_around(tensors, op)
+
+
+def in_a_tree(tensors, op):
+    power = 1 << (len(tensors).bit_length() - 1)
+    total, pairs = Op.SUM if op == Op.AVG else op, len(tensors) - power
+    places = [folded(tensors[2 * pair : 2 * pair + 2], total) for pair in range(pairs)] + list(tensors[2 * pairs :])
+    while len(places) > 1:
+        places = [folded(places[place : place + 2], total) for place in range(0, len(places), 2)]
+    return averaged(places[0], len(tensors)) if op == Op.AVG else places[0]
+
+
+def all_around(tensors, op):
     parts = []
     for chunk, (start, end) in enumerate(chunks(tensors[0].numel(), len(tensors))):
         order = [tensors[(chunk + 1 + step) % len(tensors)][start:end] for step in range(len(tensors))]
@@ -65,13 +85,23 @@ def folded(order, op):
         total = arrays[0].copy()
         for array in arrays[1:]:
             total = WHOLE[op](total, array)
-        if op == Op.AVG and dtype is not torch.bool:
-            total = (np.sign(total) * (np.abs(total) // len(order))).astype(total.dtype)
-        return torch.from_numpy(total)
+        total = torch.from_numpy(total)
+        return averaged(total, len(order)) if op == Op.AVG else total
     total = order[0].clone()
     for part in order[1:]:
         total = REAL[op](total, part)
-    return total / len(order) if op == Op.AVG else total
+    return averaged(total, len(order)) if op == Op.AVG else total
+
+
+def averaged(total, world_size):
+    if total.dtype is torch.bool:
+        return total
+    if contract_values.is_whole(total.dtype):
+        array = total.numpy()
+        return torch.from_numpy((np.sign(array) * (np.abs(array) // world_size)).astype(array.dtype))
+    if total.is_complex():
+        return torch.view_as_complex(torch.view_as_real(total) / world_size)
+    return total / world_size
 
 
 def bits(tensor):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import chunks
+from cyxtrain.ring.algorithms import Then, chunks
 
 RANKS = range(1, 9)
 
@@ -89,7 +89,7 @@ class Lockstep:
         start, end = receive.receive
         assert len(payload) == send.send[1] - send.send[0] == end - start
         target = self.targets[receiver]
-        if receive.reduce:
+        if receive.then is Then.COMBINE:
             payload = [(came[0] + here[0], here[1]) for came, here in zip(payload, target[start:end], strict=True)]
         target[start:end] = payload
         self.heard[receiver] |= self._told[sender]
@@ -117,7 +117,7 @@ def test_all_reduce_sums_every_chunk_along_the_ring_and_gives_it_to_all(world_si
     spans = chunks(count, world_size)
     buffers = [own(rank, count) for rank in range(world_size)]
     reducing = [algorithms.reduce_scatter(rank, world_size, spans) for rank in range(world_size)]
-    gathering = [algorithms.all_gather(rank, world_size, spans) for rank in range(world_size)]
+    gathering = [algorithms.all_gather(rank, world_size, spans, range(world_size)) for rank in range(world_size)]
     assert Lockstep([a + b for a, b in zip(reducing, gathering, strict=True)], buffers).run().all_heard()
     expected = [
         element
@@ -143,7 +143,7 @@ def test_all_gather_brings_every_span_to_all(world_size, count):
     buffers = [[None] * (world_size * count) for _ in range(world_size)]
     for rank, (start, end) in enumerate(spans):
         buffers[rank][start:end] = own(rank, count)
-    schedules = [algorithms.all_gather(rank, world_size, spans) for rank in range(world_size)]
+    schedules = [algorithms.all_gather(rank, world_size, spans, range(world_size)) for rank in range(world_size)]
     assert Lockstep(schedules, buffers).run().all_heard()
     assert buffers == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
 
@@ -153,7 +153,9 @@ def test_broadcast_copies_the_buffer_of_any_rank_to_all(world_size, count):
     for src, segments in itertools.product(range(world_size), (1, 2, 20)):
         segment = max(1, count // segments)
         buffers = [own(rank, count) for rank in range(world_size)]
-        schedules = [algorithms.broadcast(rank, world_size, count, src, segment) for rank in range(world_size)]
+        schedules = [
+            algorithms.broadcast(rank, world_size, count, src, segment, range(world_size)) for rank in range(world_size)
+        ]
         assert Lockstep(schedules, buffers).run().all_heard()
         assert buffers == [own(src, count)] * world_size
 
@@ -232,8 +234,8 @@ def test_every_schedule_first_speaks_to_the_next_rank_and_hears_the_previous(wor
             for step in (
                 algorithms.agreement(rank, world_size)[0],
                 algorithms.reduce_scatter(rank, world_size, spans)[0],
-                algorithms.all_gather(rank, world_size, spans)[0],
-                algorithms.broadcast(rank, world_size, 100, 0, 10)[0],
+                algorithms.all_gather(rank, world_size, spans, range(world_size))[0],
+                algorithms.broadcast(rank, world_size, 100, 0, 10, range(world_size))[0],
                 algorithms.gather(rank, world_size, spans, 0, (0, 1))[0],
                 algorithms.scatter(rank, world_size, spans, 0, (0, 1))[0],
                 algorithms.all_to_all(rank, world_size, spans, spans)[0],

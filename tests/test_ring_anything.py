@@ -188,5 +188,5 @@ def test_twenty_thousand_times_nothing_but_protocol_errors(check, strategies):
 def test_an_entry_arrives_as_it_was_said_also_from_a_later_version_that_says_more():
     facts = json.loads(ENTRY.to_json())
     assert Entry.from_json(json.dumps(facts)) == ENTRY
-    more = facts | {"colour": "blue", "protocol": 2, "process": facts["process"] | {"cgroup": "/"}}
-    assert Entry.from_json(json.dumps(more)) == dataclasses.replace(ENTRY, protocol=2)
+    more = facts | {"colour": "blue", "protocol": 7, "process": facts["process"] | {"cgroup": "/"}}
+    assert Entry.from_json(json.dumps(more)) == dataclasses.replace(ENTRY, protocol=7)

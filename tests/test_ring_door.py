@@ -36,7 +36,7 @@ class House:
         self.selector = selectors.DefaultSelector()
         self.members: dict[Claim, socket.socket] = {}
         self.refusals: dict[int, str] = {}
-        self.door = Door(self.listener, "rank 0", KEY, self._judge, self._admit, self.selector)
+        self.door = Door([self.listener], "rank 0", KEY, self._judge, self._admit, self.selector)
 
     def _judge(self, claim: Claim) -> str:
         return self.refusals.get(claim.rank, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import struct
@@ -35,6 +34,7 @@ from cyxtrain.ring.frames import (
     header,
     is_damaged,
     json_object,
+    payload_address,
     payload_sum,
     take_control_frame,
 )
@@ -53,7 +53,7 @@ OTHERS = [
 @pytest.mark.parametrize("operation", [OPERATION, *OTHERS], ids=lambda operation: operation.kind.name)
 def test_a_header_says_the_whole_operation(operation):
     for checksums in (False, True):
-        data = header(operation.identity(), memoryview(bytes(77)), checksums=checksums)
+        data = whole_header(operation, memoryview(bytes(77)), checksums=checksums)
         assert len(data) == HEADER_BYTES
         assert data[:EXPECTED_BYTES] == expected_header(operation.identity(), 77)
         assert decode_header(data) == (operation, 77)
@@ -74,14 +74,14 @@ def test_a_header_says_the_whole_operation(operation):
     ids=str,
 )
 def test_any_difference_changes_the_header(change):
-    assert dataclasses.replace(OPERATION, **change).identity() != OPERATION.identity()
+    assert OPERATION._replace(**change).identity() != OPERATION.identity()
 
 
 def test_more_than_six_dimensions_keep_their_number_of_elements():
     assert folded((1, 2, 3, 4, 5, 6)) == (1, 2, 3, 4, 5, 6)
     assert folded((1, 2, 3, 4, 5, 6, 7, 8)) == (1, 2, 3, 4, 5, 336)
-    seven = dataclasses.replace(OPERATION, shape=(1, 2, 3, 4, 5, 6, 7))
-    assert decode_header(header(seven.identity(), memoryview(b""), checksums=False))[0].shape == (1, 2, 3, 4, 5, 42)
+    seven = OPERATION._replace(shape=(1, 2, 3, 4, 5, 6, 7))
+    assert decode_header(whole_header(seven, memoryview(b""), checksums=False))[0].shape == (1, 2, 3, 4, 5, 42)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_more_than_six_dimensions_keep_their_number_of_elements():
     ids=["magic", "version", "operation", "reduction", "dtype", "dimensions"],
 )
 def test_what_is_no_header_is_refused_with_the_reason(position, byte, message):
-    data = bytearray(header(OPERATION.identity(), memoryview(b""), checksums=False))
+    data = bytearray(whole_header(OPERATION, memoryview(b""), checksums=False))
     data[position] = byte
     with pytest.raises(FrameError, match=message):
         decode_header(data)
@@ -131,20 +131,37 @@ def test_an_operation_knows_its_bytes():
 
 def test_checksums_are_of_the_payload_and_of_the_header_before_them():
     payload = memoryview(b"what travels")
-    data = header(OPERATION.identity(), payload, checksums=True)
+    data = whole_header(OPERATION, payload, checksums=True)
     assert payload_sum(data) == xxh3_64_digest(payload)
     assert not is_damaged(data)
-    bare = header(OPERATION.identity(), payload, checksums=False)
-    assert bare == data[:EXPECTED_BYTES] + bytes(16)
+    bare = whole_header(OPERATION, payload, checksums=False)
+    assert bare == data[:EXPECTED_BYTES] + bytes(24)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_header_says_where_a_payload_is_that_does_not_follow(checksums):
+    payload = memoryview(b"what stays where it is")
+    begin = expected_header(OPERATION.identity(), len(payload))
+    offered = header(begin, payload, checksums=checksums, address=2**48 - 8)
+    assert payload_address(offered) == 2**48 - 8
+    assert decode_header(offered) == (OPERATION, len(payload))
+    assert payload_address(header(begin, payload, checksums=checksums)) == 0
+    if checksums:
+        assert payload_sum(offered) == xxh3_64_digest(payload)
+        assert all(is_damaged(flip(offered, bit)) for bit in range(8 * len(offered)))
 
 
 def test_every_bit_that_turns_over_in_a_header_or_its_payload_is_found():
     payload = bytes(range(64))
-    data = header(OPERATION.identity(), memoryview(payload), checksums=True)
+    data = whole_header(OPERATION, memoryview(payload), checksums=True)
     for bit in range(8 * len(data)):
         assert is_damaged(flip(data, bit)), bit
     for bit in range(8 * len(payload)):
         assert xxh3_64_digest(flip(payload, bit)) != payload_sum(data), bit
+
+
+def whole_header(operation, payload, *, checksums):
+    return header(expected_header(operation.identity(), len(payload)), payload, checksums=checksums)
 
 
 def flip(data, bit):
@@ -244,7 +261,7 @@ SMALL = st.dictionaries(
 FRAMES = st.tuples(st.sampled_from(Control), SMALL)
 HEADERS = st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES) | st.tuples(
     OPERATIONS, st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)), max_size=3)
-).map(lambda drawn: _changed(header(drawn[0].identity(), memoryview(b""), checksums=False), drawn[1]))
+).map(lambda drawn: _changed(whole_header(drawn[0], memoryview(b""), checksums=False), drawn[1]))
 SIZES = st.lists(st.integers(1, 200), max_size=30)
 NOISE = st.binary(max_size=100) | st.builds(
     lambda body, kind: control_head(kind=kind, length=len(body), body=body) + body,
@@ -261,9 +278,9 @@ def _changed(data, changes):
 
 
 def check_headers(operation, data):
-    whole = header(operation.identity(), memoryview(b"1234"), checksums=True)
+    whole = whole_header(operation, memoryview(b"1234"), checksums=True)
     found, payload_bytes = decode_header(whole)
-    assert (found, payload_bytes) == (dataclasses.replace(operation, shape=folded(operation.shape)), 4)
+    assert (found, payload_bytes) == (operation._replace(shape=folded(operation.shape)), 4)
     assert math.prod(found.shape) == math.prod(operation.shape)
     with contextlib.suppress(FrameError):
         found, payload_bytes = decode_header(data)

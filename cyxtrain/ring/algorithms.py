@@ -3,18 +3,32 @@
 A schedule is the list of one rank's transfers, in order; ranks run theirs at the same time. Positions are
 element offsets. `send` refers to a source buffer, `receive` to a target buffer; for all_reduce they are one.
 
-The order in which elements are summed is a pure function of (world size, count): chunk c is summed along the
-ring, beginning at rank c + 1 and ending at rank c, and every rank gets those very bits.
+The order in which elements are summed is a pure function of (world size, bytes): few are summed by recursive
+doubling; of more, chunk c is summed along the ring, beginning at rank c + 1 and ending at rank c. Every rank gets
+those very bits.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 Span = tuple[int, int]
-_NOTHING: Span = (0, 0)
+NOTHING: Span = (0, 0)
+
+
+class Then(enum.IntEnum):
+    """What is done with what arrives."""
+
+    REPLACE = 0
+    COMBINE = 1
+    """It is combined with what is there, piece by piece."""
+    EXCHANGE = 2
+    """It is combined with what is there once that has been sent; what comes from the lower rank stands first."""
+    FOLD = 3
+    """It is read where it is, with that of other ranks."""
 
 
 class Transfer(NamedTuple):
@@ -24,8 +38,20 @@ class Transfer(NamedTuple):
     send: Span
     receive_from: int | None
     receive: Span
-    reduce: bool = False
-    """Combine what arrives with what is there, instead of replacing it."""
+    then: Then = Then.REPLACE
+
+
+class Fold(NamedTuple):
+    """One step of one rank: `span` of all sources is combined in their order, and with what is there last.
+
+    Only for ranks that can read each other's memory.
+    """
+
+    sources: tuple[int, ...]
+    span: Span
+
+
+Step = Transfer | Fold
 
 
 def chunks(count: int, parts: int) -> list[Span]:
@@ -44,9 +70,93 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
     distance = 1
     while distance < world_size:
         ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size
-        schedule.append(Transfer(ahead, _NOTHING, behind, _NOTHING))
+        schedule.append(Transfer(ahead, NOTHING, behind, NOTHING))
         distance *= 2
     return schedule
+
+
+def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
+    """Leaves in the whole buffer of every rank the combination of all.
+
+    Where the number of ranks is no power of two, the first odd ones leave their part to the rank before them, and get
+    the result from it.
+    Cost: log2 N frames of the whole buffer each way, and up to two more.
+    Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005),
+    section 4.4.
+    """
+    whole = (0, count)
+    power = 1 << (world_size.bit_length() - 1)
+    pairs = world_size - power
+    """So many ranks are represented by the one before them."""
+    if rank < 2 * pairs and rank % 2:
+        return [Transfer(rank - 1, whole, None, NOTHING, Then.EXCHANGE), Transfer(None, NOTHING, rank - 1, whole)]
+    schedule = []
+    if rank < 2 * pairs:
+        schedule.append(Transfer(None, NOTHING, rank + 1, whole, Then.EXCHANGE))
+    place = rank // 2 if rank < 2 * pairs else rank - pairs
+    distance = 1
+    while distance < power:
+        other = place ^ distance
+        peer = 2 * other if other < pairs else other + pairs
+        schedule.append(Transfer(peer, whole, peer, whole, Then.EXCHANGE))
+        distance *= 2
+    if rank < 2 * pairs:
+        schedule.append(Transfer(rank + 1, whole, None, NOTHING))
+    return schedule
+
+
+def telling_all(rank: int, world_size: int, count: int) -> list[Transfer]:
+    """Brings the source of every rank to a row of the target on all, directly: for very few elements.
+
+    Cost: N - 1 frames, in one round.
+    """
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    told = [Transfer(other, (0, count), None, NOTHING) for other in others]
+    return told + [Transfer(None, NOTHING, other, (other * count, (other + 1) * count)) for other in others]
+
+
+def tree(world_size: int) -> list[tuple[int, int]]:
+    """Returns which row is combined into which, in order, to get the result of `recursive_doubling` in row 0."""
+    power = 1 << (world_size.bit_length() - 1)
+    pairs = world_size - power
+    steps = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
+    places = [2 * place if place < pairs else place + pairs for place in range(power)]
+    while len(places) > 1:
+        steps += zip(places[::2], places[1::2], strict=True)
+        places = places[::2]
+    return steps
+
+
+def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
+    """Leaves in `spans[rank]` the combination of all ranks, summed in the order of `reduce_scatter`, in one step.
+
+    For ranks that can read each other's memory. Cost: N - 1 frames, (N - 1) / N of the buffer read.
+    """
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
+    return [*offers, Fold(tuple(others), spans[rank])]
+
+
+def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
+    """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
+
+    Cost: N - 1 frames, (N - 1) / N of the buffer read.
+    """
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    offers = [Transfer(other, spans[rank], None, NOTHING) for other in others]
+    return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
+
+
+def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Transfer]:
+    """Brings the buffer of `src` to all, directly: for ranks that can read each other's memory.
+
+    Cost: ceil(log2 N) empty frames; each rank reads the buffer.
+    """
+    whole = (0, count)
+    schedule = agreement(rank, world_size)
+    if rank != src:
+        return [*schedule, Transfer(None, NOTHING, src, whole)]
+    return schedule + [Transfer(other, whole, None, NOTHING) for other in range(world_size) if other != src]
 
 
 def reduce_scatter(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
@@ -57,40 +167,59 @@ def reduce_scatter(rank: int, world_size: int, spans: Sequence[Span]) -> list[Tr
     """
     ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
     return [
-        Transfer(ahead, spans[(rank - 1 - step) % world_size], behind, spans[(rank - 2 - step) % world_size], True)
+        Transfer(
+            ahead, spans[(rank - 1 - step) % world_size], behind, spans[(rank - 2 - step) % world_size], Then.COMBINE
+        )
         for step in range(world_size - 1)
     ]
 
 
-def all_gather(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
-    """Brings `spans[r]` of every rank r to all. Cost: N - 1 frames, (N - 1) / N of the buffer each way."""
-    ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
+def all_gather(rank: int, world_size: int, spans: Sequence[Span], ring: Sequence[int]) -> list[Transfer]:
+    """Brings `spans[r]` of every rank r to all. Cost: N - 1 frames, (N - 1) / N of the buffer each way.
+
+    Args:
+        rank: This rank.
+        world_size: How many ranks.
+        spans: By rank.
+        ring: All ranks in the order in which they pass on.
+    """
+    place = ring.index(rank)
+    ahead, behind = ring[(place + 1) % world_size], ring[(place - 1) % world_size]
     return [
-        Transfer(ahead, spans[(rank - step) % world_size], behind, spans[(rank - 1 - step) % world_size])
+        Transfer(ahead, spans[ring[place - step]], behind, spans[ring[place - 1 - step]])
         for step in range(world_size - 1)
     ]
 
 
-def broadcast(rank: int, world_size: int, count: int, src: int, segment: int) -> list[Transfer]:
+def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Transfer]:
     """Passes the buffer of `src` along a chain, in segments that follow each other closely.
 
     The agreement comes first: else `src` could leave before it hears that others called something else.
     Cost: ceil(log2 N) empty frames, then the buffer once in and once out, N - 1 hops of latency.
+
+    Args:
+        rank: This rank.
+        world_size: How many ranks.
+        count: Elements.
+        src: Where it begins.
+        segment: Elements that are passed on at once.
+        ring: As in `all_gather`.
     """
-    place = (rank - src) % world_size
-    behind = None if place == 0 else (rank - 1) % world_size
-    ahead = None if place == world_size - 1 else (rank + 1) % world_size
+    own, first = ring.index(rank), ring.index(src)
+    place = (own - first) % world_size
+    behind = None if place == 0 else ring[own - 1]
+    ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
     schedule = agreement(rank, world_size)
     if world_size == 1:
         return schedule
     if behind is None:
-        return schedule + [Transfer(ahead, piece, None, _NOTHING) for piece in pieces]
+        return schedule + [Transfer(ahead, piece, None, NOTHING) for piece in pieces]
     for index, piece in enumerate(pieces):
         forward = ahead if index > 0 else None
-        schedule.append(Transfer(forward, pieces[index - 1] if index else _NOTHING, behind, piece))
+        schedule.append(Transfer(forward, pieces[index - 1] if index else NOTHING, behind, piece))
     if ahead is not None and pieces:
-        schedule.append(Transfer(ahead, pieces[-1], None, _NOTHING))
+        schedule.append(Transfer(ahead, pieces[-1], None, NOTHING))
     return schedule
 
 
@@ -101,8 +230,8 @@ def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Spa
     """
     schedule = agreement(rank, world_size)
     if rank != dst:
-        return [*schedule, Transfer(dst, own, None, _NOTHING)]
-    return schedule + [Transfer(None, _NOTHING, other, spans[other]) for other in range(world_size) if other != dst]
+        return [*schedule, Transfer(dst, own, None, NOTHING)]
+    return schedule + [Transfer(None, NOTHING, other, spans[other]) for other in range(world_size) if other != dst]
 
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
@@ -112,8 +241,8 @@ def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Sp
     """
     schedule = agreement(rank, world_size)
     if rank != src:
-        return [*schedule, Transfer(None, _NOTHING, src, own)]
-    return schedule + [Transfer(other, spans[other], None, _NOTHING) for other in range(world_size) if other != src]
+        return [*schedule, Transfer(None, NOTHING, src, own)]
+    return schedule + [Transfer(other, spans[other], None, NOTHING) for other in range(world_size) if other != src]
 
 
 def all_to_all(rank: int, world_size: int, send: Sequence[Span], receive: Sequence[Span]) -> list[Transfer]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.link import Link
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.meeting.handshake import Role
 from cyxtrain.ring.meeting.rendezvous import Meeting
-from cyxtrain.ring.mesh import SEGMENT_BYTES, Mesh
+from cyxtrain.ring.memory import PeerMemory
+from cyxtrain.ring.mesh import Mesh
+from cyxtrain.ring.routes import Routes
+from cyxtrain.ring.tensors import Scratch
+from cyxtrain.ring.transfers import SEGMENT_BYTES
 from cyxtrain.ring.watching.pulse import Pulse
 from cyxtrain.ring.watching.watch import Watch
 
@@ -39,9 +41,10 @@ class Connections:
         assert meeting.door is not None
         assert meeting.selector is not None
         self.meeting = meeting
-        self.scratch = torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
+        self.scratch = Scratch(SEGMENT_BYTES)
         sockets = meeting.sockets
-        self.links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.COLLECTIVES].items()}
+        self.routes = _routes(meeting, rank)
+        self.links = {peer: _link(meeting, rank, peer, names[peer]) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
         controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
         others = {names[peer]: meeting.table[peer].process for peer in self.links}
@@ -53,6 +56,13 @@ class Connections:
         )
         self.mailbox = Mailbox(self.message_links, self.watch, options.checksums)
         self.mesh = Mesh(self.links, self.mailbox, self.watch, options.checksums)
+
+    @property
+    def transport(self) -> str:
+        """How collectives travel from this rank: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
+        near = {link.transport for link in self.links.values()} - {"tcp"}
+        all_near = all(link.transport != "tcp" for link in self.links.values())
+        return " and ".join(sorted(near)) + ("" if all_near else " within a machine, tcp between") if near else "tcp"
 
     def stop_links(self) -> None:
         """Wakes everybody who waits on a link."""
@@ -73,3 +83,20 @@ class Connections:
         self.watch.leave(collectives)
         self.mailbox.close()
         self.meeting.close()
+
+
+def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
+    """Returns the link for collectives; what one of two ranks offers is what the other reads."""
+    memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
+    return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
+
+
+def _routes(meeting: Meeting, rank: int) -> Routes:
+    machines = [entry.machine for entry in meeting.table]
+    ranks = range(len(machines))
+    return Routes(
+        rank,
+        len(machines),
+        direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
+        ring=sorted(ranks, key=lambda other: (machines.index(machines[other]), other)),
+    )

@@ -5,8 +5,9 @@ to, completely: the receiver knows what must come, so it compares bytes before i
 hostile length never allocates anything. A control frame is a short JSON text beside the data.
 
 Header, big-endian: magic "CX", protocol version, generation (u32), operation, reduction, dtype and number of dimensions
-(u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), and two checksums (u64 each,
-XXH3; 0 where they are off): of the payload, and of all of the header before.
+(u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and two
+checksums (u64 each, XXH3; 0 where they are off): of the payload, and of all of the header before. The address is 0
+where the payload follows; else the payload stays where it is, and the receiver reads it there (see memory).
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ import functools
 import json
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CyxtrainError, DamagedFrameError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _MAGIC = b"CX"
 _MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
 _NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">Q")
+_ADDRESS = struct.Struct(">Q")
 _SUM_BYTES = 8
 _NO_SUMS = bytes(2 * _SUM_BYTES)
+_NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
 EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
 """The part of a header that the receiver knows before it comes."""
-HEADER_BYTES = EXPECTED_BYTES + len(_NO_SUMS)
+HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + _SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
@@ -116,8 +118,7 @@ def dtype_code(dtype: torch.dtype) -> int:
         raise CyxtrainError(f"Tensors of {dtype} cannot travel over the ring; convert them first.") from None
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One collective, as all its ranks must agree on it.
 
     Attributes:
@@ -193,16 +194,20 @@ def expected_header(identity: bytes, payload_bytes: int) -> bytes:
     return identity + _LENGTH.pack(payload_bytes)
 
 
-def header(identity: bytes, payload: memoryview, *, checksums: bool) -> bytes:
-    """Returns the header of one transfer of an operation. Cost of checksums: one more reading of the payload."""
-    return finished_header(expected_header(identity, len(payload)), payload, checksums=checksums)
+def header(begin: bytes, payload: memoryview, *, checksums: bool, address: int = 0) -> bytes:
+    """Returns the header of one transfer.
 
+    Cost of checksums: one more reading of the payload.
 
-def finished_header(head: bytes, payload: memoryview, *, checksums: bool) -> bytes:
-    """Returns a header of which the part before the checksums is there."""
+    Args:
+        begin: As `expected_header` gives it.
+        payload: What is sent.
+        checksums: Whether the header carries them.
+        address: Where the receiver reads the payload; 0: it follows.
+    """
     if not checksums:
-        return head + _NO_SUMS
-    head += xxh3_64_digest(payload)
+        return begin + (_ADDRESS.pack(address) + _NO_SUMS if address else _NO_ADDRESS_NO_SUMS)
+    head: bytes = begin + _ADDRESS.pack(address) + xxh3_64_digest(payload)
     return head + xxh3_64_digest(head)
 
 
@@ -224,7 +229,13 @@ def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
 
 def payload_sum(head: bytes | bytearray) -> bytes:
     """Returns the checksum of the payload that a header announces."""
-    return bytes(head[EXPECTED_BYTES : EXPECTED_BYTES + _SUM_BYTES])
+    return bytes(head[-2 * _SUM_BYTES : -_SUM_BYTES])
+
+
+def payload_address(head: bytes | bytearray) -> int:
+    """Returns where the payload is in the sender's memory; 0: it follows the header."""
+    address: int = _ADDRESS.unpack_from(head, EXPECTED_BYTES)[0]
+    return address
 
 
 def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:

@@ -12,35 +12,49 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilentError
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Span, Transfer, chunks
+from cyxtrain.ring.algorithms import Span, Step, chunks
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
-from cyxtrain.ring.mesh import SEGMENT_BYTES, Buffers
+from cyxtrain.ring.routes import Routes, few
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import (
+    Combiner,
+    Scratch,
     check_target,
     check_tensor,
-    combiner,
     divide,
     flat_copy_of,
     flat_view_of,
     memory_of,
 )
+from cyxtrain.ring.transfers import Buffers
 from cyxtrain.ring.watching.doing import doing
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""
+
+
+class _Reduction(NamedTuple):
+    """A reduction at work: `flat` is combined in place."""
+
+    operation: Operation
+    flat: Tensor
+    buffers: Buffers
+    deadline: Deadline
+
+    def is_few(self, world_size: int) -> bool:
+        return few(world_size, self.flat.numel(), self.buffers.item_bytes)
 
 
 class Group:
@@ -96,6 +110,8 @@ class Group:
         except BaseException:
             meeting.close()
             raise
+        self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
+        self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes
         self._siblings.add(self)
         _alive.add(self)
 
@@ -104,30 +120,40 @@ class Group:
         """How many collectives this group has begun."""
         return self._sequence
 
+    @property
+    def transport(self) -> str:
+        """How collectives travel from this rank; see `Connections`. Alone: "none"."""
+        return "none" if self._ring is None else self._ring.transport
+
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
-        """Reduces in place, on all ranks. Cost: 2 (N - 1) frames, 2 (N - 1) / N of the bytes each way."""
+        """Reduces in place, on all ranks.
+
+        Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
+        """
         flat = flat_view_of(check_target(tensor))
-        spans = chunks(flat.numel(), self.world_size)
-        reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
-        rest = algorithms.all_gather(self.rank, self.world_size, spans)
-        buffers, deadline = self._reducing_buffers(flat, reduction), self._deadline(timeout)
         with self._lock:
-            operation = self._operation(Kind.ALL_REDUCE, tensor, reduction)
-            self._reduce_chunks(operation, reducing, buffers, flat[slice(*spans[self.rank])], deadline)
-            self._run(operation, rest, buffers, deadline)
+            work = self._reduction(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
+            if work.is_few(self.world_size):
+                self._reduce_few(work)
+            else:
+                spans = chunks(flat.numel(), self.world_size)
+                self._reduce_chunks(work, spans, more=True)
+                rest = self._routes.all_gather(spans, work.buffers.item_bytes)
+                self._run(work.operation, rest, work.buffers, work.deadline)
         _copy_back(flat, tensor)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
         flat = flat_copy_of(check_target(tensor))
-        spans = chunks(flat.numel(), self.world_size)
-        reducing = algorithms.reduce_scatter(self.rank, self.world_size, spans)
-        rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
-        buffers, deadline = self._reducing_buffers(flat, reduction), self._deadline(timeout)
         with self._lock:
-            operation = self._operation(Kind.REDUCE, tensor, reduction, dst)
-            self._reduce_chunks(operation, reducing, buffers, flat[slice(*spans[self.rank])], deadline)
-            self._run(operation, rest, buffers, deadline)
+            work = self._reduction(Kind.REDUCE, tensor, flat, reduction, timeout, dst)
+            if work.is_few(self.world_size):
+                self._reduce_few(work)
+            else:
+                spans = chunks(flat.numel(), self.world_size)
+                self._reduce_chunks(work, spans, more=True)
+                rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
+                self._run(work.operation, rest, work.buffers, work.deadline)
         if self.rank == dst:
             _copy_back(flat, tensor)
 
@@ -136,39 +162,54 @@ class Group:
     ) -> None:
         """Reduces `flat`, N times as long as `output`, and leaves to each rank its part. `flat` is used up.
 
-        Cost: N - 1 frames, (N - 1) / N of the bytes each way.
+        The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few as there.
         """
         spans = even_spans(check_target(output).numel(), self.world_size)
-        schedule = algorithms.reduce_scatter(self.rank, self.world_size, spans)
-        buffers, own = self._reducing_buffers(flat, reduction), flat[slice(*spans[self.rank])]
         with self._lock:
-            operation = self._operation(Kind.REDUCE_SCATTER, output, reduction)
-            self._reduce_chunks(operation, schedule, buffers, own, self._deadline(timeout))
-        output.detach().copy_(own.view(output.shape))
+            work = self._reduction(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
+            if work.is_few(self.world_size):
+                self._reduce_few(work)
+            else:
+                self._reduce_chunks(work, spans, more=False)
+        output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
 
-    def _reducing_buffers(self, flat: Tensor, reduction: Reduction) -> Buffers:
-        """Raises where this dtype has no such reduction, before anything starts."""
+    def _reduction(
+        self, kind: Kind, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None, dst: int = -1
+    ) -> _Reduction:
+        """Begins a reduction. Raises where this dtype has no such one, before anything starts."""
+        combiner = Combiner(reduction, flat, self._scratch)
         memory = memory_of(flat)
-        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if self._ring is None else self._ring.scratch
-        combine = combiner(reduction, flat, scratch.view(flat.dtype))
-        return Buffers(memory, memory, flat.element_size(), combine, memory_of(scratch))
+        buffers = Buffers(memory, memory, flat.element_size(), combiner, self._scratch.memory)
+        return _Reduction(self._operation(kind, tensor, reduction, dst), flat, buffers, self._deadline(timeout))
 
-    def _reduce_chunks(
-        self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, own: Tensor, deadline: Deadline
-    ) -> None:
-        """Leaves this rank's chunk, `own`, reduced, and the others half done."""
-        self._run(operation, schedule, buffers, deadline)
-        if operation.reduction is Reduction.AVG:
-            divide(own, self.world_size)
+    def _reduce_few(self, work: _Reduction) -> None:
+        """Leaves all of it reduced on every rank: by a tree, in as few rounds as can be."""
+        count, buffers = work.flat.numel(), work.buffers
+        if self._routes.tells_all(count, buffers.item_bytes):
+            assert buffers.combiner is not None
+            rows = Buffers(buffers.source, self._scratch.memory, buffers.item_bytes)
+            self._run(work.operation, algorithms.telling_all(self.rank, self.world_size, count), rows, work.deadline)
+            buffers.combiner.combine_rows(self.rank, algorithms.tree(self.world_size))
+        else:
+            schedule = algorithms.recursive_doubling(self.rank, self.world_size, count)
+            self._run(work.operation, schedule, buffers, work.deadline)
+        if work.operation.reduction is Reduction.AVG:
+            divide(work.flat, self.world_size)
+
+    def _reduce_chunks(self, work: _Reduction, spans: Sequence[Span], *, more: bool) -> None:
+        """Leaves this rank's span reduced, and the others half done; `more` as in `Mesh.run`."""
+        schedule = self._routes.reduce_scatter(spans, work.buffers.item_bytes)
+        self._run(work.operation, schedule, work.buffers, work.deadline, more=more)
+        if work.operation.reduction is Reduction.AVG:
+            divide(work.flat[slice(*spans[self.rank])], self.world_size)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
-        segment = max(1, SEGMENT_BYTES // flat.element_size())
-        schedule = algorithms.broadcast(self.rank, self.world_size, flat.numel(), src, segment)
         with self._lock:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
+            schedule = self._routes.broadcast(flat.numel(), src, flat.element_size())
             self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), self._deadline(timeout))
         _copy_back(flat, tensor)
 
@@ -177,7 +218,7 @@ class Group:
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
         memory = memory_of(gathered)
-        schedule = algorithms.all_gather(self.rank, self.world_size, spans)
+        schedule = self._routes.all_gather(spans, gathered.element_size())
         with self._lock:
             operation = self._operation(Kind.ALL_GATHER, tensor)
             if source.data_ptr() != own.data_ptr():
@@ -282,9 +323,17 @@ class Group:
     def _deadline(self, timeout: timedelta | None) -> Deadline:
         return Deadline((timeout or self.timeout).total_seconds())
 
-    def _run(self, operation: Operation, schedule: Sequence[Transfer], buffers: Buffers, deadline: Deadline) -> None:
+    def _run(
+        self,
+        operation: Operation,
+        schedule: Sequence[Step],
+        buffers: Buffers,
+        deadline: Deadline,
+        *,
+        more: bool = False,
+    ) -> None:
         if self._ring is not None:
-            self._ring.mesh.run(operation, schedule, buffers, deadline)
+            self._ring.mesh.run(operation, schedule, buffers, deadline, more=more)
 
     def _raise_failure(self, operation: Operation) -> None:
         """The first error of a group is final: what came after it could only be wrong."""

@@ -11,8 +11,10 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cyxtrain.ring.memory import PeerMemory, address_of
 
 _MAX_POLLS = 64
 _LONGEST_POLL_SECONDS = 0.5
@@ -118,18 +120,36 @@ class Link:
     Args:
         sock: The connected socket; the link owns it from now on.
         rank: The peer.
+        memory: The peer's, where this process can read it.
+        offers: Whether the peer can read this process's memory.
     """
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
+    def __init__(
+        self, sock: socket.socket, rank: int, memory: PeerMemory | None = None, *, offers: bool = False
+    ) -> None:
         sock.setblocking(False)
         _set_options(sock, _DATA_OPTIONS)
         self.rank = rank
+        self.offers = offers
+        self._memory = memory
         self._sock = sock
         self._fileno = sock.fileno()
 
     def fileno(self) -> int:
         """Returns the descriptor, for `select`."""
         return self._fileno
+
+    @property
+    def reads(self) -> bool:
+        """Whether the peer's memory can be read."""
+        return self._memory is not None
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes: "tcp", "unix", or "cma" where large payloads are read from memory."""
+        if self._memory is not None:
+            return "cma"
+        return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
         """Sends what the kernel takes now.
@@ -140,23 +160,11 @@ class Link:
         Raises:
             LinkBroken: The connection has ended.
         """
-        try:
-            return self._sock.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            raise LinkBroken(self.rank, _reason(error)) from None
+        return self._try(self._sock.send, data) or 0
 
     def send_both(self, first: memoryview, second: memoryview) -> int:
         """Sends what the kernel takes now of two pieces, one after the other; as `send`, and in one packet."""
-        if sys.platform == "win32":
-            return self.send(first)
-        try:
-            return self._sock.sendmsg((first, second))
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            raise LinkBroken(self.rank, _reason(error)) from None
+        return self.send(first) if sys.platform == "win32" else self._try(self._sock.sendmsg, (first, second)) or 0
 
     def receive(self, into: memoryview) -> int:
         """Receives what has arrived, at most `len(into)` bytes.
@@ -167,29 +175,41 @@ class Link:
         Raises:
             LinkBroken: The connection has ended.
         """
-        try:
-            count = self._sock.recv_into(into)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            raise LinkBroken(self.rank, _reason(error)) from None
-        if count == 0:
-            raise LinkBroken(self.rank, "the connection was closed")
-        return count
+        return self._received(self._try(self._sock.recv_into, into))
 
     def receive_both(self, first: memoryview, second: memoryview) -> int:
         """Receives what has arrived into two pieces, one after the other; as `receive`."""
         if sys.platform == "win32":
             return self.receive(first)
+        found = self._try(self._sock.recvmsg_into, (first, second))
+        return self._received(None if found is None else found[0])
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Fills `into` from an address in the peer's memory.
+
+        Raises:
+            LinkBroken: The peer has ended, or has no such memory.
+        """
         try:
-            count: int = self._sock.recvmsg_into((first, second))[0]
-        except (BlockingIOError, InterruptedError):
-            return 0
+            if self._memory is None:
+                raise OSError("its memory cannot be read")
+            self._memory.read(address, address_of(into), len(into))
         except OSError as error:
             raise LinkBroken(self.rank, _reason(error)) from None
+
+    def _try(self, move: Callable[[Any], Any], what: object) -> Any:
+        """Moves bytes now; returns None where that would block."""
+        try:
+            return move(what)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise LinkBroken(self.rank, _reason(error)) from None
+
+    def _received(self, count: int | None) -> int:
         if count == 0:
             raise LinkBroken(self.rank, "the connection was closed")
-        return count
+        return count or 0
 
     def stop(self) -> None:
         """Ends both directions, so that everyone who waits on this link wakes; what has arrived can still be read."""

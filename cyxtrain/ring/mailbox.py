@@ -23,6 +23,7 @@ from cyxtrain.ring.frames import (
     at_operation,
     damaged,
     decode_header,
+    expected_header,
     header,
     is_damaged,
     payload_sum,
@@ -129,7 +130,8 @@ class Mailbox:
 
     def post_send(self, message: Message) -> None:
         """Begins a send: as much as the kernel takes leaves at once."""
-        message.head = header(message.operation.identity(), message.data, checksums=self._checksums)
+        begin = expected_header(message.operation.identity(), len(message.data))
+        message.head = header(begin, message.data, checksums=self._checksums)
         with self._lock:
             self._outboxes[message.peer].append(message)
             self._wake_all()

@@ -2,191 +2,52 @@
 
 It works in the thread that calls, and cannot deadlock at any size: a send never waits while something can be
 received, nor the other way round, and every wait ends at the deadline or when the group fails.
+
+What a rank offers to be read it leaves in place until all who read it have said that they have it, at the end of the
+operation. No schedule changes before that what it has offered: what all_reduce brings in the place of a chunk was
+made of that chunk, after it had been read.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from xxhash import xxh3_64
+from functools import partial
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.algorithms import Transfer
-from cyxtrain.ring.frames import (
-    HEADER_BYTES,
-    FrameError,
-    Operation,
-    at_operation,
-    damaged,
-    decode_header,
-    expected_header,
-    finished_header,
-    is_damaged,
-    payload_sum,
-)
+from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Then, Transfer
+from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, damaged, decode_header
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
+from cyxtrain.ring.transfers import (
+    Begins,
+    Buffers,
+    Incoming,
+    OtherBytes,
+    Outgoing,
+    UnexpectedHeader,
+    fold_in,
+)
 from cyxtrain.ring.watching.watch import Watch
 
-SEGMENT_BYTES = 1 << 20
-"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
-_JOIN_BYTES = 1 << 16
-"""Up to this size header and payload are copied together, which saves a system call and a packet."""
 _LONG_SECONDS = 0.5
 """A rank that waits longer for another says so to all: a timeout then names who holds all up."""
+_SPIN_SECONDS = 1e-4
+"""So long a rank looks again and again before it sleeps: to be woken costs more than most answers take."""
+_give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
+"""Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """The memory that a schedule works on, in bytes.
+class _Call:
+    """One operation at work."""
 
-    Attributes:
-        source: What is sent from.
-        target: What is received into; the same as `source` for reductions.
-        item_bytes: Bytes per element: a schedule counts elements.
-        combine: Called with (first, end, scratch) in elements, to combine scratch[: end - first] with
-            target[first:end]; None where nothing is reduced.
-    """
-
-    source: memoryview
-    target: memoryview
-    item_bytes: int
-    combine: Callable[[int, int], None] | None = None
-    scratch: memoryview | None = None
-
-
-class _Unexpected(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Another header came than the one that had to come."""
-
-    def __init__(self, rank: int, found: bytes) -> None:
-        super().__init__(rank)
-        self.rank = rank
-        self.found = found
-
-
-class _Damaged(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Other bytes came than were sent."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
-
-
-class _Begins(dict[int, bytes]):
-    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
-
-    def __init__(self, identity: bytes) -> None:
-        super().__init__()
-        self._identity = identity
-
-    def __missing__(self, payload_bytes: int) -> bytes:
-        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
-        return begin
-
-
-class _Outgoing:
-    """What one transfer sends: a header, then the payload."""
-
-    def __init__(self, link: Link, head: bytes, payload: memoryview) -> None:
-        self.link = link
-        if len(payload) <= _JOIN_BYTES:
-            self._parts = [memoryview(head + payload)]
-        else:
-            self._parts = [memoryview(head), payload]
-
-    def advance(self) -> bool:
-        """Sends what the kernel takes; returns whether anything moved."""
-        parts = self._parts
-        if len(parts) == 1:
-            sent = self.link.send(parts[0][:SEGMENT_BYTES])
-        else:
-            sent = self.link.send_both(parts[0], parts[1][:SEGMENT_BYTES])
-        left = sent
-        while parts and left >= len(parts[0]):
-            left -= len(parts.pop(0))
-        if left:
-            parts[0] = parts[0][left:]
-        return sent > 0
-
-    @property
-    def done(self) -> bool:
-        return not self._parts
-
-
-class _Incoming:
-    """What one transfer receives: the header that must come, then the payload, replaced or combined."""
-
-    def __init__(
-        self, link: Link, begins: _Begins, transfer: Transfer, buffers: Buffers, head: bytearray, checksums: bool
-    ) -> None:
-        self.link = link
-        self._head = head
-        self._head_view = memoryview(head)
-        self._combine = buffers.combine if transfer.reduce else None
-        self._item = buffers.item_bytes
-        self._first = transfer.receive[0]
-        self._total = (transfer.receive[1] - self._first) * self._item
-        self._expected = begins[self._total]
-        self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
-        self._scratch = buffers.scratch
-        self._sum = xxh3_64() if checksums else None
-        self._head_have = 0
-        self._have = 0
-        self._combined = 0
-        self._checked = False
-
-    def advance(self) -> bool:
-        """Receives what has arrived; returns whether anything moved."""
-        if not self._checked:
-            return self._receive_head()
-        count = self.link.receive(self._room())
-        self._took(count)
-        return count > 0
-
-    @property
-    def done(self) -> bool:
-        return self._checked and self._have == self._total
-
-    def _receive_head(self) -> bool:
-        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
-        count = self.link.receive_both(self._head_view[self._head_have :], self._room())
-        self._head_have += count
-        if self._head_have >= HEADER_BYTES:
-            if self._sum is not None and is_damaged(self._head):
-                raise _Damaged(self.link.rank)
-            if not self._head.startswith(self._expected):
-                raise _Unexpected(self.link.rank, bytes(self._head))
-            self._checked = True
-            self._took(self._head_have - HEADER_BYTES)
-        return count > 0
-
-    def _room(self) -> memoryview:
-        """Returns where the next bytes of the payload go."""
-        if self._combine is None:
-            return self._payload[self._have : self._have + SEGMENT_BYTES]
-        assert self._scratch is not None
-        end = min(self._combined + len(self._scratch), self._total)
-        return self._scratch[self._have - self._combined : end - self._combined]
-
-    def _took(self, count: int) -> None:
-        """Makes use of so many bytes more."""
-        if self._sum is not None and count:
-            self._sum.update(self._room()[:count])
-        self._have += count
-        if self._combine is not None and self._scratch is not None:
-            end = min(self._combined + len(self._scratch), self._total)
-            if self._have == end:
-                self._combine(self._first + self._combined // self._item, self._first + end // self._item)
-                self._combined = end
-        if self._sum is not None and self._have == self._total:
-            self._check_sum(self._sum.digest())
-
-    def _check_sum(self, found: bytes) -> None:
-        # What was combined by now is wrong; nobody sees it, as the group fails.
-        if found != payload_sum(self._head):
-            raise _Damaged(self.link.rank)
+    operation: Operation
+    begins: Begins
+    buffers: Buffers
+    deadline: Deadline
 
 
 class Mesh:
@@ -207,34 +68,44 @@ class Mesh:
         self._watch = watch
         self._poller = Poller()
         self._head = bytearray(HEADER_BYTES)  # one comes at a time
+        self._offered: set[int] = set()
+        self._read: set[int] = set()
 
     def run(
         self,
         operation: Operation,
-        schedule: Sequence[Transfer],
+        schedule: Sequence[Step],
         buffers: Buffers,
         deadline: Deadline,
+        *,
+        more: bool = False,
     ) -> None:
-        """Does this rank's transfers, in order.
+        """Does this rank's part, in order.
 
         Args:
             operation: What the ranks must agree on.
-            schedule: This rank's transfers.
-            buffers: What they work on.
+            schedule: This rank's part.
+            buffers: What it works on.
             deadline: When to give up.
+            more: Another schedule of this operation follows, on the same memory.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
-        begins = _Begins(operation.identity())
+        call = _Call(operation, Begins(operation.identity()), buffers, deadline)
         try:
-            for transfer in schedule:
-                self._transfer(begins, transfer, buffers, operation, deadline)
+            for step in schedule:
+                if isinstance(step, Fold):
+                    self._fold(step, call)
+                else:
+                    self._transfer(step, call)
+            if not more and (self._offered or self._read):
+                self._settle(call)
         except LinkBroken as broken:
             raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
-        except _Unexpected as unexpected:
+        except UnexpectedHeader as unexpected:
             raise self._fail(self._mismatch(operation, unexpected), operation) from None
-        except _Damaged as found:
+        except OtherBytes as found:
             raise self._fail(damaged(found.rank, self._rank, operation.describe()), operation) from None
         except CyxtrainError as error:
             raise self._fail(error, operation) from None
@@ -248,24 +119,52 @@ class Mesh:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
 
-    def _transfer(
-        self,
-        begins: _Begins,
-        transfer: Transfer,
-        buffers: Buffers,
-        operation: Operation,
-        deadline: Deadline,
-    ) -> None:
-        item = buffers.item_bytes
-        outgoing: _Outgoing | None = None
-        incoming: _Incoming | None = None
-        if transfer.send_to is not None:
-            payload = buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            head = finished_header(begins[len(payload)], payload, checksums=self._checksums)
-            outgoing = _Outgoing(self._links[transfer.send_to], head, payload)
-        if transfer.receive_from is not None:
-            link = self._links[transfer.receive_from]
-            incoming = _Incoming(link, begins, transfer, buffers, self._head, self._checksums)
+    def _transfer(self, transfer: Transfer, call: _Call) -> None:
+        item, to, source = call.buffers.item_bytes, transfer.send_to, transfer.receive_from
+        outgoing: Outgoing | None = None
+        incoming: Incoming | None = None
+        if to is not None:
+            link = self._links[to]
+            payload = call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
+            outgoing = Outgoing(link, call.begins, payload, transfer.then, checksums=self._checksums)
+            if outgoing.offered:
+                self._offered.add(to)
+        if source is not None:
+            incoming = self._incoming(source, transfer.receive, transfer.then, call)
+            if incoming.offered:
+                self._read.add(source)
+        self._drive(outgoing, incoming, call)
+        if transfer.then is Then.EXCHANGE and incoming is not None:
+            incoming.conclude(theirs_first=incoming.link.rank < self._rank)
+
+    def _fold(self, fold: Fold, call: _Call) -> None:
+        offers = []
+        for source in fold.sources:
+            offers.append(self._incoming(source, fold.span, Then.FOLD, call))
+            self._drive(None, offers[-1], call)
+        fold_in(offers, fold.span, call.buffers)
+        self._read.update(fold.sources)
+
+    def _settle(self, call: _Call) -> None:
+        """Says to whom we have read from that we have, and hears it from those who have read from us.
+
+        Where a link still stands as it says so, what was read was still valid: whoever fails ends its links first.
+        """
+        read, offered = sorted(self._read), sorted(self._offered)
+        self._read.clear()
+        self._offered.clear()
+        for peer in read:
+            self._transfer(Transfer(peer, NOTHING, None, NOTHING), call)
+        for peer in offered:
+            self._transfer(Transfer(None, NOTHING, peer, NOTHING), call)
+
+    def _incoming(self, source: int, span: Span, then: Then, call: _Call) -> Incoming:
+        link = self._links[source]
+        return Incoming(link, call.begins, span, then, call.buffers, self._head, checksums=self._checksums)
+
+    def _drive(self, outgoing: Outgoing | None, incoming: Incoming | None, call: _Call) -> None:
+        """Moves both until they are done."""
+        spin_until = 0.0
         while outgoing or incoming:
             moved = False
             if outgoing:
@@ -274,11 +173,17 @@ class Mesh:
             if incoming:
                 moved = incoming.advance() or moved
                 incoming = None if incoming.done else incoming
-            if not moved and (outgoing or incoming):
-                self._wait(incoming, outgoing, operation, deadline)
+            if moved:
+                spin_until = 0.0
+            elif not spin_until:
+                spin_until = time.monotonic() + _SPIN_SECONDS
+            elif time.monotonic() < spin_until:
+                _give_way()
+            else:
+                self._wait(incoming, outgoing, call.operation, call.deadline)
 
     def _wait(
-        self, incoming: _Incoming | None, outgoing: _Outgoing | None, operation: Operation, deadline: Deadline
+        self, incoming: Incoming | None, outgoing: Outgoing | None, operation: Operation, deadline: Deadline
     ) -> None:
         """Waits until this transfer can go on, and moves messages meanwhile."""
         waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
@@ -299,8 +204,8 @@ class Mesh:
 
     def _poll(
         self,
-        incoming: _Incoming | None,
-        outgoing: _Outgoing | None,
+        incoming: Incoming | None,
+        outgoing: Outgoing | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
@@ -312,7 +217,7 @@ class Mesh:
             readers, writers = readers + more_readers, writers + more_writers
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
-    def _mismatch(self, operation: Operation, unexpected: _Unexpected) -> CyxtrainError:
+    def _mismatch(self, operation: Operation, unexpected: UnexpectedHeader) -> CyxtrainError:
         peer, ours = unexpected.rank, operation.describe()
         try:
             theirs = decode_header(unexpected.found)[0].describe()

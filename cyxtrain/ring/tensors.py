@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,22 +85,21 @@ def flat_view_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1) if is_plain(tensor) else flat_copy_of(tensor)
 
 
-def _multiply_complex(into: Tensor, other: Tensor) -> None:
-    """Multiplies in place. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
-    ours, theirs = torch.view_as_real(into), torch.view_as_real(other)
+def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
+    """Multiplies. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
+    ours, theirs, result = (torch.view_as_real(tensor) for tensor in (one, other, out))
     a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
-    real, imaginary = a * c - b * d, a * d + b * c
-    ours[:, 0], ours[:, 1] = real, imaginary
+    result[:, 0], result[:, 1] = a * c - b * d, a * d + b * c
 
 
-def _smaller(into: Tensor, other: Tensor) -> None:
-    torch.minimum(into, other, out=into)
-    _one_zero(into)
+def _smaller(one: Tensor, other: Tensor, out: Tensor) -> None:
+    torch.minimum(one, other, out=out)
+    _one_zero(out)
 
 
-def _larger(into: Tensor, other: Tensor) -> None:
-    torch.maximum(into, other, out=into)
-    _one_zero(into)
+def _larger(one: Tensor, other: Tensor, out: Tensor) -> None:
+    torch.maximum(one, other, out=out)
+    _one_zero(out)
 
 
 def _one_zero(tensor: Tensor) -> None:
@@ -109,22 +108,22 @@ def _one_zero(tensor: Tensor) -> None:
         tensor.add_(0.0)
 
 
-_IN_PLACE: dict[Reduction, Callable[[Tensor, Tensor], Any]] = {
-    Reduction.SUM: lambda into, other: into.add_(other),
-    Reduction.AVG: lambda into, other: into.add_(other),
-    Reduction.PRODUCT: lambda into, other: into.mul_(other),
+_OPERATORS: dict[Reduction, Callable[..., Any]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
     Reduction.MIN: _smaller,
     Reduction.MAX: _larger,
-    Reduction.BAND: lambda into, other: into.bitwise_and_(other),
-    Reduction.BOR: lambda into, other: into.bitwise_or_(other),
-    Reduction.BXOR: lambda into, other: into.bitwise_xor_(other),
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
 }
 _UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
     torch.uint16: np.uint16,
     torch.uint32: np.uint32,
     torch.uint64: np.uint64,
 }
-_NUMPY_IN_PLACE: dict[Reduction, np.ufunc] = {
+_NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
     Reduction.SUM: np.add,
     Reduction.AVG: np.add,
     Reduction.PRODUCT: np.multiply,
@@ -137,51 +136,100 @@ _NUMPY_IN_PLACE: dict[Reduction, np.ufunc] = {
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def combiner(reduction: Reduction, flat: Tensor, scratch: Tensor) -> Callable[[int, int], None]:
-    """Returns a function of (first, end) that combines scratch[: end - first] into flat[first:end].
+class Scratch:
+    """Memory for what arrives and is to be combined; one operation at a time uses it.
+
+    Args:
+        size: In bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._flat = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._views: dict[torch.dtype, Tensor] = {}
+        self.memory = memory_of(self._flat)
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        """Returns it as elements of a dtype."""
+        view = self._views.get(dtype)
+        if view is None:
+            view = self._views[dtype] = self._flat.view(dtype)
+        return view
+
+
+class Combiner:
+    """Combines what arrived in a scratch with what is in a tensor, in place.
 
     Args:
         reduction: How.
         flat: One-dimensional; changed in place.
-        scratch: One-dimensional, of the same dtype.
+        scratch: Where things arrive.
 
     Raises:
         ConfigError: This dtype has no such reduction.
     """
-    dtype = flat.dtype
+
+    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch) -> None:
+        dtype = flat.dtype
+        _check_reduction(reduction, dtype)
+        self._operator: Callable[..., Any] = _OPERATORS[reduction]
+        self._flat: Any = flat
+        self._scratch: Any = scratch.of(dtype)
+        self._parts = 1
+        if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
+            self._operator = _NUMPY_OPERATORS[reduction]
+            self._flat, self._scratch = (
+                np.frombuffer(memory, _UNSIGNED[dtype]) for memory in (memory_of(flat), scratch.memory)
+            )
+        elif dtype.is_complex and reduction is Reduction.PRODUCT:
+            self._operator = _multiply_complex
+        elif dtype.is_complex:
+            # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
+            self._flat, self._scratch = (torch.view_as_real(part).view(-1) for part in (flat, self._scratch))
+            self._parts = 2
+
+    def combine(self, first: int, end: int, *, theirs_first: bool = False) -> None:
+        """Combines scratch[: end - first] into flat[first:end].
+
+        Args:
+            first: Element.
+            end: Element.
+            theirs_first: Whether the scratch stands first: of two NaNs the first one's bits stay.
+        """
+        ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
+        if theirs_first:
+            self._operator(theirs, ours, out=ours)
+        else:
+            self._operator(ours, theirs, out=ours)
+
+    def gather_up(self, count: int) -> None:
+        """Combines `count` elements of the second half of the scratch into those of the first."""
+        half = len(self._scratch) // 2
+        ours, theirs = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
+        self._operator(ours, theirs, out=ours)
+
+    def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
+        """Combines `flat`, as row `own` of the scratch, with the other rows, and puts the result in its place.
+
+        Args:
+            own: The row that `flat` is; all rows are as long.
+            steps: Which row is combined into which, the last one into that of the result.
+        """
+        count = len(self._flat)
+        rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
+        rows[own] = self._flat
+        *early, (one, other) = steps
+        for into, source in early:
+            self._operator(rows[into], rows[source], out=rows[into])
+        self._operator(rows[one], rows[other], out=self._flat)
+
+
+def _check_reduction(reduction: Reduction, dtype: torch.dtype) -> None:
     if dtype in _NO_ARITHMETIC:
         raise ConfigError(f"{dtype} has no arithmetic: it can be sent and gathered, but not reduced. Convert it first.")
     if dtype.is_complex and reduction in (Reduction.MIN, Reduction.MAX):
         raise ConfigError(f"{reduction.name} of {dtype} does not exist: complex numbers have no order.")
     if (dtype.is_complex or dtype.is_floating_point) and reduction >= Reduction.BAND:
         raise ConfigError(f"{reduction.name} works on whole numbers and booleans, not on {dtype}.")
-    if dtype in _UNSIGNED:
-        return _unsigned_combiner(reduction, flat, scratch)
-    if dtype.is_complex and reduction is not Reduction.PRODUCT:
-        # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
-        return _pairwise(combiner(reduction, torch.view_as_real(flat).view(-1), torch.view_as_real(scratch).view(-1)))
-    in_place = _multiply_complex if dtype.is_complex else _IN_PLACE[reduction]
-
-    def combine(first: int, end: int) -> None:
-        in_place(flat[first:end], scratch[: end - first])
-
-    return combine
-
-
-def _pairwise(combine: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    return lambda first, end: combine(2 * first, 2 * end)
-
-
-def _unsigned_combiner(reduction: Reduction, flat: Tensor, scratch: Tensor) -> Callable[[int, int], None]:
-    """PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it."""
-    into = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
-    other = np.frombuffer(memory_of(scratch), _UNSIGNED[flat.dtype])
-    ufunc = _NUMPY_IN_PLACE[reduction]
-
-    def combine(first: int, end: int) -> None:
-        ufunc(into[first:end], other[: end - first], out=into[first:end])
-
-    return combine
 
 
 def divide(flat: Tensor, divisor: int) -> None:

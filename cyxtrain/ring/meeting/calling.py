@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.link import Deadline, Poller
@@ -34,7 +35,9 @@ class _EndedError(Exception):
         self.proven = proven
 
 
-def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: RollCall) -> socket.socket:
+def call(
+    entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: RollCall, *, near: bool = False
+) -> socket.socket:
     """Connects to a rank.
 
     Args:
@@ -44,15 +47,16 @@ def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: Roll
         claim: What we say of ourselves.
         key: The run's secret.
         roll: Says why the meeting failed, and when to give up.
+        near: Whether to try its Unix socket first.
 
     Raises:
         RendezvousError: It cannot be reached, or does not let us in.
     """
-    where = f"rank {peer} at {entry.host}:{entry.port}"
+    where = f"rank {peer} at {entry.unix if near else f'{entry.host}:{entry.port}'}"
     disbelieved = 0
     while True:
         try:
-            return _call_once(entry, claim, key, roll.deadline, roll.look)
+            return _call_once(_address(entry, near=near), claim, key, roll.deadline, roll.look)
         except RefusedError as refused:
             raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
         except _EndedError as ended:
@@ -74,6 +78,9 @@ def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: Roll
                 rank=peer,
             ) from None
         except OSError as error:
+            if near and entry.transport == "auto":
+                near = False  # they share a kernel, and not a network: two containers, say
+                continue
             _hear_why(roll)
             raise RendezvousError(
                 f"{who} cannot reach {where} ({_reason(error)}). Has rank {peer} ended? Across machines, firewalls "
@@ -85,15 +92,28 @@ def call(entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: Roll
 def knock(entry: Entry, claim: Claim, key: bytes) -> None:
     """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
     with contextlib.suppress(OSError, HandshakeError, RefusedError, _EndedError):
-        _call_once(entry, claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
+        _call_once(_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
 
 
-def _call_once(entry: Entry, claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]) -> socket.socket:
-    family = socket.AF_INET6 if ":" in entry.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def _address(entry: Entry, *, near: bool) -> tuple[int, Any]:
+    """Returns the family and the address of the socket at which a rank listens."""
+    if near:
+        return socket.AF_UNIX, unix_address(entry.unix)
+    return socket.AF_INET6 if ":" in entry.host else socket.AF_INET, (entry.host, entry.port)
+
+
+def unix_address(name: str) -> str:
+    """Returns the address of a Unix socket; of an abstract one, which has no file, the name begins with "@"."""
+    return "\0" + name[1:] if name.startswith("@") else name
+
+
+def _call_once(
+    address: tuple[int, Any], claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]
+) -> socket.socket:
+    sock = socket.socket(address[0], socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        code = sock.connect_ex((entry.host, entry.port))
+        code = sock.connect_ex(address[1])
         if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
             raise OSError(code, os.strerror(code))
         _wait(sock, deadline, look, writing=True)

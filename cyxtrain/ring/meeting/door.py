@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cyxtrain.ring.meeting.handshake import MAX_BYTES, Claim, HandshakeError, Listener, NoProofError, take_message
@@ -82,7 +83,7 @@ class Door:
     """Takes connections at a listener, and hands over those of members.
 
     Args:
-        listener: Non-blocking; owned by whoever made it.
+        listeners: Non-blocking; owned by whoever made them.
         name: Of this rank, for the log: "rank 3".
         key: The run's secret.
         judge: Called with the claim of one who knows the secret; returns why it may not come in, or "".
@@ -95,14 +96,14 @@ class Door:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         name: str,
         key: bytes,
         judge: Callable[[Claim], str],
         admit: Callable[[Claim, socket.socket], None],
         selector: selectors.BaseSelector,
     ) -> None:
-        self._listener = listener
+        self._listeners = list(listeners)
         self._key = key
         self._judge = judge
         self._admit = admit
@@ -111,7 +112,13 @@ class Door:
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._reopens: float | None = None
         self.unproven: Counter[int] = Counter()
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
+
+    def leave(self, listener: socket.socket) -> None:
+        """Takes nobody any more who comes to this listener."""
+        self._listeners.remove(listener)
+        if self._reopens is None:
+            self._selector.unregister(listener)
 
     def expire(self, now: float) -> None:
         """Sends away whoever took too long; to be called about once a second."""
@@ -119,7 +126,7 @@ class Door:
             self._turn_away(sock, _TOO_SLOW)
         if self._reopens is not None and self._reopens <= now:
             self._reopens = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._listen()
         self._log.flush(now)
 
     def close(self) -> None:
@@ -133,10 +140,14 @@ class Door:
         for sock in self._strangers:
             sock.close()
 
-    def _accept(self) -> None:
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, functools.partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -148,7 +159,8 @@ class Door:
                 self._turn_away(self._least_known(), "others came")
             sock.setblocking(False)
             until = time.monotonic() + _HANDSHAKE_SECONDS
-            self._strangers[sock] = _Stranger(str(address[0]), until, Listener(self._key))
+            where = str(address[0]) if address else "this machine"  # who comes by a Unix socket has no address
+            self._strangers[sock] = _Stranger(where, until, Listener(self._key))
             self._selector.register(sock, selectors.EVENT_READ, lambda sock=sock: self._hear(sock))
 
     def _least_known(self) -> socket.socket:
@@ -158,7 +170,8 @@ class Door:
 
     def _pause(self, error: OSError) -> None:
         """A listener that cannot accept stays ready: without a pause this thread would do nothing else."""
-        self._selector.unregister(self._listener)
+        for listener in self._listeners:
+            self._selector.unregister(listener)
         self._reopens = time.monotonic() + _PAUSE_SECONDS
         self._log.note(f"cannot take connections for now: {error.strerror}", time.monotonic())
 

@@ -32,6 +32,9 @@ class Entry:
         process: Which it is, on its machine.
         host: Address at which it listens; empty where it does not.
         port: TCP port at which it listens.
+        unix: Unix socket at which it listens too, for ranks of its machine; "@" for an abstract one; empty: none.
+        memory: What ranks of its machine need to try to read its memory; empty where they shall not.
+        transport: What it was told to use, as CYXTRAIN_TRANSPORT.
         has_secret: Whether it knows one from its environment.
         checksums: Whether its frames carry checksums.
         heartbeat_timeout_seconds: How long it lets others say nothing.
@@ -45,6 +48,9 @@ class Entry:
     process: Process = _NO_PROCESS
     host: str = ""
     port: int = 0
+    unix: str = ""
+    memory: str = ""
+    transport: str = "auto"
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0
@@ -52,6 +58,11 @@ class Entry:
     key: str = dataclasses.field(default="", repr=False)
     protocol: int = PROTOCOL_VERSION
     token: str = dataclasses.field(default_factory=_token)
+
+    @property
+    def machine(self) -> str:
+        """What ranks of one machine have in common."""
+        return self.process.machine or self.host
 
     def to_json(self) -> str:
         """Returns the entry as text."""
@@ -115,6 +126,11 @@ def misfit(name: int, theirs: Entry, own_name: int, ours: Entry) -> str:
         return (
             f"rank {name} was started for a world of {theirs.world_size}, rank {own_name} for a world of "
             f"{ours.world_size}. Start all ranks with the same WORLD_SIZE."
+        )
+    if theirs.transport != ours.transport:
+        return (
+            f"rank {name} was started with CYXTRAIN_TRANSPORT={theirs.transport} and rank {own_name} with "
+            f"{ours.transport}. Set it to the same value in the environment of every rank."
         )
     for what, variable, they, we in (
         ("a secret", "CYXTRAIN_SECRET", theirs.has_secret, ours.has_secret),

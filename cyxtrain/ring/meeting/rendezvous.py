@@ -13,13 +13,17 @@ Cost per rank: three sockets to each other rank and one to listen; one key at th
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import selectors
 import socket
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch.distributed import FileStore, Store, TCPStore
 
@@ -33,6 +37,7 @@ from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.entry import Entry, misfit
 from cyxtrain.ring.meeting.handshake import Claim, Role
 from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RankTakenError, RollCall, ended, naps
+from cyxtrain.ring.memory import PeerMemory, open_to_reading
 from cyxtrain.ring.siblings import Siblings
 
 _BACKLOG = 1024
@@ -55,16 +60,20 @@ class Meeting:
     Attributes:
         table: What each rank said of itself, by rank; empty in a world of one.
         listener: Our own; None in a world of one.
+        near: The Unix socket for ranks of this machine, while they meet; None: there is none.
         door: Lets nobody else in at the listener.
         selector: Waits for the listener and its strangers; the data of each socket is the function to call.
         sockets: For each role, the connection to each other rank.
+        readers: Whose memory each rank can read, by rank.
     """
 
     table: list[Entry] = field(default_factory=list)
     listener: socket.socket | None = None
+    near: socket.socket | None = None
     door: Door | None = None
     selector: selectors.BaseSelector | None = None
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in Role})
+    readers: list[set[int]] = field(default_factory=list)
 
     def close(self) -> None:
         """Closes every socket; harmless twice."""
@@ -78,7 +87,17 @@ class Meeting:
             self.door.abandon()
         self._close_files()
 
+    def leave_near(self) -> None:
+        """Closes the Unix socket: all who shall come have come. Harmless twice, and where there is none."""
+        if self.near is not None:
+            name = self.near.getsockname()
+            self.near.close()
+            if isinstance(name, str) and name:  # an abstract one's is bytes, and there is no file
+                Path(name).unlink(missing_ok=True)
+            self.near = None
+
     def _close_files(self) -> None:
+        self.leave_near()
         for connected in self.sockets.values():
             for sock in connected.values():
                 sock.close()
@@ -121,7 +140,8 @@ def meet(
     try:
         with roll.taking_part():
             meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
-            roll.answer(_entry(rank, len(names), meeting.listener, options))
+            meeting.near = _listen_near(options)
+            roll.answer(_entry(rank, len(names), meeting, options))
             meeting.table = roll.table()
             _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
     except RankTakenError as taken:
@@ -160,9 +180,11 @@ class _Members:
         """Opens the door to the higher ranks, connects to the lower ones, and waits until all are here."""
         meeting = self._meeting
         assert meeting.listener is not None
+        meeting.readers = [set() for _ in self._names]
         meeting.selector = selectors.DefaultSelector()
         name = f"rank {self._names[self._rank]}"
-        meeting.door = Door(meeting.listener, name, self._key, self._judge, self._admit, meeting.selector)
+        listeners = [listener for listener in (meeting.listener, meeting.near) if listener is not None]
+        meeting.door = Door(listeners, name, self._key, self._judge, self._admit, meeting.selector)
         for peer in range(self._rank):
             for role in Role:
                 meeting.sockets[role][peer] = self._call(peer, role, roll)
@@ -171,6 +193,9 @@ class _Members:
         while self._awaited:
             self._wait(LOOK_SECONDS, roll)
         self._await_the_others(roll)
+        if meeting.near is not None:
+            meeting.door.leave(meeting.near)
+            meeting.leave_near()
         for sock in meeting.sockets[Role.CONTROL].values():
             with contextlib.suppress(KeyError):
                 meeting.selector.unregister(sock)
@@ -179,14 +204,38 @@ class _Members:
         """Waits until all are connected with all: if one ends before, who is done must not leave with the cause."""
         nap_seconds = naps()
         try:
-            roll.met()
+            roll.met(self._readable())
             while not roll.all_met():
                 self._wait(next(nap_seconds), roll)
+            self._meeting.readers = roll.readers()
         except CyxtrainError:
             # All connections of this rank stand: where the store is lost, the watch will hear what has happened. And
             # once all have met, whoever ends may do so.
             if not roll.board.lost and not roll.all_met():
                 raise
+
+    def _readable(self) -> list[int]:
+        """Returns whose memory this rank can read.
+
+        Raises:
+            RendezvousError: CYXTRAIN_TRANSPORT asks for that, and the kernel does not let us.
+        """
+        table, own = self._meeting.table, self._meeting.table[self._rank]
+        readable = []
+        for peer, entry in enumerate(table):
+            if peer == self._rank or entry.machine != own.machine or own.transport not in ("auto", "cma"):
+                continue
+            linked = self._meeting.sockets[Role.COLLECTIVES][peer].family not in (socket.AF_INET, socket.AF_INET6)
+            if linked and PeerMemory(entry.process.pid).can_be_read(entry.memory):
+                readable.append(peer)
+            elif own.transport == "cma":
+                raise RendezvousError(
+                    f"CYXTRAIN_TRANSPORT=cma, and rank {self._names[self._rank]} cannot read the memory of rank "
+                    f"{self._names[peer]}: both must be processes of the same user, and containers must allow ptrace. "
+                    "Leave CYXTRAIN_TRANSPORT away: then the ring takes what there is.",
+                    rank=self._names[peer],
+                )
+        return readable
 
     def _wait(self, seconds: float, roll: RollCall) -> None:
         """Serves the door for a moment; raises what has gone wrong."""
@@ -203,7 +252,10 @@ class _Members:
 
     def _call(self, peer: int, role: Role, roll: RollCall) -> socket.socket:
         who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role)
-        return call(self._meeting.table[peer], self._names[peer], who, claim, self._key, roll)
+        table = self._meeting.table
+        # What is said beside the data stays on TCP, whose kernel timers it needs.
+        near = role is not Role.CONTROL and bool(table[peer].unix) and table[peer].machine == table[self._rank].machine
+        return call(table[peer], self._names[peer], who, claim, self._key, roll, near=near)
 
     def _judge(self, claim: Claim) -> str:
         """Returns why a process that knows the secret may not come in; "" where it may."""
@@ -278,19 +330,41 @@ def _key(options: RingOptions, first: Entry) -> bytes:
     return bytes.fromhex(first.key) if options.secret is None else options.secret.encode("utf-8", "surrogateescape")
 
 
-def _entry(rank: int, world_size: int, listener: socket.socket, options: RingOptions) -> Entry:
-    host, port = listener.getsockname()[:2]
+def _entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> Entry:
+    assert meeting.listener is not None
+    host, port = meeting.listener.getsockname()[:2]
+    near = b"" if meeting.near is None else os.fsencode(meeting.near.getsockname())
     return Entry(
         world_size=world_size,
         process=this_process(str(host)),
         host=str(host),
         port=int(port),
+        unix=near.decode("ascii").replace("\0", "@"),
+        memory=open_to_reading() if near and options.transport in ("auto", "cma") else "",
+        transport=options.transport,
         has_secret=options.secret is not None,
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
         run=secrets.token_hex(16) if rank == 0 else "",
         key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
     )
+
+
+def _listen_near(options: RingOptions) -> socket.socket | None:
+    """Returns a Unix socket for the other ranks of this machine; None where there is none, or none is wanted."""
+    if options.transport == "tcp" or sys.platform == "win32":
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Abstract, where there are such names: no file can be left behind.
+        name = f"cyxtrain-{secrets.token_hex(8)}"
+        listener.bind("\0" + name if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}")
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        return None
+    return listener
 
 
 def _store_host(store: Store) -> str:

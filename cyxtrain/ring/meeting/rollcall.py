@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch.distributed import Store
 
@@ -154,10 +154,19 @@ class RollCall:
             if name == 0:
                 self._await_hearers()
 
-    def met(self) -> None:
-        """Says that this rank is connected with all others."""
+    def met(self, reads: Iterable[int] = ()) -> None:
+        """Says that this rank is connected with all others, and whose memory it can read."""
         with self._reaching_the_store():
-            self.board.set(self._key(f"met/{self._rank}"), "")
+            self.board.set(self._key(f"met/{self._rank}"), json.dumps({"reads": sorted(reads)}))
+
+    def readers(self) -> list[set[int]]:
+        """Returns whose memory each rank can read, by rank, once all have met."""
+        with self._reaching_the_store():
+            told = [self.board.get(self._key(f"met/{rank}")) for rank in range(len(self._names))]
+        try:
+            return [set(map(int, json_object(text)["reads"])) for text in told]
+        except (FrameError, KeyError, TypeError, ValueError) as error:
+            raise not_ours(error) from None
 
     def all_met(self) -> bool:
         """Returns whether all ranks are connected with all others."""

@@ -1,0 +1,266 @@
+"""One transfer at work: a header and a payload that leave, a header and a payload that arrive.
+
+Nothing here waits. What the kernel takes or has is moved, and whoever drives a transfer waits between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64
+
+from cyxtrain.ring.algorithms import Span, Then
+from cyxtrain.ring.frames import (
+    HEADER_BYTES,
+    expected_header,
+    header,
+    is_damaged,
+    payload_address,
+    payload_sum,
+)
+from cyxtrain.ring.link import Link
+from cyxtrain.ring.memory import address_of
+from cyxtrain.ring.tensors import Combiner
+
+SEGMENT_BYTES = 1 << 20
+"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
+READ_BYTES = 1 << 18
+"""The same for what is read from another process: half of a usual second-level cache."""
+OFFER_BYTES = 1 << 17
+"""From this size on a payload that the receiver can read is not sent."""
+_JOIN_BYTES = 1 << 16
+"""Up to this size header and payload are copied together, which saves a system call and a packet."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The memory that a schedule works on, in bytes.
+
+    Attributes:
+        source: What is sent from.
+        target: What is received into; the same as `source` for reductions.
+        item_bytes: Bytes per element: a schedule counts elements.
+        combiner: Of the target and the scratch; None where nothing is reduced.
+        scratch: For what is to be combined.
+    """
+
+    source: memoryview
+    target: memoryview
+    item_bytes: int
+    combiner: Combiner | None = None
+    scratch: memoryview | None = None
+
+
+class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Another header came than the one that had to come."""
+
+    def __init__(self, rank: int, found: bytes) -> None:
+        super().__init__(rank)
+        self.rank = rank
+        self.found = found
+
+
+class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Other bytes came than were sent."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class Begins(dict[int, bytes]):
+    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
+
+    def __init__(self, identity: bytes) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def __missing__(self, payload_bytes: int) -> bytes:
+        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
+        return begin
+
+
+def is_offered(readable: bool, payload_bytes: int, then: Then) -> bool:
+    """Returns whether a payload stays where it is: both sides must know without a word."""
+    return readable and payload_bytes >= OFFER_BYTES and then is not Then.EXCHANGE
+
+
+class Outgoing:
+    """What one transfer sends: a header, then the payload, or where the payload is.
+
+    Args:
+        link: To whom.
+        begins: Of the operation.
+        payload: What is sent.
+        then: What is done with it there.
+        checksums: Whether frames carry them.
+    """
+
+    def __init__(self, link: Link, begins: Begins, payload: memoryview, then: Then, *, checksums: bool) -> None:
+        self.link = link
+        self.offered = is_offered(link.offers, len(payload), then)
+        address = address_of(payload) if self.offered else 0
+        head = header(begins[len(payload)], payload, checksums=checksums, address=address)
+        if self.offered:
+            self._parts = [memoryview(head)]
+        elif len(payload) <= _JOIN_BYTES:
+            self._parts = [memoryview(head + payload)]
+        else:
+            self._parts = [memoryview(head), payload]
+
+    def advance(self) -> bool:
+        """Sends what the kernel takes; returns whether anything moved."""
+        parts = self._parts
+        if len(parts) == 1:
+            sent = self.link.send(parts[0][:SEGMENT_BYTES])
+        else:
+            sent = self.link.send_both(parts[0], parts[1][:SEGMENT_BYTES])
+        left = sent
+        while parts and left >= len(parts[0]):
+            left -= len(parts.pop(0))
+        if left:
+            parts[0] = parts[0][left:]
+        return sent > 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all has left."""
+        return not self._parts
+
+
+class Incoming:
+    """What one transfer receives: the header that must come, then the payload, replaced or combined.
+
+    Args:
+        link: From whom.
+        begins: Of the operation.
+        span: Where it goes, in elements.
+        then: What is done with it.
+        buffers: What the schedule works on.
+        head: For the header.
+        checksums: Whether frames carry them.
+    """
+
+    def __init__(
+        self, link: Link, begins: Begins, span: Span, then: Then, buffers: Buffers, head: bytearray, *, checksums: bool
+    ) -> None:
+        self.link = link
+        self._head = head
+        self._head_view = memoryview(head)
+        self._combiner = buffers.combiner if then else None
+        self._then = then
+        self._item = buffers.item_bytes
+        self._first = span[0]
+        self._total = (span[1] - span[0]) * self._item
+        self._expected = begins[self._total]
+        self.offered = is_offered(link.reads, self._total, then)
+        self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
+        self._scratch = buffers.scratch
+        self._sum = xxh3_64() if checksums else None
+        self._head_have = 0
+        self._have = 0
+        self._combined = 0
+        self._checked = False
+        self._address = 0
+        self._sum_expected = b""
+
+    def advance(self) -> bool:
+        """Receives what has arrived, or reads a piece; returns whether anything moved."""
+        if not self._checked:
+            return self._receive_head()
+        if not self.offered:
+            count = self.link.receive(self._room())
+            self._took(count)
+            return count > 0
+        room = self._room()
+        self.link.read(self._address + self._have, room)
+        self._took(len(room))
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether all has arrived; of what is folded in, the header."""
+        return self._checked and (self._have == self._total or self._then is Then.FOLD)
+
+    def conclude(self, *, theirs_first: bool) -> None:
+        """Combines what was kept until this rank's own part had been sent."""
+        assert self._combiner is not None
+        self._combiner.combine(self._first, self._first + self._total // self._item, theirs_first=theirs_first)
+
+    def _receive_head(self) -> bool:
+        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        room = self._payload[:0] if self.offered else self._room()  # behind an offer comes another frame
+        count = self.link.receive_both(self._head_view[self._head_have :], room)
+        self._head_have += count
+        if self._head_have >= HEADER_BYTES:
+            if self._sum is not None and is_damaged(self._head):
+                raise OtherBytes(self.link.rank)
+            self._address = payload_address(self._head)
+            if not self._head.startswith(self._expected) or self.offered != bool(self._address):
+                raise UnexpectedHeader(self.link.rank, bytes(self._head))
+            self._checked = True
+            self._sum_expected = payload_sum(self._head)
+            self._took(self._head_have - HEADER_BYTES)
+        return count > 0
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
+        self.link.read(self._address + start, into)
+        if self._sum is not None:
+            self._sum.update(into)
+            if start + len(into) == self._total:
+                self._check_sum(self._sum.digest())
+
+    def _room(self) -> memoryview:
+        """Returns where the next bytes of the payload go."""
+        if self._combiner is None:
+            return self._payload[self._have : self._have + SEGMENT_BYTES]
+        assert self._scratch is not None
+        return self._scratch[self._have - self._combined : self._piece_end() - self._combined]
+
+    def _piece_end(self) -> int:
+        """Returns where the piece ends that is combined next."""
+        assert self._scratch is not None
+        return min(self._combined + (READ_BYTES if self.offered else len(self._scratch)), self._total)
+
+    def _took(self, count: int) -> None:
+        """Makes use of so many bytes more."""
+        if self._sum is not None and count:
+            self._sum.update(self._room()[:count])
+        self._have += count
+        if self._then is Then.COMBINE:
+            assert self._combiner is not None
+            end = self._piece_end()
+            if self._have == end:
+                self._combiner.combine(self._first + self._combined // self._item, self._first + end // self._item)
+                self._combined = end
+        if self._sum is not None and self._have == self._total:
+            self._check_sum(self._sum.digest())
+
+    def _check_sum(self, found: bytes) -> None:
+        # What was combined by now is wrong; nobody sees it, as the group fails.
+        if found != self._sum_expected:
+            raise OtherBytes(self.link.rank)
+
+
+def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
+    """Combines a span of several ranks in their order, and with what is there last, in pieces that fit into a cache.
+
+    Args:
+        offers: Whose headers have come.
+        span: In elements.
+        buffers: What the schedule works on.
+    """
+    assert buffers.scratch is not None
+    assert buffers.combiner is not None
+    half, item = len(buffers.scratch) // 2, buffers.item_bytes
+    piece = min(READ_BYTES, half) // item
+    for first in range(span[0], span[1], piece):
+        end = min(first + piece, span[1])
+        start, count = (first - span[0]) * item, (end - first) * item
+        offers[0].read(start, buffers.scratch[:count])
+        for offer in offers[1:]:
+            offer.read(start, buffers.scratch[half : half + count])
+            buffers.combiner.gather_up(end - first)
+        buffers.combiner.combine(first, end)
