@@ -10,6 +10,8 @@
     CYXTRAIN_CHECKSUMS            1: every frame of the ring carries a checksum; default 0
     CYXTRAIN_TRANSPORT            between ranks of one machine: cma (they read each other's memory), unix (sockets
                                   without a network), tcp, or auto, the default: the first of them that works
+    CYXTRAIN_COMMUNICATION        of collectives with async_op=True: thread, inline, or auto, the default: a thread
+                                  where there are several machines, or cores that are free
 
 torchrun sets these very names. Slurm, Open MPI and others come with clusters.
 """
@@ -25,7 +27,6 @@ from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import ConfigError
 
 _IDENTITY = ("RANK", "WORLD_SIZE")
-_TRANSPORTS = ("auto", "tcp", "unix", "cma")
 _SIGNS = ("LOCAL_RANK", "MASTER_ADDR")
 """What nobody sets for a process that is alone."""
 
@@ -90,15 +91,21 @@ def ring_options(variables: Mapping[str, str] | None = None) -> RingOptions:
         milliseconds = _number(variables, "CYXTRAIN_HEARTBEAT_TIMEOUT_MS")
     if milliseconds < 100:
         raise ConfigError(f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}.")
-    checksums = variables.get("CYXTRAIN_CHECKSUMS") or "0"
-    if checksums not in ("0", "1"):
-        raise ConfigError(f"CYXTRAIN_CHECKSUMS in the environment must be 0 or 1, got {checksums!r}.")
-    transport = (variables.get("CYXTRAIN_TRANSPORT") or "auto").lower()
-    if transport not in _TRANSPORTS:
-        raise ConfigError(
-            f"CYXTRAIN_TRANSPORT in the environment must be one of {', '.join(_TRANSPORTS)}, got {transport!r}."
-        )
-    return RingOptions(variables.get("CYXTRAIN_SECRET") or None, milliseconds / 1000, checksums == "1", transport)
+    return RingOptions(
+        variables.get("CYXTRAIN_SECRET") or None,
+        milliseconds / 1000,
+        _one_of(variables, "CYXTRAIN_CHECKSUMS", ("0", "1")) == "1",
+        _one_of(variables, "CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma")),
+        _one_of(variables, "CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread")),
+    )
+
+
+def _one_of(variables: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
+    """Returns a variable that has a few values, the first of which is the default."""
+    value = (variables.get(name) or known[0]).lower()
+    if value not in known:
+        raise ConfigError(f"{name} in the environment must be {' or '.join(known)}, got {value!r}.")
+    return value
 
 
 def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> None:

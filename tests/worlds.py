@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 import cyxtrain
+from cyxtrain.config import RingOptions
 from cyxtrain.ring import RingProcessGroup
 
 TESTS = Path(__file__).parent
@@ -41,6 +42,7 @@ def run_threads(
     seconds: float = 30.0,
     collective_seconds: float = 20.0,
     store: dist.Store | None = None,
+    options: RingOptions | None = None,
 ) -> list[Any]:
     """Runs `rank_main(group)` as every rank of a ring, each in a thread with a group of its own.
 
@@ -50,6 +52,7 @@ def run_threads(
         seconds: Until the test fails with the stacks of the ranks that have not come back.
         collective_seconds: Deadline of joining and of each collective.
         store: Where the ranks meet; a new HashStore by default.
+        options: Of the ring.
 
     Returns:
         What `rank_main` returned, by rank.
@@ -64,7 +67,8 @@ def run_threads(
     def run(rank: int) -> None:
         group: RingProcessGroup | None = None
         try:
-            group = RingProcessGroup(store, rank, world_size, timedelta(seconds=collective_seconds))
+            timeout = timedelta(seconds=collective_seconds)
+            group = RingProcessGroup(store, rank, world_size, timeout, options=options)
             results[rank] = rank_main(group)
         except BaseException as error:
             errors.append(error)  # in the order of time

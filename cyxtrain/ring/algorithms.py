@@ -11,6 +11,7 @@ those very bits.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,6 +76,7 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
     return schedule
 
 
+@functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
     """Leaves in the whole buffer of every rank the combination of all.
 
@@ -105,6 +107,7 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     return schedule
 
 
+@functools.lru_cache(maxsize=256)
 def telling_all(rank: int, world_size: int, count: int) -> list[Transfer]:
     """Brings the source of every rank to a row of the target on all, directly: for very few elements.
 
@@ -115,6 +118,7 @@ def telling_all(rank: int, world_size: int, count: int) -> list[Transfer]:
     return told + [Transfer(None, NOTHING, other, (other * count, (other + 1) * count)) for other in others]
 
 
+@functools.cache
 def tree(world_size: int) -> list[tuple[int, int]]:
     """Returns which row is combined into which, in order, to get the result of `recursive_doubling` in row 0."""
     power = 1 << (world_size.bit_length() - 1)

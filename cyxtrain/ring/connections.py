@@ -44,6 +44,7 @@ class Connections:
         self.scratch = Scratch(SEGMENT_BYTES)
         sockets = meeting.sockets
         self.routes = _routes(meeting, rank)
+        self.machine_mates = sum(entry.machine == meeting.table[rank].machine for entry in meeting.table)
         self.links = {peer: _link(meeting, rank, peer, names[peer]) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
         controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}

@@ -5,6 +5,7 @@ A group is immutable: its ranks never change, and its generation tells its frame
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -12,7 +13,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import Store
@@ -22,18 +22,19 @@ from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilen
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Step, chunks
 from cyxtrain.ring.connections import Connections
+from cyxtrain.ring.courier import Courier, is_worth_it
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
-from cyxtrain.ring.routes import Routes, few
+from cyxtrain.ring.reducing import Reducing
+from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import (
     Combiner,
     Scratch,
     check_target,
     check_tensor,
-    divide,
     flat_copy_of,
     flat_view_of,
     memory_of,
@@ -43,18 +44,6 @@ from cyxtrain.ring.watching.doing import doing
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""
-
-
-class _Reduction(NamedTuple):
-    """A reduction at work: `flat` is combined in place."""
-
-    operation: Operation
-    flat: Tensor
-    buffers: Buffers
-    deadline: Deadline
-
-    def is_few(self, world_size: int) -> bool:
-        return few(world_size, self.flat.numel(), self.buffers.item_bytes)
 
 
 class Group:
@@ -110,6 +99,9 @@ class Group:
         except BaseException:
             meeting.close()
             raise
+        machine_mates = 1 if self._ring is None else self._ring.machine_mates
+        self._overlaps = world_size > 1 and is_worth_it(options.communication, machine_mates, world_size)
+        self._courier: Courier | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes
         self._siblings.add(self)
@@ -119,6 +111,22 @@ class Group:
     def sequence(self) -> int:
         """How many collectives this group has begun."""
         return self._sequence
+
+    def courier(self, *, asynchronous: bool) -> Courier | None:
+        """Returns who makes a call for the thread that asks; None: it makes it itself.
+
+        Args:
+            asynchronous: Whether the caller goes on meanwhile. Who does not makes the call itself, unless others are
+                to be made before it.
+        """
+        self._caller = threading.get_ident()
+        if self._courier is None and asynchronous and self._overlaps:
+            with self._lock:
+                self._courier = self._courier or Courier()
+        courier = self._courier
+        if courier is None or courier.is_current or not (asynchronous or courier.busy):
+            return None
+        return courier
 
     @property
     def transport(self) -> str:
@@ -132,28 +140,25 @@ class Group:
         """
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            work = self._reduction(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
-            if work.is_few(self.world_size):
-                self._reduce_few(work)
+            work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
+            if work.is_few:
+                work.by_tree()
             else:
                 spans = chunks(flat.numel(), self.world_size)
-                self._reduce_chunks(work, spans, more=True)
-                rest = self._routes.all_gather(spans, work.buffers.item_bytes)
-                self._run(work.operation, rest, work.buffers, work.deadline)
+                work.by_chunks(spans, self._routes.all_gather(spans, flat.element_size()))
         _copy_back(flat, tensor)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            work = self._reduction(Kind.REDUCE, tensor, flat, reduction, timeout, dst)
-            if work.is_few(self.world_size):
-                self._reduce_few(work)
+            work = self._reducing(Kind.REDUCE, tensor, flat, reduction, timeout, dst)
+            if work.is_few:
+                work.by_tree()
             else:
                 spans = chunks(flat.numel(), self.world_size)
-                self._reduce_chunks(work, spans, more=True)
                 rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
-                self._run(work.operation, rest, work.buffers, work.deadline)
+                work.by_chunks(spans, rest)
         if self.rank == dst:
             _copy_back(flat, tensor)
 
@@ -166,42 +171,21 @@ class Group:
         """
         spans = even_spans(check_target(output).numel(), self.world_size)
         with self._lock:
-            work = self._reduction(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
-            if work.is_few(self.world_size):
-                self._reduce_few(work)
+            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
+            if work.is_few:
+                work.by_tree()
             else:
-                self._reduce_chunks(work, spans, more=False)
+                work.by_chunks(spans)
         output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
 
-    def _reduction(
+    def _reducing(
         self, kind: Kind, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None, dst: int = -1
-    ) -> _Reduction:
+    ) -> Reducing:
         """Begins a reduction. Raises where this dtype has no such one, before anything starts."""
         combiner = Combiner(reduction, flat, self._scratch)
-        memory = memory_of(flat)
-        buffers = Buffers(memory, memory, flat.element_size(), combiner, self._scratch.memory)
-        return _Reduction(self._operation(kind, tensor, reduction, dst), flat, buffers, self._deadline(timeout))
-
-    def _reduce_few(self, work: _Reduction) -> None:
-        """Leaves all of it reduced on every rank: by a tree, in as few rounds as can be."""
-        count, buffers = work.flat.numel(), work.buffers
-        if self._routes.tells_all(count, buffers.item_bytes):
-            assert buffers.combiner is not None
-            rows = Buffers(buffers.source, self._scratch.memory, buffers.item_bytes)
-            self._run(work.operation, algorithms.telling_all(self.rank, self.world_size, count), rows, work.deadline)
-            buffers.combiner.combine_rows(self.rank, algorithms.tree(self.world_size))
-        else:
-            schedule = algorithms.recursive_doubling(self.rank, self.world_size, count)
-            self._run(work.operation, schedule, buffers, work.deadline)
-        if work.operation.reduction is Reduction.AVG:
-            divide(work.flat, self.world_size)
-
-    def _reduce_chunks(self, work: _Reduction, spans: Sequence[Span], *, more: bool) -> None:
-        """Leaves this rank's span reduced, and the others half done; `more` as in `Mesh.run`."""
-        schedule = self._routes.reduce_scatter(spans, work.buffers.item_bytes)
-        self._run(work.operation, schedule, work.buffers, work.deadline, more=more)
-        if work.operation.reduction is Reduction.AVG:
-            divide(work.flat[slice(*spans[self.rank])], self.world_size)
+        operation = self._operation(kind, tensor, reduction, dst)
+        run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
+        return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
@@ -317,7 +301,7 @@ class Group:
         operation = Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation)
         self._raise_failure(operation)
         self._sequence += 1
-        self._latest, self._caller = operation, threading.get_ident()
+        self._latest = operation
         return operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
@@ -333,6 +317,7 @@ class Group:
         more: bool = False,
     ) -> None:
         if self._ring is not None:
+            self._ring.mesh.spins = self._courier is None or not self._courier.is_current
             self._ring.mesh.run(operation, schedule, buffers, deadline, more=more)
 
     def _raise_failure(self, operation: Operation) -> None:
@@ -347,6 +332,8 @@ class Group:
 
     def leave(self) -> None:
         """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
+        if self._courier is not None:
+            self._courier.close(_LEAVE_SECONDS)
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
@@ -371,6 +358,7 @@ class Group:
         """Lets go of every connection without a word: what a forked child does with the group of its parent."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
+        self._courier, self._overlaps = None, False
         if self._ring is not None:
             self._ring.abandon()
 

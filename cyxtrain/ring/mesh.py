@@ -58,6 +58,9 @@ class Mesh:
         mailbox: Messages between two ranks, which go on while a collective waits.
         watch: Knows why a link broke.
         checksums: Whether frames carry them.
+
+    Attributes:
+        spins: Whether it looks again and again before it sleeps; not while another thread wants Python's lock.
     """
 
     def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: bool) -> None:
@@ -68,6 +71,7 @@ class Mesh:
         self._watch = watch
         self._poller = Poller()
         self._head = bytearray(HEADER_BYTES)  # one comes at a time
+        self.spins = True
         self._offered: set[int] = set()
         self._read: set[int] = set()
 
@@ -176,7 +180,7 @@ class Mesh:
             if moved:
                 spin_until = 0.0
             elif not spin_until:
-                spin_until = time.monotonic() + _SPIN_SECONDS
+                spin_until = time.monotonic() + (_SPIN_SECONDS if self.spins else 0.0)
             elif time.monotonic() < spin_until:
                 _give_way()
             else:

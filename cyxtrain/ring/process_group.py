@@ -39,21 +39,24 @@ from cyxtrain.ring.arguments import (
 )
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
+from cyxtrain.ring.naming import NamedGroup
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import check_target, flat_copy_of, flat_view_of
 from cyxtrain.ring.uncompiled import uncompiled
-from cyxtrain.ring.work import DoneWork, MessageWork
+from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork, collective
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_DEVICES = ("cpu", "cuda")
 TORCHS_WORLD = Siblings()
 """The groups that PyTorch makes: it has one world in a process."""
 
 
-class RingProcessGroup(dist.ProcessGroup):
-    """A process group over TCP, for CPU tensors.
+class RingProcessGroup(NamedGroup):
+    """A process group of ranks that talk directly, for CPU tensors; CUDA tensors travel by way of pinned memory.
 
-    Every collective runs in the calling thread; with `async_op=True` the work that it returns is already done.
-    `isend` and `irecv` are truly asynchronous: they move while anybody waits.
+    A collective runs in the calling thread. With `async_op=True` it runs in one of the group's own where cores are
+    free for it, or the network is slow (CYXTRAIN_COMMUNICATION); else the work that it returns is already done.
+    `isend` and `irecv` are always asynchronous: they move while anybody waits.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
@@ -85,7 +88,6 @@ class RingProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._store = store
-        self._name = self._description = "ring"
         self._group = Group(
             store, rank, world_size, timeout, join_timeout or timeout, generation, names, options, siblings
         )
@@ -94,25 +96,29 @@ class RingProcessGroup(dist.ProcessGroup):
 
     # Collectives.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:
+    @collective
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces in place, on all ranks."""
         for tensor in as_list(tensors):
             self._group.all_reduce(tensor, reduction_of(opts), timeout_of(opts))
-        return DoneWork(as_list(tensors))
+        return as_list(tensors)
 
-    def reduce(self, tensors: Any, opts: Any) -> DoneWork:
+    @collective
+    def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduces in place on one rank; the others keep what they had."""
         for tensor in as_list(tensors):
             self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
-        return DoneWork(as_list(tensors))
+        return as_list(tensors)
 
-    def broadcast(self, tensors: Any, opts: Any) -> DoneWork:
+    @collective
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copies the tensor of one rank to all."""
         for tensor in as_list(tensors):
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
-        return DoneWork(as_list(tensors))
+        return as_list(tensors)
 
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> DoneWork:
+    @collective
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Copies the tensor of every rank to all, into a list of tensors.
 
         The work's result is one tensor with a row per rank, as NCCL's is: PyTorch's quantization hooks read that.
@@ -124,31 +130,30 @@ class RingProcessGroup(dist.ProcessGroup):
             self._group.all_gather(gathered, tensor, timeout_of(opts))
             unpack(gathered, outputs)
             result.append(gathered.view(self.size(), *tensor.shape))
-        return DoneWork(result)
+        return result
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+    @collective
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Copies the tensor of every rank to all, into one tensor."""
-        check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
-        flat = flat_view_of(check_target(output))
-        self._group.all_gather(flat, tensor, timeout_of(opts))
-        if flat.data_ptr() != output.data_ptr():
-            output.detach().copy_(flat.view(output.shape))
-        return DoneWork([output])
+        self._gather_into(output, tensor, opts)
+        return [output]
 
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> DoneWork:
+    @collective
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Reduces a list of tensors, and leaves to each rank its own."""
         for output, tensors in zip(as_list(outputs), as_lists(input_lists), strict=True):
             check_shapes(tensors, output, self.size(), "reduce_scatter")
             self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts))
-        return DoneWork(as_list(outputs))
+        return as_list(outputs)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+    @collective
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Reduces a tensor, and leaves to each rank its own part."""
-        check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
-        self._group.reduce_scatter(output, flat_copy_of(tensor), reduction_of(opts), timeout_of(opts))
-        return DoneWork([output])
+        self._scatter_reduced(output, tensor, opts)
+        return [output]
 
-    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> DoneWork:
+    @collective
+    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copies the tensor of every rank to one, into a list of tensors."""
         tensor = as_list(inputs)[0]
         receives = self.rank() == opts.rootRank
@@ -158,9 +163,10 @@ class RingProcessGroup(dist.ProcessGroup):
         gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype, device="cpu")
         self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
         unpack(gathered, outputs)
-        return DoneWork([outputs])
+        return [outputs]
 
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> DoneWork:
+    @collective
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copies to each rank its tensor of a list on one rank."""
         output = as_list(outputs)[0]
         flat = torch.empty(0, dtype=output.dtype, device="cpu")
@@ -169,8 +175,9 @@ class RingProcessGroup(dist.ProcessGroup):
             check_shapes(tensors, output, self.size(), "scatter")
             flat = joined(tensors)
         self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
-        return DoneWork([output])
+        return [output]
 
+    @collective
     def all_to_all_single(
         self,
         output: Tensor,
@@ -178,7 +185,7 @@ class RingProcessGroup(dist.ProcessGroup):
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
         opts: Any = None,
-    ) -> DoneWork:
+    ) -> Any:
         """Sends a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
         check_dtypes([output, tensor], "all_to_all")
         send = split_spans(tensor, input_splits, self.size())
@@ -187,9 +194,10 @@ class RingProcessGroup(dist.ProcessGroup):
         self._group.all_to_all(target, receive, flat_view_of(tensor), send, timeout_of(opts))
         if target.data_ptr() != output.data_ptr():
             output.detach().copy_(target.view(output.shape))
-        return DoneWork([output])
+        return [output]
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+    @collective
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Sends a tensor to each rank, and receives one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
@@ -202,36 +210,48 @@ class RingProcessGroup(dist.ProcessGroup):
         self._group.all_to_all(target, receive, joined(inputs), send, timeout_of(opts))
         for output, span in zip(outputs, receive, strict=True):
             output.detach().copy_(target[slice(*span)].view(output.shape))
-        return DoneWork(outputs)
+        return outputs
 
-    def barrier(self, opts: Any = None) -> DoneWork:
+    @collective
+    def barrier(self, opts: Any = None) -> Any:
         """Returns when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
-        return DoneWork([])
+        return []
 
     # Several tensors at once.
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> DoneWork:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduces each tensor in place, on all ranks."""
         return self.allreduce(tensors, opts)
 
-    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Does `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> DoneWork:
+    @collective
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Does `all_gather_single` of each tensor."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, tensor, opts)
-        return DoneWork(outputs)
+            self._gather_into(output, tensor, opts)
+        return outputs
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> DoneWork:
+    @collective
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Does `reduce_scatter_single` of each tensor."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, tensor, opts)
-        return DoneWork(outputs)
+            self._scatter_reduced(output, tensor, opts)
+        return outputs
+
+    def _gather_into(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
+        flat = flat_view_of(check_target(output))
+        self._group.all_gather(flat, tensor, timeout_of(opts))
+        if flat.data_ptr() != output.data_ptr():
+            output.detach().copy_(flat.view(output.shape))
+
+    def _scatter_reduced(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
+        self._group.reduce_scatter(output, flat_copy_of(tensor), reduction_of(opts), timeout_of(opts))
 
     # PyTorch 2.11's names.
     _allgather_base = all_gather_single
@@ -304,28 +324,9 @@ class RingProcessGroup(dist.ProcessGroup):
 
     name = _get_backend_name = getBackendName
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the name that PyTorch gives."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the name that PyTorch gave."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the description that PyTorch gives."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the description that PyTorch gave."""
-        return self._description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(name) for name in _DEVICES]
 
     def _get_backend(self, device: torch.device) -> RingProcessGroup:
         return self
@@ -334,6 +335,11 @@ class RingProcessGroup(dist.ProcessGroup):
     def supports_coalescing(self) -> bool:
         """PyTorch need not bundle calls for us."""
         return False
+
+    @property
+    def transport(self) -> str:
+        """How collectives travel: "cma", "unix" or "tcp"; "none" in a world of one."""
+        return self._group.transport
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the deadline of later collectives."""
@@ -351,11 +357,11 @@ class RingProcessGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Makes "ring" a backend of torch.distributed, for CPU tensors. No socket, no thread."""
-    for cls in (RingProcessGroup, DoneWork, MessageWork):
+    """Makes "ring" a backend of torch.distributed. No socket, no thread."""
+    for cls in (RingProcessGroup, NamedGroup, DoneWork, MessageWork, PostedWork):
         uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ring", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:

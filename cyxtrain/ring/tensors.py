@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cyxtrain.errors import ConfigError, CyxtrainError
 from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.staging import host_copy
 
 
 class _Memory:
@@ -33,14 +34,12 @@ def check_tensor(tensor: Tensor) -> Tensor:
     """Returns a tensor that the ring can carry.
 
     Raises:
-        CyxtrainError: It is sparse, or not on the CPU.
+        CyxtrainError: It is sparse, or neither on the CPU nor on a CUDA device.
     """
     if tensor.layout is not torch.strided:
         raise CyxtrainError(f"the ring carries dense tensors, this one is {tensor.layout}; call to_dense() first.")
-    if tensor.device.type != "cpu":
-        raise CyxtrainError(
-            f"the ring carries CPU tensors, this one is on {tensor.device}; call cpu() first, or use the nccl backend."
-        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise CyxtrainError(f"the ring carries CPU and CUDA tensors, this one is on {tensor.device}; call cpu() first.")
     return tensor
 
 
@@ -70,13 +69,15 @@ def _shares_memory(tensor: Tensor) -> bool:
 
 
 def flat_copy_of(tensor: Tensor) -> Tensor:
-    """Returns a new one-dimensional tensor with the same elements."""
-    return check_tensor(tensor).detach().clone(memory_format=torch.contiguous_format).view(-1)
+    """Returns a new one-dimensional CPU tensor with the same elements."""
+    if check_tensor(tensor).device.type == "cuda":
+        return host_copy(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor holds its elements in order, as they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
 def flat_view_of(tensor: Tensor) -> Tensor:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import _Work
 
+from cyxtrain.errors import CollectiveTimeoutError
+from cyxtrain.ring.courier import Delivery
+from cyxtrain.ring.group import Group
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
+from cyxtrain.ring.staging import beside
 
 
 class DoneWork(_Work):
@@ -45,6 +50,57 @@ class DoneWork(_Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
+
+
+class PostedWork(_Work):
+    """A collective that travels beside the thread that asked for it.
+
+    Args:
+        delivery: It.
+    """
+
+    def __init__(self, delivery: Delivery) -> None:
+        super().__init__()
+        self._delivery = delivery
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns True when it is over; raises what went wrong.
+
+        Raises:
+            CollectiveTimeoutError: It is not over after `timeout`, and goes on.
+        """
+        seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
+        if not self._delivery.wait(seconds):
+            raise CollectiveTimeoutError(
+                f"wait() gave up after {seconds} s; the collective goes on until its deadline."
+            )
+        self._delivery.outcome()
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether it is over."""
+        return self._delivery.done
+
+    def is_success(self) -> bool:
+        """Returns whether it is over, and nothing went wrong."""
+        return self._delivery.done and self._delivery.error is None
+
+    def exception(self) -> BaseException | None:
+        """Returns what went wrong; None: nothing so far."""
+        return self._delivery.error
+
+    def result(self) -> list[Any]:
+        """Returns the tensors that hold the result, once it is over."""
+        self.wait()
+        result: list[Any] = self._delivery.outcome()
+        return result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Returns a future with the result, or with the error: C++ sees only one that a callback has raised."""
+        over: torch.futures.Future[Any] = torch.futures.Future()
+        outcome = over.then(lambda _: self._delivery.outcome())
+        self._delivery.when_done(lambda: over.set_result(None))
+        return outcome
 
 
 class MessageWork(_Work):
@@ -116,3 +172,27 @@ class MessageWork(_Work):
             finish, self._finish = self._finish, None
             finish()
         return True
+
+
+class Asked(Protocol):
+    """A process group as `collective` needs it."""
+
+    _group: Group
+
+
+def collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes of a method that does a collective and returns its result one that returns PyTorch's work."""
+
+    @functools.wraps(method)
+    def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        asynchronous = getattr(named.get("opts", args[-1] if args else None), "asyncOp", False)
+        courier = self._group.courier(asynchronous=asynchronous)
+        if courier is None:
+            return DoneWork(method(self, *args, **named))
+        delivery = courier.post(beside(functools.partial(method, self, *args, **named)))
+        if asynchronous:
+            return PostedWork(delivery)
+        delivery.wait()
+        return DoneWork(delivery.outcome())
+
+    return ask

@@ -1,0 +1,72 @@
+"""A reduction at work: few bytes by a tree, more in chunks of which each rank reduces one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cyxtrain.ring import algorithms
+from cyxtrain.ring.algorithms import Span, Step
+from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.routes import Routes, few
+from cyxtrain.ring.tensors import Combiner, Scratch, divide, memory_of
+from cyxtrain.ring.transfers import Buffers
+
+
+class Run(Protocol):
+    """Runs a schedule of the operation, as `Mesh.run` does."""
+
+    def __call__(self, schedule: Sequence[Step], buffers: Buffers, *, more: bool = False) -> None:
+        """Does this rank's part."""
+
+
+class Reducing:
+    """A reduction of `flat`, in place.
+
+    Args:
+        reduction: How elements are combined.
+        flat: One-dimensional.
+        combiner: Of `flat` and the scratch.
+        scratch: Where things arrive.
+        routes: Which schedules to take.
+        run: Runs them.
+    """
+
+    def __init__(
+        self, reduction: Reduction, flat: Tensor, combiner: Combiner, scratch: Scratch, routes: Routes, run: Run
+    ) -> None:
+        self._flat = flat
+        self._memory = memory_of(flat)
+        self._item_bytes = flat.element_size()
+        self._combiner = combiner
+        self._scratch = scratch
+        self._routes = routes
+        self._run = run
+        self._averages = reduction is Reduction.AVG
+        self.is_few = few(routes.world_size, flat.numel(), self._item_bytes)
+
+    def by_tree(self) -> None:
+        """Leaves all of it reduced on every rank, in as few rounds as can be."""
+        count, routes = self._flat.numel(), self._routes
+        if routes.tells_all(count, self._item_bytes):
+            rows = Buffers(self._memory, self._scratch.memory, self._item_bytes)
+            self._run(algorithms.telling_all(routes.rank, routes.world_size, count), rows)
+            self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
+        else:
+            self._run(algorithms.recursive_doubling(routes.rank, routes.world_size, count), self._buffers())
+        if self._averages:
+            divide(self._flat, routes.world_size)
+
+    def by_chunks(self, spans: Sequence[Span], rest: Sequence[Step] | None = None) -> None:
+        """Leaves this rank's span reduced, and the others half done; then brings them where `rest` says."""
+        buffers = self._buffers()
+        self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
+        if self._averages:
+            divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
+        if rest is not None:
+            self._run(rest, buffers)
+
+    def _buffers(self) -> Buffers:
+        return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)
