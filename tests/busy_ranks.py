@@ -41,7 +41,7 @@ def wait_for_a_held_gil(how: str, seconds: float) -> float:
             began = time.monotonic()
             hold()
             held = time.monotonic() - began
-        tensor = torch.ones(1000)
+        tensor = torch.ones(80_000)
         cx.all_reduce(tensor)
         assert bool((tensor == cx.get_world_size()).all())
         cx.barrier()
@@ -108,7 +108,7 @@ def wait_for_a_slow_rank(slow: int, how: str, seconds: float, warn_seconds: floa
         cx.barrier()
         if cx.get_rank() == slow:
             globals()[how](seconds)
-        tensor = torch.ones(1000)
+        tensor = torch.ones(80_000)
         cx.all_reduce(tensor)
         assert bool((tensor == cx.get_world_size()).all())
         cx.barrier()
@@ -165,7 +165,7 @@ def live_often(lives: int, warm_up: int) -> list[Facts]:
     held = []
     for life in range(1, lives + 1):
         with cx.init():
-            tensor = torch.ones(1000)
+            tensor = torch.ones(80_000)
             cx.all_reduce(tensor)
             assert float(tensor[0]) == cx.get_world_size()
         if life in (warm_up, lives):
@@ -182,7 +182,7 @@ def live_often_in_threads(lives: int, warm_up: int) -> list[Facts]:
         try:
             for life in range(1, lives + 1):
                 group = RingProcessGroup(store, rank, 2, timedelta(seconds=20))
-                tensor = torch.ones(1000)
+                tensor = torch.ones(80_000)
                 group.allreduce([tensor]).wait()
                 group.shutdown()
                 del group

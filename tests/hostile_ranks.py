@@ -89,14 +89,14 @@ def join_and_train(path: str) -> dict[str, Any]:
 
 def _tell_port(folder: Folder, rank: int) -> None:
     """Tells strangers where this rank listens."""
-    listen = rendezvous._listen
+    listen = rendezvous.listen
 
     def listen_and_tell(*args: Any) -> Any:
         listener = listen(*args)
         folder.tell(f"port{rank}", str(listener.getsockname()[1]))
         return listener
 
-    rendezvous._listen = listen_and_tell
+    rendezvous.listen = listen_and_tell
 
 
 def _tell_what_is_said(folder: Folder, rank: int) -> None:

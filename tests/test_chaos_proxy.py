@@ -55,10 +55,10 @@ class Ends:
 def linked(*faults: Fault, role: str = "collectives") -> Iterator[Ends]:
     with Proxy(2, Plan(faults)) as proxy, socket.create_server(("127.0.0.1", 0)) as listener:
         store = dist.HashStore()
-        entry = {"host": "127.0.0.1", "port": listener.getsockname()[1], "kept": [1]}
+        entry = {"host": "127.0.0.1", "port": listener.getsockname()[1], "kept": [1], "unix": "@x", "memory": "1 2"}
         proxy.store(store).set("7/entry/0", json.dumps(entry))
         published = json.loads(store.get("7/entry/0"))
-        assert published == {"host": "127.0.0.1", "port": proxy.ports[0], "kept": [1]}
+        assert published == {"host": "127.0.0.1", "port": proxy.ports[0], "kept": [1], "unix": "", "memory": ""}
         with socket.create_connection((published["host"], published["port"]), timeout=10) as near:
             hello, answer = message(rank=1, role=role), message(rank=0)
             near.sendall(hello + message())

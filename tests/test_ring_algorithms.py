@@ -1,38 +1,37 @@
-"""The schedules, without sockets: all ranks in lockstep, on a network that holds nothing back.
+"""The schedules, without sockets: what each leaves, in which order it sums, and that every rank hears of every other.
 
-A send happens only together with its receive, so a schedule that comes through here needs no buffer anywhere.
+Where nothing else is said a send happens only together with its receive: such a schedule needs no buffer anywhere.
+test_ring_offers.py has what ranks read in each other's memory.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
+from lockstep import Lockstep, buffered, offered, own
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Then, chunks
+from cyxtrain.ring.algorithms import chunks
 
-RANKS = range(1, 9)
+RANKS = (*range(1, 10), 16)
 
 
 def everywhere(check):
     """Runs a check of (world_size, count) for many counts, in one test per number of ranks."""
 
     def test(world_size):
-        for count in sorted({0, 1, world_size - 1, world_size, world_size + 1, 17, 1000}):
+        for count in sorted({0, 1, world_size - 1, world_size, world_size + 1, 100}):
             check(world_size, count)
 
     test.__name__ = check.__name__
     return pytest.mark.parametrize("world_size", RANKS)(test)
 
 
-def own(rank, count):
-    """The elements that a rank brings: each says whose it is, and where it was."""
-    return [((rank,), position) for position in range(count)]
-
-
 def summed(order, count, start=0):
-    return [(tuple(order), position) for position in range(start, start + count)]
+    """What is left where ranks are combined one after the other."""
+    return [(functools.reduce(lambda done, rank: (done, rank), order), start + index) for index in range(count)]
 
 
 def ring_order(chunk, world_size):
@@ -40,68 +39,12 @@ def ring_order(chunk, world_size):
     return [(chunk + 1 + step) % world_size for step in range(world_size)]
 
 
-class Lockstep:
-    """Runs the schedules of all ranks, and sees to it that each send meets its receive."""
-
-    def __init__(self, schedules, sources, targets=None):
-        self.schedules = schedules
-        self.sources = sources
-        self.targets = sources if targets is None else targets
-        self.heard = [{rank} for rank in range(len(schedules))]
-        self._told = [set(known) for known in self.heard]
-        self._next = [0] * len(schedules)
-        self._open = [self._begin(rank) for rank in range(len(schedules))]
-
-    def run(self):
-        while any(open_parts is not None for open_parts in self._open):
-            matches = [
-                (rank, step.send_to)
-                for rank, step in enumerate(map(self._current, range(len(self.schedules))))
-                if step is not None and "send" in self._open[rank] and self._receives_from(step.send_to, rank)
-            ]
-            assert matches, "the ranks wait for each other"
-            for sender, receiver in matches:
-                self._move(sender, receiver)
-        return self
-
-    def _begin(self, rank):
-        """Returns which halves of the rank's next transfer are to be done; None: it has come to its end."""
-        step = self._current(rank)
-        if step is None:
-            return None
-        if step.send_to is not None and step.receive_from is not None and self.sources is self.targets:
-            assert step.send[1] <= step.receive[0] or step.receive[1] <= step.send[0], "it sends what it receives"
-        self._told[rank] = set(self.heard[rank])
-        parts = {"send"} if step.send_to is not None else set()
-        return parts | ({"receive"} if step.receive_from is not None else set())
-
-    def _current(self, rank):
-        done = self._next[rank] >= len(self.schedules[rank])
-        return None if done else self.schedules[rank][self._next[rank]]
-
-    def _receives_from(self, rank, sender):
-        step = self._current(rank)
-        return step is not None and "receive" in self._open[rank] and step.receive_from == sender
-
-    def _move(self, sender, receiver):
-        send, receive = self._current(sender), self._current(receiver)
-        payload = self.sources[sender][slice(*send.send)]
-        start, end = receive.receive
-        assert len(payload) == send.send[1] - send.send[0] == end - start
-        target = self.targets[receiver]
-        if receive.then is Then.COMBINE:
-            payload = [(came[0] + here[0], here[1]) for came, here in zip(payload, target[start:end], strict=True)]
-        target[start:end] = payload
-        self.heard[receiver] |= self._told[sender]
-        for rank, part in ((sender, "send"), (receiver, "receive")):
-            self._open[rank].discard(part)
-        for rank in {sender, receiver}:
-            if not self._open[rank]:
-                self._next[rank] += 1
-                self._open[rank] = self._begin(rank)
-
-    def all_heard(self):
-        return all(len(known) == len(self.schedules) for known in self.heard)
+def summed_in_chunks(spans, world_size):
+    return [
+        element
+        for chunk, (start, end) in enumerate(spans)
+        for element in summed(ring_order(chunk, world_size), end - start, start)
+    ]
 
 
 @everywhere
@@ -118,13 +61,9 @@ def test_all_reduce_sums_every_chunk_along_the_ring_and_gives_it_to_all(world_si
     buffers = [own(rank, count) for rank in range(world_size)]
     reducing = [algorithms.reduce_scatter(rank, world_size, spans) for rank in range(world_size)]
     gathering = [algorithms.all_gather(rank, world_size, spans, range(world_size)) for rank in range(world_size)]
-    assert Lockstep([a + b for a, b in zip(reducing, gathering, strict=True)], buffers).run().all_heard()
-    expected = [
-        element
-        for chunk, (start, end) in enumerate(spans)
-        for element in summed(ring_order(chunk, world_size), end - start, start)
-    ]
-    assert buffers == [expected] * world_size
+    ranks = Lockstep([a + b for a, b in zip(reducing, gathering, strict=True)], buffers).run()
+    assert ranks.all_heard()
+    assert ranks.results == [summed_in_chunks(spans, world_size)] * world_size
 
 
 @everywhere
@@ -132,32 +71,44 @@ def test_reduce_scatter_leaves_each_rank_its_chunk(world_size, count):
     spans = chunks(count, world_size)
     buffers = [own(rank, count) for rank in range(world_size)]
     schedules = [algorithms.reduce_scatter(rank, world_size, spans) for rank in range(world_size)]
-    assert Lockstep(schedules, buffers).run().all_heard()
+    ranks = Lockstep(schedules, buffers).run()
+    assert ranks.all_heard()
     for rank, (start, end) in enumerate(spans):
-        assert buffers[rank][start:end] == summed(ring_order(rank, world_size), end - start, start)
+        assert ranks.results[rank][start:end] == summed(ring_order(rank, world_size), end - start, start)
+
+
+def rings(world_size):
+    """Some orders of all ranks: as they are, backwards, and those of two machines that took turns."""
+    ranks = list(range(world_size))
+    return [ranks, ranks[::-1], ranks[::2] + ranks[1::2]]
 
 
 @everywhere
-def test_all_gather_brings_every_span_to_all(world_size, count):
+def test_all_gather_brings_every_span_to_all_in_any_order_of_the_ring(world_size, count):
     spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
-    buffers = [[None] * (world_size * count) for _ in range(world_size)]
-    for rank, (start, end) in enumerate(spans):
-        buffers[rank][start:end] = own(rank, count)
-    schedules = [algorithms.all_gather(rank, world_size, spans, range(world_size)) for rank in range(world_size)]
-    assert Lockstep(schedules, buffers).run().all_heard()
-    assert buffers == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
+    for ring in rings(world_size):
+        buffers = [[None] * (world_size * count) for _ in range(world_size)]
+        for rank, (start, end) in enumerate(spans):
+            buffers[rank][start:end] = own(rank, count)
+        schedules = [algorithms.all_gather(rank, world_size, spans, ring) for rank in range(world_size)]
+        ranks = Lockstep(schedules, buffers).run()
+        assert ranks.all_heard()
+        assert ranks.results == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
+        assert ranks.links == (set(zip(ring, ring[1:] + ring[:1], strict=True)) if count and world_size > 1 else set())
 
 
 @everywhere
-def test_broadcast_copies_the_buffer_of_any_rank_to_all(world_size, count):
-    for src, segments in itertools.product(range(world_size), (1, 2, 20)):
+def test_broadcast_copies_the_buffer_of_any_rank_to_all_in_any_order_of_the_ring(world_size, count):
+    for src, segments in itertools.product({0, 1, world_size // 2, world_size - 1} & set(range(world_size)), (1, 2, 5)):
         segment = max(1, count // segments)
-        buffers = [own(rank, count) for rank in range(world_size)]
-        schedules = [
-            algorithms.broadcast(rank, world_size, count, src, segment, range(world_size)) for rank in range(world_size)
-        ]
-        assert Lockstep(schedules, buffers).run().all_heard()
-        assert buffers == [own(src, count)] * world_size
+        for ring in rings(world_size):
+            buffers = [own(rank, count) for rank in range(world_size)]
+            schedules = [
+                algorithms.broadcast(rank, world_size, count, src, segment, ring) for rank in range(world_size)
+            ]
+            ranks = Lockstep(schedules, buffers).run()
+            assert ranks.all_heard()
+            assert ranks.results == [own(src, count)] * world_size
 
 
 @everywhere
@@ -167,10 +118,11 @@ def test_gather_brings_every_source_to_one_rank_and_leaves_the_others_alone(worl
         sources = [own(rank, count) for rank in range(world_size)]
         targets = [[None] * (world_size * count) for _ in range(world_size)]
         schedules = [algorithms.gather(rank, world_size, spans, dst, (0, count)) for rank in range(world_size)]
-        assert Lockstep(schedules, sources, targets).run().all_heard()
+        ranks = Lockstep(schedules, sources, targets).run()
+        assert ranks.all_heard()
         for rank in range(world_size):
             came = [own(other, count) if rank == dst != other else [None] * count for other in range(world_size)]
-            assert targets[rank] == [element for part in came for element in part]
+            assert ranks.results[rank] == [element for part in came for element in part]
 
 
 @everywhere
@@ -180,10 +132,11 @@ def test_scatter_brings_each_rank_its_part(world_size, count):
         sources = [own(rank, world_size * count) for rank in range(world_size)]
         targets = [[None] * count for _ in range(world_size)]
         schedules = [algorithms.scatter(rank, world_size, spans, src, (0, count)) for rank in range(world_size)]
-        assert Lockstep(schedules, sources, targets).run().all_heard()
+        ranks = Lockstep(schedules, sources, targets).run()
+        assert ranks.all_heard()
         for rank in range(world_size):
             expected = [None] * count if rank == src else own(src, world_size * count)[slice(*spans[rank])]
-            assert targets[rank] == expected
+            assert ranks.results[rank] == expected
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -194,11 +147,12 @@ def test_all_to_all_brings_parts_of_any_size_to_where_they_belong(world_size):
     sources = [own(rank, sum(sizes[rank])) for rank in range(world_size)]
     targets = [[None] * receive[rank][-1][1] for rank in range(world_size)]
     schedules = [algorithms.all_to_all(rank, world_size, send[rank], receive[rank]) for rank in range(world_size)]
-    assert Lockstep(schedules, sources, targets).run().all_heard()
+    ranks = Lockstep(schedules, sources, targets).run()
+    assert ranks.all_heard()
     for rank in range(world_size):
         for sender in range(world_size):
             expected = own(sender, 100)[slice(*send[sender][rank])]
-            found = targets[rank][slice(*receive[rank][sender])]
+            found = ranks.results[rank][slice(*receive[rank][sender])]
             assert found == ([None] * len(expected) if sender == rank else expected)
 
 
@@ -213,13 +167,111 @@ def test_agreement_ends_when_every_rank_has_heard_of_every_other(world_size):
     assert {len(schedule) for schedule in schedules} == {(world_size - 1).bit_length()}
 
 
+# --- few elements: by a tree ----------------------------------------------------------------------------------------
+
+
+def in_a_tree(world_size):
+    """What `tree` leaves in row 0."""
+    rows = list(range(world_size))
+    for into, source in algorithms.tree(world_size):
+        rows[into] = (rows[into], rows[source])
+    return rows[0]
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_the_tree_combines_every_rank_once_and_neighbours_first(world_size):
+    steps = algorithms.tree(world_size)
+    assert len(steps) == world_size - 1
+    assert sorted(source for _, source in steps) == list(range(1, world_size))
+    assert all(into < source for into, source in steps)  # of two NaNs the lower rank's stays
+
+
+def test_the_tree_is_known():
+    assert [in_a_tree(size) for size in range(1, 9)] == [
+        0,
+        (0, 1),
+        ((0, 1), 2),
+        ((0, 1), (2, 3)),
+        (((0, 1), 2), (3, 4)),
+        (((0, 1), (2, 3)), (4, 5)),
+        (((0, 1), (2, 3)), ((4, 5), 6)),
+        (((0, 1), (2, 3)), ((4, 5), (6, 7))),
+    ]
+
+
+@everywhere
+def test_recursive_doubling_leaves_the_tree_on_every_rank(world_size, count):
+    buffers = [own(rank, count) for rank in range(world_size)]
+    schedules = [algorithms.recursive_doubling(rank, world_size, count) for rank in range(world_size)]
+    ranks = Lockstep(schedules, buffers).run()
+    assert ranks.all_heard()
+    assert ranks.results == [[(in_a_tree(world_size), position) for position in range(count)]] * world_size
+    rounds = world_size.bit_length() - 1
+    assert max(map(len, schedules)) <= rounds + (0 if world_size == 1 << rounds else 2)
+
+
+@everywhere
+def test_telling_all_and_the_tree_are_the_result_of_recursive_doubling(world_size, count):
+    sources = [own(rank, count) for rank in range(world_size)]
+    targets = [[None] * (world_size * count) for _ in range(world_size)]
+    schedules = [algorithms.telling_all(rank, world_size, count) for rank in range(world_size)]
+    ranks = Lockstep(schedules, sources, targets, buffered).run()  # few bytes always fit into the kernel's buffers
+    assert ranks.all_heard()
+    assert {len(schedule) for schedule in schedules} == {2 * (world_size - 1)}
+    for rank, result in enumerate(ranks.results):
+        rows = [result[row * count : (row + 1) * count] for row in range(world_size)]
+        assert rows == [[None] * count if row == rank else own(row, count) for row in range(world_size)]
+
+
+# --- ranks that read each other -------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_folding_leaves_each_rank_its_chunk_in_the_order_of_the_ring(world_size, count):
+    spans = chunks(count, world_size)
+    schedules = [algorithms.folding(rank, world_size, spans) for rank in range(world_size)]
+    for way in (offered, buffered):
+        ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=way).run()
+        assert ranks.all_heard()
+        for rank, (start, end) in enumerate(spans):
+            assert ranks.results[rank][start:end] == summed(ring_order(rank, world_size), end - start, start)
+
+
+@everywhere
+def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count):
+    spans = chunks(count, world_size)
+    schedules = [
+        [*algorithms.folding(rank, world_size, spans), *algorithms.gathering(rank, world_size, spans)]
+        for rank in range(world_size)
+    ]
+    ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=offered).run()
+    assert ranks.all_heard()
+    assert ranks.results == [summed_in_chunks(spans, world_size)] * world_size
+
+
+@everywhere
+def test_fan_out_brings_the_buffer_of_any_rank_to_all(world_size, count):
+    for src in range(world_size):
+        buffers = [own(rank, count) for rank in range(world_size)]
+        schedules = [algorithms.fan_out(rank, world_size, count, src) for rank in range(world_size)]
+        ranks = Lockstep(schedules, buffers, way=offered).run()
+        assert ranks.all_heard()
+        assert ranks.results == [own(src, count)] * world_size
+
+
 @everywhere
 def test_the_costs_are_what_the_docstrings_say(world_size, count):
     spans = chunks(count, world_size)
     for rank in range(world_size):
+        rest = count - (spans[rank][1] - spans[rank][0])
         schedule = algorithms.reduce_scatter(rank, world_size, spans)
         assert len(schedule) == world_size - 1
-        assert sum(end - start for _, (start, end), *_ in schedule) == count - (spans[rank][1] - spans[rank][0])
+        assert sum(end - start for _, (start, end), *_ in schedule) == rest
+        *offers, fold = algorithms.folding(rank, world_size, spans)
+        assert len(offers) == len(fold.sources) == world_size - 1
+        assert sum(end - start for _, (start, end), *_ in offers) == rest
+        read = [step.receive for step in algorithms.gathering(rank, world_size, spans)]
+        assert sum(end - start for start, end in read) == rest
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -242,3 +294,18 @@ def test_every_schedule_first_speaks_to_the_next_rank_and_hears_the_previous(wor
             )
         }
         assert firsts == {((rank + 1) % world_size, (rank - 1) % world_size)}
+
+
+@pytest.mark.parametrize("world_size", RANKS[1:])
+def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world_size):
+    """So that whoever is in another collective and waits for it hears of this one, whomever it waits for."""
+    spans = chunks(100, world_size)
+    for rank in range(world_size):
+        for schedule in (
+            algorithms.folding(rank, world_size, spans),
+            algorithms.gathering(rank, world_size, spans),
+            algorithms.telling_all(rank, world_size, 1),
+        ):
+            first = schedule[: world_size - 1]
+            assert {step.send_to for step in first} == set(range(world_size)) - {rank}
+            assert {step.receive_from for step in first} == {None}

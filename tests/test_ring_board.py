@@ -78,8 +78,8 @@ def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch)
             meet(store, rank, 2)
         found[rank] = raised.value, time.monotonic() - start
 
-    listen = rendezvous._listen
-    monkeypatch.setattr(rendezvous, "_listen", broken)
+    listen = rendezvous.listen
+    monkeypatch.setattr(rendezvous, "listen", broken)
     store, found = dist.HashStore(), {}
     join_threads([threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)], 20.0)
     assert isinstance(found[1][0], ValueError)

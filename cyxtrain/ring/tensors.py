@@ -203,10 +203,13 @@ class Combiner:
             self._operator(ours, theirs, out=ours)
 
     def gather_up(self, count: int) -> None:
-        """Combines `count` elements of the second half of the scratch into those of the first."""
+        """Combines `count` elements of the second half of the scratch into those of the first.
+
+        They are those of the next rank, which in the ring puts its own first.
+        """
         half = len(self._scratch) // 2
-        ours, theirs = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
-        self._operator(ours, theirs, out=ours)
+        found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
+        self._operator(own, found, out=found)
 
     def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
         """Combines `flat`, as row `own` of the scratch, with the other rows, and puts the result in its place.

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.saving.checkpoint import library_versions
 
 _BACKENDS = {
-    "ring": "cpu (cyxtrain's TCP ring)",
+    "ring": "cpu (cyxtrain's ring, {transport})",
     "gloo": "gloo (PyTorch's, on CPUs)",
     "nccl": "nccl (NVIDIA's, on GPUs)",
 }
@@ -41,7 +42,7 @@ def explain(
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _count(world_size, "rank")),
-        ("backend", _BACKENDS.get(dist.get_backend(), dist.get_backend()) if world_size > 1 else "none needed"),
+        ("backend", _backend() if world_size > 1 else "none needed"),
         ("batch", _batch(config, world_size)),
         ("steps", f"{_count(steps, 'step')} per epoch, epochs {first_epoch} to {first_epoch + config.epochs - 1}"),
         ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
@@ -51,6 +52,12 @@ def explain(
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
+
+
+def _backend() -> str:
+    name, group = dist.get_backend(), dist.group.WORLD
+    transport = group.transport if isinstance(group, RingProcessGroup) else ""
+    return _BACKENDS.get(name, name).format(transport=transport)
 
 
 def _batch(config: DistributedTrainingConfig, world_size: int) -> str:

@@ -17,33 +17,27 @@ import os
 import secrets
 import selectors
 import socket
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch.distributed import FileStore, Store, TCPStore
+from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import root_of
 from cyxtrain.ring.meeting.calling import call, knock
 from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.entry import Entry, misfit
 from cyxtrain.ring.meeting.handshake import Claim, Role
+from cyxtrain.ring.meeting.listening import listen, listen_near
 from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RankTakenError, RollCall, ended, naps
 from cyxtrain.ring.memory import PeerMemory, open_to_reading
 from cyxtrain.ring.siblings import Siblings
 
-_BACKLOG = 1024
-"""Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
-_DEFAULT_ROUTE = "192.0.2.1"
-"""An address of nobody's (RFC 5737): the way to it is the way to everybody."""
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
     "CYXTRAIN_SECRET is not set: rank 0 made a secret for this run, and the store at which the ranks meet gives it to "
@@ -139,8 +133,8 @@ def meet(
     claim = Claim("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
     try:
         with roll.taking_part():
-            meeting.listener = _listen(names[rank], _own_address(_store_host(store)))
-            meeting.near = _listen_near(options)
+            meeting.listener = listen(names[rank], store)
+            meeting.near = listen_near(options.transport)
             roll.answer(_entry(rank, len(names), meeting, options))
             meeting.table = roll.table()
             _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
@@ -348,62 +342,3 @@ def _entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -
         run=secrets.token_hex(16) if rank == 0 else "",
         key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
     )
-
-
-def _listen_near(options: RingOptions) -> socket.socket | None:
-    """Returns a Unix socket for the other ranks of this machine; None where there is none, or none is wanted."""
-    if options.transport == "tcp" or sys.platform == "win32":
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        # Abstract, where there are such names: no file can be left behind.
-        name = f"cyxtrain-{secrets.token_hex(8)}"
-        listener.bind("\0" + name if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}")
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-def _store_host(store: Store) -> str:
-    """Returns the host of the store's server; this machine for stores that have none."""
-    store = root_of(store)
-    if isinstance(store, FileStore):  # on a disk that machines share
-        return _DEFAULT_ROUTE
-    return store.host if isinstance(store, TCPStore) else "localhost"
-
-
-def _own_address(store_host: str) -> str:
-    """Returns the address of this machine that others can reach: the one it uses towards the store.
-
-    No packet is sent: connecting a UDP socket only asks the routing table.
-    """
-    if store_host in ("localhost", "::1") or store_host.startswith("127."):
-        return "127.0.0.1"
-    # Many systems give their own host name a loopback address, useless to others: then the default route's is taken.
-    for target in (store_host, _DEFAULT_ROUTE):
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                own = str(probe.getsockname()[0])
-        except OSError:
-            continue
-        if own != "::1" and not own.startswith("127."):
-            return own
-    return "127.0.0.1"
-
-
-def _listen(name: int, address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise RendezvousError(
-            f"rank {name} cannot listen at {address} ({error.strerror or error}), where others would reach it.",
-            rank=name,
-        ) from error
-    listener.setblocking(False)
-    return listener

@@ -1,0 +1,169 @@
+"""Which schedule a collective takes: the sums follow from world size and bytes alone, the ways from where ranks run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lockstep import Lockstep, Way, own
+
+from cyxtrain.ring import connections
+from cyxtrain.ring.algorithms import Fold, chunks
+from cyxtrain.ring.group import even_spans
+from cyxtrain.ring.host import Process
+from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.rendezvous import Meeting
+from cyxtrain.ring.routes import FEW_BYTES, Routes, few
+from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
+
+KIB = 1024
+PLACES = {
+    "one machine": "aaaa",
+    "two machines in turns": "abab",
+    "two machines, one with more": "aabaab",
+    "three machines in turns": "abcabc",
+    "three machines, mixed": "acbbac",
+    "a machine each": "abcd",
+}
+
+
+def routes_of(places, unread=()):
+    """The routes of every rank, where each can read all of its machine but for the pairs (reader, other) named."""
+    ranks = range(len(places))
+    table = [Entry(len(places), Process(place, 100 + rank, 0), host="127.0.0.1") for rank, place in enumerate(places)]
+    readers = [
+        {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
+        for rank in ranks
+    ]
+    return [connections._routes(Meeting(table=table, readers=readers), rank) for rank in ranks]
+
+
+def way_of(routes, item_bytes):
+    """What is offered where ranks of one machine read each other, as long as a payload is long enough."""
+
+    def way(sender, receiver, length, then):
+        return Way.OFFERED if is_offered(routes[sender].direct, length * item_bytes, then) else Way.BUFFERED
+
+    return way
+
+
+def crossings(links, places):
+    return [(one, other) for one, other in links if places[one] != places[other]]
+
+
+def gathered(routes, spans, item_bytes):
+    """Runs an all_gather; returns how it went and what must come."""
+    buffers = [[None] * spans[-1][1] for _ in routes]
+    for rank, (start, end) in enumerate(spans):
+        buffers[rank][start:end] = own(rank, end - start)
+    schedules = [route.all_gather(spans, item_bytes) for route in routes]
+    ranks = Lockstep(schedules, buffers, way=way_of(routes, item_bytes)).run()
+    return ranks, [element for rank, (start, end) in enumerate(spans) for element in own(rank, end - start)]
+
+
+# --- over several machines ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_the_ring_visits_every_machine_once_and_is_the_same_for_all(places):
+    routes = routes_of(places)
+    ring = routes[0].ring
+    assert all(route.ring == ring for route in routes)
+    assert sorted(ring) == list(range(len(places)))
+    visited = [place for place, _ in itertools.groupby(places[rank] for rank in ring)]
+    assert sorted(visited) == sorted(set(places))
+    assert [route.direct for route in routes] == [places == "aaaa"] * len(places)
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_all_gather_enters_every_machine_over_one_link(places):
+    machines = len(set(places))
+    ranks, everything = gathered(routes_of(places), even_spans(3, len(places)), OFFER_BYTES)
+    assert ranks.results == [everything] * len(places)
+    assert len(crossings(ranks.links, places)) == (machines if machines > 1 else 0)
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_broadcast_enters_every_machine_over_one_link(places):
+    routes, size, machines = routes_of(places), len(places), len(set(places))
+    ring = routes[0].ring
+    for src in range(size):
+        schedules = [route.broadcast(50, src, OFFER_BYTES) for route in routes]
+        ranks = Lockstep(schedules, [own(rank, 50) for rank in range(size)], way=way_of(routes, OFFER_BYTES)).run()
+        assert ranks.results == [own(src, 50)] * size
+        # It ends before it has come round: the machine of the first is entered only where the first is in its middle.
+        before = places[ring[ring.index(src) - 1]]
+        entered = machines if machines > 1 and before == places[src] else machines - 1
+        assert len(crossings(ranks.links, places)) == entered, src
+
+
+def test_ranks_of_one_machine_that_turn_up_one_after_the_other_keep_their_order():
+    assert list(routes_of("abab")[0].ring) == [0, 2, 1, 3]
+    assert list(routes_of("bbaa")[0].ring) == [0, 1, 2, 3]
+    assert list(routes_of("acbbac")[0].ring) == [0, 4, 1, 5, 2, 3]
+
+
+@pytest.mark.parametrize("unread", [(0, 1), (2, 1)])
+def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
+    routes = routes_of("aaa", unread=[unread])
+    assert [route.direct for route in routes] == [False] * 3
+    spans = chunks(90, 3)
+    for route in routes:
+        assert not any(isinstance(step, Fold) for step in route.reduce_scatter(spans, OFFER_BYTES))
+        assert len(route.all_gather(spans, OFFER_BYTES)) == 2
+
+
+# --- what sums in which order ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 64), st.integers(0, 2**24), st.sampled_from([1, 2, 4, 8, 16]))
+def test_whether_few_are_summed_by_a_tree_follows_from_their_bytes(world_size, count, item_bytes):
+    assert few(world_size, count, item_bytes) == (world_size > 1 and count * item_bytes <= 256 * KIB)
+    assert FEW_BYTES == 256 * KIB
+
+
+@given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
+def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count, item_bytes):
+    for routes in (Routes(0, world_size), Routes(world_size - 1, world_size, direct=True)):
+        tells_all = routes.tells_all(count, item_bytes)
+        assert tells_all == (world_size <= 8 and count * item_bytes <= 16 * KIB)
+        assert not tells_all or (
+            few(world_size, count, item_bytes) and world_size * count * item_bytes <= SEGMENT_BYTES
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+def test_what_is_read_is_summed_in_the_order_of_what_is_sent(world_size):
+    """Elements are as large as an eighth of an offer, so that a few of them lie around every limit."""
+    item_bytes = OFFER_BYTES // 8
+    near, far = routes_of("a" * world_size), routes_of("abcdefgh"[:world_size])
+    folded = []
+    for count in range(2 * 8 * world_size + 2):
+        spans = chunks(count, world_size)
+        found = []
+        for routes in (near, far):
+            schedules = [
+                [*route.reduce_scatter(spans, item_bytes), *route.all_gather(spans, item_bytes)] for route in routes
+            ]
+            buffers = [own(rank, count) for rank in range(world_size)]
+            found.append(Lockstep(schedules, buffers, way=way_of(routes, item_bytes)).run().results)
+        assert found[0] == found[1], count
+        assert found[0] == found[0][:1] * world_size
+        if any(isinstance(step, Fold) for step in near[0].reduce_scatter(spans, item_bytes)):
+            folded.append(count)
+    assert folded == list(range(8 * world_size, 2 * 8 * world_size + 2))  # from an offer for each rank on
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_gather_and_broadcast_bring_the_same_around_the_limit(world_size):
+    for count in (0, 1, 7, 8, 9, 17):
+        for places in ("a" * world_size, "abab"[:world_size]):
+            routes = routes_of(places)
+            ranks, everything = gathered(routes, even_spans(count, world_size), OFFER_BYTES // 8)
+            assert ranks.results == [everything] * world_size
+            schedules = [route.broadcast(count, world_size - 1, OFFER_BYTES // 8) for route in routes]
+            buffers = [own(rank, count) for rank in range(world_size)]
+            ranks = Lockstep(schedules, buffers, way=way_of(routes, OFFER_BYTES // 8)).run()
+            assert ranks.results == [own(world_size - 1, count)] * world_size
