@@ -1,4 +1,4 @@
-"""What frame headers and watching cost: all_reduce over the ring as it is, and over the same ring without them.
+"""What frame headers and watching cost: all_reduce over the ring on TCP as it is, and over it without them.
 
     python benchmarks/ring_price.py [ranks] [pairs]
 
@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring import RingProcessGroup, connections, mesh
+from cyxtrain.ring import RingProcessGroup, connections, mesh, transfers
+from cyxtrain.ring.frames import Operation
 
 SIZES = [64, 1 << 10, 16 << 10, 250_000, 1_000_000, 4_000_000, 25 << 20, 100 << 20]
 """Bytes of float32."""
@@ -46,20 +47,20 @@ class _SilentWatch:
             sock.close()
 
 
-class _BareIncoming(mesh._Incoming):
+class _BareIncoming(transfers.Incoming):
     """A payload without a header before it."""
 
-    def __init__(self, *args) -> None:  # noqa: ANN002
-        super().__init__(*args)
+    def __init__(self, *args, **named) -> None:  # noqa: ANN002, ANN003
+        super().__init__(*args, **named)
         self._checked = True
 
 
 def _strip() -> None:
     """Takes headers and watching out of the ring of this process."""
-    mesh.finished_header = lambda head, payload, checksums: b""
-    mesh.Operation.identity = lambda operation: b""
-    mesh.expected_header = lambda identity, payload_bytes: b""
-    mesh._Incoming = _BareIncoming
+    transfers.header = lambda begin, payload, checksums, address: b""
+    Operation.identity = lambda operation: b""
+    transfers.expected_header = lambda identity, payload_bytes: b""
+    mesh.Incoming = _BareIncoming
     connections.Watch = _SilentWatch
 
 
@@ -69,7 +70,7 @@ def run_rank(rank: int, world_size: int, port: int, variant: str, results: multi
     if variant == "without":
         _strip()
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    options = RingOptions(secret="bench", checksums=variant == "with checksums")
+    options = RingOptions(secret="bench", checksums=variant == "with checksums", transport="tcp")
     ring = RingProcessGroup(store, rank, world_size, timedelta(seconds=60), options=options)
     quartiles = {}
     for size in SIZES:

@@ -142,9 +142,9 @@ def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
 
 
 def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
-    """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
+    """Brings `spans[r]` of every rank r to all, directly: for few bytes, or ranks that can read each other's memory.
 
-    Cost: N - 1 frames, (N - 1) / N of the buffer read.
+    Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
     """
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     offers = [Transfer(other, spans[rank], None, NOTHING) for other in others]

@@ -14,7 +14,9 @@ from cyxtrain.ring.algorithms import Span, Step
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES
 
 _TINY_BYTES = 1 << 14
+"""Up to this size a message fits into any buffer of a socket, and costs little more than an empty one."""
 _FEW_RANKS = 8
+"""Up to so many ranks more messages in fewer rounds are quicker."""
 FEW_BYTES = 1 << 18
 """Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
 
@@ -41,7 +43,7 @@ class Routes:
     ring: Sequence[int] = ()
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
-        """Returns whether every rank of a reduction tells all others: one round, and the same tree in each of them."""
+        """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
         return self.world_size <= _FEW_RANKS and count * item_bytes <= _TINY_BYTES
 
     def reduce_scatter(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
@@ -52,7 +54,8 @@ class Routes:
 
     def all_gather(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
-        if self._are_read(spans, item_bytes):
+        largest = max(end - first for first, end in spans)
+        if self.tells_all(largest, item_bytes) or self._are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or range(self.world_size))
 

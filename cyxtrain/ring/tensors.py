@@ -36,6 +36,8 @@ def check_tensor(tensor: Tensor) -> Tensor:
     Raises:
         CyxtrainError: It is sparse, or neither on the CPU nor on a CUDA device.
     """
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        return tensor
     if tensor.layout is not torch.strided:
         raise CyxtrainError(f"the ring carries dense tensors, this one is {tensor.layout}; call to_dense() first.")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -82,8 +84,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 def flat_view_of(tensor: Tensor) -> Tensor:
     """Returns the elements in one dimension: a view where memory is plain, else a copy."""
-    check_tensor(tensor)
-    return tensor.detach().view(-1) if is_plain(tensor) else flat_copy_of(tensor)
+    if is_plain(check_tensor(tensor)):
+        return tensor.detach().view(-1)
+    return flat_copy_of(tensor)
 
 
 def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
@@ -207,7 +210,7 @@ class Combiner:
 
         They are those of the next rank, which in the ring puts its own first.
         """
-        half = len(self._scratch) // 2
+        half = self._scratch.shape[0] // 2
         found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
         self._operator(own, found, out=found)
 
@@ -218,7 +221,7 @@ class Combiner:
             own: The row that `flat` is; all rows are as long.
             steps: Which row is combined into which, the last one into that of the result.
         """
-        count = len(self._flat)
+        count = self._flat.shape[0]  # len() of a tensor is slow
         rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
         rows[own] = self._flat
         *early, (one, other) = steps

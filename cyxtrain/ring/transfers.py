@@ -6,7 +6,7 @@ Nothing here waits. What the kernel takes or has is moved, and whoever drives a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64
 
@@ -33,8 +33,7 @@ _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """The memory that a schedule works on, in bytes.
 
     Attributes:
@@ -113,7 +112,11 @@ class Outgoing:
         """Sends what the kernel takes; returns whether anything moved."""
         parts = self._parts
         if len(parts) == 1:
-            sent = self.link.send(parts[0][:SEGMENT_BYTES])
+            part = parts[0]
+            sent = self.link.send(part if len(part) <= SEGMENT_BYTES else part[:SEGMENT_BYTES])
+            if sent == len(part):  # nearly always
+                parts.clear()
+                return True
         else:
             sent = self.link.send_both(parts[0], parts[1][:SEGMENT_BYTES])
         left = sent

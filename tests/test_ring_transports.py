@@ -1,0 +1,287 @@
+"""TCP, Unix sockets and memory that is read in place: the same bits over each, and the one that was asked for."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import transport_ranks
+from meetings import meet_all
+from rank_processes import environment, rank_server, run_processes, values  # noqa: F401 - a fixture
+from ring_values import Op, all_reduce, reduced
+from transport_ranks import brought, cases, digest
+from worlds import free_port, run_threads
+
+from cyxtrain.config import RingOptions
+from cyxtrain.ring.meeting import calling, rendezvous
+from cyxtrain.ring.memory import PeerMemory
+
+pytestmark = [
+    pytest.mark.usefixtures("rank_server"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process read another's memory"),
+]
+TRANSPORTS = ["tcp", "unix", "cma"]
+
+
+def run(world_size, function, *arguments, seconds=90.0, **variables):
+    port = free_port()
+    environments = [environment(rank, world_size, port, **variables) for rank in range(world_size)]
+    return run_processes(function, environments, *arguments, seconds=seconds)
+
+
+def world(transport, world_size, checksums=False, full=False):
+    return _world(transport, world_size, checksums, full)
+
+
+@functools.cache
+def _world(transport, world_size, checksums, full):
+    """What came of every case, by rank; one world for all tests that ask."""
+    variables = {"CYXTRAIN_TRANSPORT": transport, "CYXTRAIN_CHECKSUMS": str(int(checksums))}
+    return values(run(world_size, transport_ranks.go_through_all, full, **variables))
+
+
+# --- the bits -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def expected(world_size, full):
+    """The digests that must come, by rank."""
+    everything = [[digest(part) for part in expected_of(case, world_size)] for case in cases(world_size, full)]
+    return [[digests[rank] for digests in everything] for rank in range(world_size)]
+
+
+def expected_of(case, world_size):
+    name, _, op, count = case
+    ranks, last = range(world_size), world_size - 1
+    everyone = [brought(case, rank, world_size) for rank in ranks]
+    parts = [(rank * count, (rank + 1) * count) for rank in ranks]
+    if name in ("all_reduce", "reduce", "reduce_scatter"):
+        total = total_of(name, everyone, getattr(Op, op))
+        if name == "reduce_scatter":
+            return [total[slice(*part)] for part in parts]
+        return [total if name == "all_reduce" or rank == last else everyone[rank] for rank in ranks]
+    if name == "broadcast":
+        return [everyone[last]] * world_size
+    if name == "scatter":
+        return [everyone[last][slice(*part)] for part in parts]
+    if name == "all_to_all":
+        return [torch.cat([tensor[slice(*part)] for tensor in everyone]) for part in parts]
+    whole = torch.cat(everyone)
+    return [whole if name == "all_gather" or rank == last else None for rank in ranks]
+
+
+def total_of(name, tensors, op):
+    """What the ring makes of them. PyTorch's all_reduce shows it complex numbers as pairs of real ones."""
+    if tensors[0].is_complex() and name == "all_reduce":
+        pairs = [torch.view_as_real(tensor).view(-1) for tensor in tensors]
+        return torch.view_as_complex(reduced(pairs, op).view(-1, 2))
+    return reduced(tensors, op)
+
+
+def check_bits(transport, world_size, checksums=False, full=False):
+    table, by_rank = cases(world_size, full), world(transport, world_size, checksums, full)
+    for rank, (found, must) in enumerate(zip(by_rank, expected(world_size, full), strict=True)):
+        assert len(found["digests"]) == len(must) == len(table)
+        wrong = [case for case, one, other in zip(table, found["digests"], must, strict=True) if one != other]
+        assert not wrong, f"{transport}, rank {rank} of {world_size}: {wrong}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_collective_gives_the_documented_bits_over_every_transport_around_every_limit(transport, world_size):
+    check_bits(transport, world_size)
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("cma", 3)])
+def test_and_with_checksums(transport, world_size):
+    check_bits(transport, world_size, checksums=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_and_with_every_dtype_and_more_ranks(transport, world_size, checksums):
+    check_bits(transport, world_size, checksums, full=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_several_nans_all_ranks_get_the_same_bits(transport, world_size):
+    found = [rank["nans"] for rank in world(transport, world_size)]
+    assert found == found[:1] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_which_nan_stays_does_not_depend_on_the_transport(world_size):
+    tcp, unix, cma = (world(transport, world_size)[0]["nans"] for transport in TRANSPORTS)
+    assert unix == tcp
+    assert cma == tcp
+
+
+# --- the one that was asked for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_travel_as_asked(transport, world_size):
+    for found in world(transport, world_size):
+        assert (found["transport"], found["direct"]) == (transport, transport == "cma")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nobody_listens_at_a_unix_socket_any_more_when_all_have_met(transport, world_size):
+    assert [found["unix"] for found in world(transport, world_size)] == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_by_itself_the_ring_reads_memory_on_one_machine(world_size):
+    for variables in ({}, {"CYXTRAIN_TRANSPORT": "auto"}, {"CYXTRAIN_TRANSPORT": ""}):
+        for found in values(run(world_size, transport_ranks.join_and_say, **variables)):
+            assert (found["transport"], found["direct"], found["unix"]) == ("cma", True, [])
+
+
+def check_refused(message):
+    assert re.search(r"rank \d was started with CYXTRAIN_TRANSPORT=(unix|cma) and rank \d with (unix|cma)\. ", message)
+    assert {"unix", "cma"} <= set(re.split(r"[ .=]", message))
+    assert "Set it to the same value in the environment of every rank." in message
+
+
+def test_ranks_that_were_told_different_transports_are_refused_and_shown_both():
+    port = free_port()
+    told = enumerate(["unix", "cma"])
+    environments = [environment(rank, 2, port, CYXTRAIN_TRANSPORT=transport) for rank, transport in told]
+    for ended in run_processes(transport_ranks.join_and_say, environments):
+        assert ended.kind == "RendezvousError", ended
+        check_refused(ended.message)
+        assert ended.seconds < 3.0
+
+
+def test_so_are_those_who_agree_with_most():
+    unix, cma = RingOptions(transport="unix"), RingOptions(transport="cma")
+    for error, seconds in meet_all(dist.HashStore(), range(3), 3, r0=unix, r1=cma, r2=unix):
+        assert error is not None
+        check_refused(str(error))
+        assert seconds < 1.0
+
+
+# --- what there is where there is less ------------------------------------------------------------------------------
+
+
+def travelled(group):
+    """How a rank travels; what it reduces on the way must be right."""
+    total = sum(range(group.size() + 1))
+    for count in (3, 100_000, 1_000_003):
+        assert bool((all_reduce(group, torch.full((count,), 1.0 + group.rank())) == total).all())
+    return group._group.transport, group._group._routes.direct
+
+
+def unreadable_for(monkeypatch, *names):
+    """As where the kernel lets these ranks read nobody."""
+    can_be_read = PeerMemory.can_be_read
+
+    def asked(memory, probe):
+        return threading.current_thread().name not in names and can_be_read(memory, probe)
+
+    monkeypatch.setattr(PeerMemory, "can_be_read", asked)
+
+
+def test_a_rank_that_can_read_nobody_leaves_all_with_unix_sockets_and_the_right_sums(monkeypatch):
+    unreadable_for(monkeypatch, "rank 1")
+    # Rank 1 reads nobody; the others read it, and each other.
+    assert run_threads(3, travelled) == [("cma", False), ("unix", False), ("cma", False)]
+
+
+def test_where_nobody_can_read_anybody_the_ring_takes_unix_sockets(monkeypatch):
+    unreadable_for(monkeypatch, "rank 0", "rank 1")
+    assert run_threads(2, travelled) == [("unix", False)] * 2
+
+
+def test_where_nobody_offers_its_memory_the_ring_takes_unix_sockets(monkeypatch):
+    monkeypatch.setattr(rendezvous, "open_to_reading", lambda: "")
+    assert run_threads(2, travelled) == [("unix", False)] * 2
+
+
+def test_memory_that_was_asked_for_and_cannot_be_read_is_refused_with_a_remedy(monkeypatch):
+    can_be_read = PeerMemory.can_be_read
+    asked = []
+
+    def refused_once(memory, probe):
+        asked.append(probe)
+        return len(asked) > 1 and can_be_read(memory, probe)  # one rank of three asks first
+
+    monkeypatch.setattr(PeerMemory, "can_be_read", refused_once)
+    cma = RingOptions(transport="cma")
+    for error, seconds in meet_all(dist.HashStore(), range(3), 3, r0=cma, r1=cma, r2=cma):
+        assert error is not None
+        assert "CYXTRAIN_TRANSPORT=cma, and rank " in str(error)
+        assert " cannot read the memory of rank " in str(error)
+        assert "both must be processes of the same user, and containers must allow ptrace" in str(error)
+        assert "Leave CYXTRAIN_TRANSPORT away" in str(error)
+        assert error.rank in range(3)
+        assert seconds < 2.0
+
+
+@pytest.mark.parametrize("transport", ["auto", "unix", "cma"])
+def test_a_unix_socket_that_cannot_be_reached_leads_to_tcp_or_an_error_where_it_was_asked_for(monkeypatch, transport):
+    """As for two containers, that share a kernel and not a network."""
+    monkeypatch.setattr(calling, "unix_address", lambda name: f"\0{name}-of-another-network")
+    if transport == "auto":
+        assert run_threads(3, travelled) == [("tcp", False)] * 3
+        return
+    options = RingOptions(transport=transport)
+    for error, seconds in meet_all(dist.HashStore(), range(2), 2, r0=options, r1=options):
+        assert error is not None
+        assert "rank 1 cannot reach rank 0 at @cyxtrain-" in str(error)
+        assert seconds < 2.0
+
+
+def test_a_rank_without_unix_sockets_is_met_over_tcp(monkeypatch):
+    listen_near = rendezvous._listen_near
+
+    def none_on_rank_1(options):
+        return None if threading.current_thread().name == "rank 1" else listen_near(options)
+
+    monkeypatch.setattr(rendezvous, "_listen_near", none_on_rank_1)
+    # Nobody calls rank 1 there, which calls rank 0; and it offers nothing to be read.
+    mixed = ("cma within a machine, tcp between", False)
+    assert run_threads(3, travelled) == [("cma and unix", False), mixed, mixed]
+
+
+def test_files_of_unix_sockets_are_taken_away_when_all_have_met(monkeypatch, tmp_path):
+    """Where there are no abstract names."""
+    there = []
+    monkeypatch.setattr(rendezvous, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(rendezvous, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
+    entry = rendezvous._entry
+
+    def note(*arguments):
+        there.extend(file.name for file in tmp_path.iterdir())
+        return entry(*arguments)
+
+    monkeypatch.setattr(rendezvous, "_entry", note)
+
+    def rank_main(group):
+        group.barrier()
+        return list(tmp_path.iterdir()), group._group.transport
+
+    found = run_threads(2, rank_main)
+    assert len(set(there)) == 2
+    assert all(name.startswith("cyxtrain-") for name in there)
+    assert found == [([], "cma")] * 2
+
+
+def test_a_meeting_that_fails_leaves_no_file_of_a_unix_socket(monkeypatch, tmp_path):
+    monkeypatch.setattr(rendezvous, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(rendezvous, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
+    auto, unix = RingOptions(), RingOptions(transport="unix")
+    for error, _ in meet_all(dist.HashStore(), range(2), 2, r0=auto, r1=unix):
+        assert "CYXTRAIN_TRANSPORT=" in str(error)
+    assert list(tmp_path.iterdir()) == []
