@@ -24,6 +24,7 @@ from cyxtrain.ring.meeting import handshake
 # What the ranks are in when one of them is killed -> what they do.
 ACTIVITIES = {
     "in the middle of a chunk": "reduce_large",
+    "while others read its memory": "reduce_large",
     "between buckets": "go_backward",
     "in a barrier": "meet",
     "in a fit": "fit",
@@ -98,7 +99,9 @@ class World:
 
 
 @contextlib.contextmanager
-def living(folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[World]:
+def living(
+    folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any, transport: str = "auto"
+) -> Iterator[World]:
     """A world in which every rank calls `function(*arguments)`; nothing outlives the block.
 
     Args:
@@ -106,18 +109,21 @@ def living(folder: Path, world_size: int, function: Callable[..., Any], *argumen
         world_size: How many ranks.
         function: At the top of its module.
         *arguments: Of the function.
+        transport: What carries collectives.
     """
     folder.mkdir()
     world, port = World(folder), free_port()
     try:
         for rank in range(world_size):
-            world.start(function, environment(rank, world_size, port), arguments)
+            world.start(function, environment(rank, world_size, port, CYXTRAIN_TRANSPORT=transport), arguments)
         yield world
     finally:
         world.close()
 
 
-def seconds_to_learn_of_a_kill(folder: Path, activity: str, world_size: int, seed: int) -> list[float]:
+def seconds_to_learn_of_a_kill(
+    folder: Path, activity: str, world_size: int, seed: int, transport: str = "auto"
+) -> list[float]:
     """Kills a rank at a random moment, and sees how each survivor learns of it.
 
     Args:
@@ -125,17 +131,19 @@ def seconds_to_learn_of_a_kill(folder: Path, activity: str, world_size: int, see
         activity: One of `ACTIVITIES`.
         world_size: How many ranks.
         seed: Of rank and moment.
+        transport: What carries collectives.
 
     Returns:
         For each survivor, the seconds from the kill to the error.
     """
     draw = random.Random(f"{activity} {world_size} {seed}")
     victim = draw.randrange(world_size)
-    story = f"rank {victim} of {world_size} killed {activity} (seed {seed})"
+    story = f"rank {victim} of {world_size} killed {activity} over {transport} (seed {seed})"
     if activity == "in the handshake":
         step = draw.randrange(_STEPS * (world_size - 1))
         story += f", before step {step}"
-        with living(folder, world_size, survival_ranks.join_and_be_killed, str(folder), victim, step) as world:
+        arguments = str(folder), victim, step
+        with living(folder, world_size, survival_ranks.join_and_be_killed, *arguments, transport=transport) as world:
             outcomes = world.outcomes(_HANG_SECONDS)
         killed = float((folder / "at").read_text())
         types = {"RendezvousError", "PeerLostError"}  # of whoever had met all before, and begun
@@ -144,7 +152,8 @@ def seconds_to_learn_of_a_kill(folder: Path, activity: str, world_size: int, see
         plan, moment = _moment(draw, activity, victim)
         story += f", {plan}" if plan.faults else f", after {moment:.4f} s"
         name = ACTIVITIES[activity]
-        with living(folder, world_size, survival_ranks.live_until_the_end, str(folder), name, plan) as world:
+        live, arguments = survival_ranks.live_until_the_end, (str(folder), name, plan)
+        with living(folder, world_size, live, *arguments, transport=transport) as world:
             if plan.faults:
                 outcomes = world.outcomes(_HANG_SECONDS)
                 killed = float((folder / "at").read_text())

@@ -1,7 +1,8 @@
 """One contract of all collectives, held against the ring, Gloo and, where there are GPUs, NCCL.
 
 contract_cases.py is the table: what is called, and what a backend does not do. By day the ring has one to three
-ranks and Gloo two; 'pytest -m nightly' goes through everything, with one to five ranks of both.
+ranks and Gloo two; 'pytest -m nightly' goes through everything, with one to five ranks of both, and the ring over TCP,
+Unix sockets and memory that is read in place. The first two differ in the socket alone: by day TCP stands for both.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from contract_calls import COLLECTIVES, MESSAGES, REDUCING
 from contract_cases import ROOTED, TENSORS, asked_cases, cases, possible, run_case
 from contract_setting import Case
 from contract_values import DTYPES, LAYOUTS, given, is_whole, lengths, reductions_of, wrong_bits, wrong_numbers
-from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import Ended, environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from worlds import free_port
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
-BY_DAY = [("ring", 1), ("ring", 2), ("ring", 3), ("gloo", 2)]
+BY_DAY = [("ring", 1), ("ring over tcp", 2), ("ring", 3), ("gloo", 2)]
 BY_NIGHT = [(backend, size) for backend in ("ring", "gloo") for size in range(1, 6)]
+BY_NIGHT += [(f"ring over {transport}", size) for transport in ("tcp", "unix", "cma") for size in range(2, 6)]
 SHOWN = 10
 
 _worlds: dict[tuple[str, int, bool], list[contract_cases.Outcome] | AssertionError] = {}
@@ -34,8 +37,7 @@ def outcomes(backend: str, world_size: int, full: bool) -> list[contract_cases.O
     key = (backend, world_size, full)
     if key not in _worlds:
         try:
-            ended = run_ranks(world_size, contract_cases.run_table, backend, full, seconds=1500.0 if full else 100.0)
-            _worlds[key] = values(ended)
+            _worlds[key] = values(run_table(backend, world_size, full))
         except AssertionError as error:
             _worlds[key] = error
     found = _worlds[key]
@@ -44,12 +46,20 @@ def outcomes(backend: str, world_size: int, full: bool) -> list[contract_cases.O
     return found
 
 
+def run_table(backend: str, world_size: int, full: bool) -> list[Ended]:
+    """Runs it, over the transport that is named after "over"; where none is, the ring chooses."""
+    name, _, transport = backend.partition(" over ")
+    port = free_port()
+    variables = [environment(rank, world_size, port, CYXTRAIN_TRANSPORT=transport) for rank in range(world_size)]
+    return run_processes(contract_cases.run_table, variables, name, full, seconds=1500.0 if full else 100.0)
+
+
 def check(backend: str, world_size: int, collective: str, full: bool) -> None:
     """Fails with every wrong case, or where the ranks did not come to all."""
     found = outcomes(backend, world_size, full)
     wrong = [text for outcome in found for name, text in outcome.wrong if name == collective]
     assert not wrong, "\n".join([f"{len(wrong)} cases are wrong:", *wrong[:SHOWN]])
-    expected = sum(case.collective == collective for case in asked_cases(backend, world_size, full))
+    expected = sum(case.collective == collective for case in asked_cases(backend.partition(" ")[0], world_size, full))
     assert expected > 0 or (world_size == 1 and collective in MESSAGES)
     ends = [text for outcome in found for _, text in outcome.wrong]
     assert [outcome.asked[collective] for outcome in found] == [expected] * world_size, ends[-1:]

@@ -250,6 +250,19 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 
 
 @everywhere
+def test_gathering_brings_every_span_to_all_read_or_sent(world_size, count):
+    spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
+    for way in (offered, buffered):  # sent are only few bytes, which fit into the kernel's buffers
+        buffers = [[None] * (world_size * count) for _ in range(world_size)]
+        for rank, (start, end) in enumerate(spans):
+            buffers[rank][start:end] = own(rank, count)
+        schedules = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
+        ranks = Lockstep(schedules, buffers, way=way).run()
+        assert ranks.all_heard()
+        assert ranks.results == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
+
+
+@everywhere
 def test_fan_out_brings_the_buffer_of_any_rank_to_all(world_size, count):
     for src in range(world_size):
         buffers = [own(rank, count) for rank in range(world_size)]

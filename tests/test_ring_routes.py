@@ -134,6 +134,17 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
         )
 
 
+@given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
+def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_bytes):
+    """Such sends would wait for each other where the kernel's buffers are full; what is read is not sent."""
+    spans = even_spans(count, world_size)
+    first, second = Routes(0, world_size).all_gather(spans, item_bytes)[:2] if world_size > 2 else (None, None)
+    if first is not None and first.receive_from is None:
+        assert second.receive_from is None
+        assert world_size <= 8
+        assert count * item_bytes <= 16 * KIB
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_what_is_read_is_summed_in_the_order_of_what_is_sent(world_size):
     """Elements are as large as an eighth of an offer, so that a few of them lie around every limit."""

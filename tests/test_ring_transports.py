@@ -19,7 +19,7 @@ from transport_ranks import brought, cases, digest
 from worlds import free_port, run_threads
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring.meeting import calling, rendezvous
+from cyxtrain.ring.meeting import calling, listening, rendezvous
 from cyxtrain.ring.memory import PeerMemory
 
 pytestmark = [
@@ -244,12 +244,12 @@ def test_a_unix_socket_that_cannot_be_reached_leads_to_tcp_or_an_error_where_it_
 
 
 def test_a_rank_without_unix_sockets_is_met_over_tcp(monkeypatch):
-    listen_near = rendezvous._listen_near
+    listen_near = rendezvous.listen_near
 
-    def none_on_rank_1(options):
-        return None if threading.current_thread().name == "rank 1" else listen_near(options)
+    def none_on_rank_1(transport):
+        return None if threading.current_thread().name == "rank 1" else listen_near(transport)
 
-    monkeypatch.setattr(rendezvous, "_listen_near", none_on_rank_1)
+    monkeypatch.setattr(rendezvous, "listen_near", none_on_rank_1)
     # Nobody calls rank 1 there, which calls rank 0; and it offers nothing to be read.
     mixed = ("cma within a machine, tcp between", False)
     assert run_threads(3, travelled) == [("cma and unix", False), mixed, mixed]
@@ -258,8 +258,8 @@ def test_a_rank_without_unix_sockets_is_met_over_tcp(monkeypatch):
 def test_files_of_unix_sockets_are_taken_away_when_all_have_met(monkeypatch, tmp_path):
     """Where there are no abstract names."""
     there = []
-    monkeypatch.setattr(rendezvous, "sys", SimpleNamespace(platform="darwin"))
-    monkeypatch.setattr(rendezvous, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
+    monkeypatch.setattr(listening, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(listening, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
     entry = rendezvous._entry
 
     def note(*arguments):
@@ -279,8 +279,8 @@ def test_files_of_unix_sockets_are_taken_away_when_all_have_met(monkeypatch, tmp
 
 
 def test_a_meeting_that_fails_leaves_no_file_of_a_unix_socket(monkeypatch, tmp_path):
-    monkeypatch.setattr(rendezvous, "sys", SimpleNamespace(platform="darwin"))
-    monkeypatch.setattr(rendezvous, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
+    monkeypatch.setattr(listening, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(listening, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
     auto, unix = RingOptions(), RingOptions(transport="unix")
     for error, _ in meet_all(dist.HashStore(), range(2), 2, r0=auto, r1=unix):
         assert "CYXTRAIN_TRANSPORT=" in str(error)

@@ -24,7 +24,12 @@ pytestmark = [
 
 # --- ranks that are killed ------------------------------------------------------------------------------------------
 
-KILLS = [(activity, 2 + turn % 5, turn) for turn, activity in enumerate([*ACTIVITIES, "in a fit", "in the handshake"])]
+TRANSPORTS = ["tcp", "unix", "cma"]
+KILLS = [
+    (activity, 2 + turn % 5, turn, TRANSPORTS[turn % 3])
+    for turn, activity in enumerate([*ACTIVITIES, "in a fit", "in the handshake"])
+]
+KILLS += [("while others read its memory", 4, 100, "cma"), ("in the middle of a chunk", 3, 101, "cma")]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +39,11 @@ def all_seconds():
     survival.show("survivors that learnt of a kill", found)
 
 
-@pytest.mark.parametrize(("activity", "world_size", "seed"), KILLS)
+@pytest.mark.parametrize(("activity", "world_size", "seed", "transport"), KILLS)
 def test_every_survivor_of_a_kill_at_any_moment_names_the_rank_within_a_second(
-    activity, world_size, seed, tmp_path, all_seconds
+    activity, world_size, seed, transport, tmp_path, all_seconds
 ):
-    all_seconds += survival.seconds_to_learn_of_a_kill(tmp_path / "notes", activity, world_size, seed)
+    all_seconds += survival.seconds_to_learn_of_a_kill(tmp_path / "notes", activity, world_size, seed, transport)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,12 @@ class Link:
         found = self._try(self._sock.recvmsg_into, (first, second))
         return self._received(None if found is None else found[0])
 
+    def peek(self, size: int) -> bytes:
+        """Returns what has arrived and stays there, at most `size` bytes; nothing where the connection has ended."""
+        with contextlib.suppress(OSError):
+            return self._sock.recv(size, socket.MSG_PEEK)
+        return b""
+
     def read(self, address: int, into: memoryview) -> None:
         """Fills `into` from an address in the peer's memory.
 

@@ -10,6 +10,7 @@ made of that chunk, after it had been read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from cyxtrain.ring.transfers import (
 )
 from cyxtrain.ring.watching.watch import Watch
 
+_LOOK_SECONDS = 0.1
+"""A rank that waits longer looks at the links from which it expects nothing yet."""
 _LONG_SECONDS = 0.5
 """A rank that waits longer for another says so to all: a timeout then names who holds all up."""
 _SPIN_SECONDS = 1e-4
@@ -191,10 +194,14 @@ class Mesh:
         """Waits until this transfer can go on, and moves messages meanwhile."""
         waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
         since = time.monotonic()
-        if not self._poll(incoming, outgoing, deadline, min(_LONG_SECONDS, deadline.left() / 2)):
-            with self._watch.waiting(operation, waited_for.rank, since):
-                while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
-                    pass  # in pieces: another thread may post messages meanwhile, which are to move too
+        patience = Deadline(min(_LONG_SECONDS, deadline.left() / 2))
+        while not patience.passed():
+            if self._poll(incoming, outgoing, deadline, min(_LOOK_SECONDS, patience.left())):
+                return
+            self._look_around(operation, incoming)
+        with self._watch.waiting(operation, waited_for.rank, since):
+            while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
+                self._look_around(operation, incoming)
         if not deadline.passed():
             return
         peer = self._watch.blame(operation.sequence, waited_for.rank)
@@ -204,6 +211,23 @@ class Mesh:
             rank=peer,
             during=operation.describe(),
         )
+
+    def _look_around(self, operation: Operation, incoming: Incoming | None) -> None:
+        """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
+
+        Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
+        is ahead by a call has done this one.
+        """
+        identity = operation.identity()
+        for link in self._links.values():
+            if incoming is not None and link is incoming.link:
+                continue
+            found = link.peek(HEADER_BYTES)
+            if len(found) < HEADER_BYTES or found.startswith(identity):
+                continue
+            with contextlib.suppress(FrameError):
+                if decode_header(found)[0].sequence == operation.sequence:
+                    raise UnexpectedHeader(link.rank, found)
 
     def _poll(
         self,
