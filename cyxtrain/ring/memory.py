@@ -18,6 +18,11 @@ import numpy as np
 
 _PIECE_BYTES = 4 << 20
 """Bytes read by one system call at most, so that a signal is not kept waiting."""
+_LARGE_PAGE_BYTES = 2 << 20
+_LARGE_BYTES = 2 * _LARGE_PAGE_BYTES
+_TIMES = 3
+_MAX_SEEN = 1024
+_MADV_COLLAPSE = 25
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
@@ -49,7 +54,16 @@ def _find_reader() -> Any:
     return function
 
 
-_readv = _find_reader()
+def _find_madvise() -> Any:
+    """Returns madvise; None where it is not Linux's."""
+    if _libc is None:
+        return None
+    function: Any = _libc.madvise
+    function.restype, function.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+_readv, _madvise = _find_reader(), _find_madvise()
 
 
 def open_to_reading() -> str:
@@ -113,3 +127,28 @@ class PeerMemory:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code))
             address, into, count = address + done, into + done, count - done
+
+
+class LargePages:
+    """Moves memory that is read again and again into large pages, of which a kernel reads two to three times as fast.
+
+    Nothing changes for its owner, and Linux may take them apart again. It costs one copy, once: so it is done for what
+    has been seen before, as the gradients of a training are.
+    Source: madvise(2), MADV_COLLAPSE, Linux 6.1.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def note(self, memory: memoryview) -> None:
+        """Takes note that some bytes are offered to be read."""
+        if _madvise is None or len(memory) < _LARGE_BYTES:
+            return
+        place = address_of(memory), len(memory)
+        times = self._seen[place] = self._seen.get(place, 0) + 1
+        if times == _TIMES:
+            first = -(-place[0] // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
+            end = (place[0] + place[1]) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
+            _madvise(first, end - first, _MADV_COLLAPSE)  # where it cannot be done all stays as it is
+        elif len(self._seen) > _MAX_SEEN:
+            self._seen.clear()

@@ -22,6 +22,7 @@ from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Then, Transfer
 from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, damaged, decode_header
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
+from cyxtrain.ring.memory import LargePages
 from cyxtrain.ring.transfers import (
     Begins,
     Buffers,
@@ -74,6 +75,8 @@ class Mesh:
         self._poller = Poller()
         self._head = bytearray(HEADER_BYTES)  # one comes at a time
         self.spins = True
+        self._is_read = any(link.offers for link in links.values())
+        self._pages = LargePages()
         self._offered: set[int] = set()
         self._read: set[int] = set()
 
@@ -98,6 +101,8 @@ class Mesh:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
+        if self._is_read:
+            self._pages.note(buffers.source)
         call = _Call(operation, Begins(operation.identity()), buffers, deadline)
         try:
             for step in schedule:

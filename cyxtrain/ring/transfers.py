@@ -258,8 +258,7 @@ def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
     assert buffers.scratch is not None
     assert buffers.combiner is not None
     half, item = len(buffers.scratch) // 2, buffers.item_bytes
-    # Two are combined in the cache, before they meet what is there; more ranks than cores share one.
-    piece = min(READ_BYTES if len(offers) == 1 else READ_BYTES // 2, half) // item
+    piece = min(READ_BYTES, half) // item
     for first in range(span[0], span[1], piece):
         end = min(first + piece, span[1])
         start, count = (first - span[0]) * item, (end - first) * item
