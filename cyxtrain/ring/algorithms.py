@@ -61,6 +61,11 @@ def chunks(count: int, parts: int) -> list[Span]:
     return list(itertools.pairwise(bounds))
 
 
+def even_spans(count: int, parts: int) -> list[Span]:
+    """Returns `parts` neighbouring spans of `count` elements each."""
+    return [(part * count, (part + 1) * count) for part in range(parts)]
+
+
 def agreement(rank: int, world_size: int) -> list[Transfer]:
     """Every rank hears of every other that it is here: a dissemination barrier.
 

@@ -20,7 +20,7 @@ from torch.distributed import Store
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilentError
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Span, Step, chunks
+from cyxtrain.ring.algorithms import Span, Step, chunks, even_spans
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.courier import Courier, is_worth_it
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
@@ -163,13 +163,24 @@ class Group:
             _copy_back(flat, tensor)
 
     def reduce_scatter(
-        self, output: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None = None
+        self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None = None
     ) -> None:
-        """Reduces `flat`, N times as long as `output`, and leaves to each rank its part. `flat` is used up.
+        """Reduces the flat `source`, N times as long as `output`, and leaves to each rank its part.
 
         The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few as there.
         """
         spans = even_spans(check_target(output).numel(), self.world_size)
+        own = source[slice(*spans[self.rank])]
+        if self._routes.folds(spans, source.element_size()):
+            flat = flat_view_of(output)  # nothing of the source but this rank's part changes: no copy of it is needed
+            if flat.data_ptr() != own.data_ptr():
+                flat.copy_(own)
+            with self._lock:
+                work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
+                work.by_folding(memory_of(source), spans)
+            _copy_back(flat, output)
+            return
+        flat = source.clone()
         with self._lock:
             work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
             if work.is_few:
@@ -380,11 +391,6 @@ def _abandon_all() -> None:
 if sys.platform != "win32":
     # A child (a DataLoader's worker, say) that kept the links open would hide the death of its parent.
     os.register_at_fork(after_in_child=_abandon_all)
-
-
-def even_spans(count: int, parts: int) -> list[Span]:
-    """Returns `parts` neighbouring spans of `count` elements each."""
-    return [(part * count, (part + 1) * count) for part in range(parts)]
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:

@@ -41,7 +41,7 @@ from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.naming import NamedGroup
 from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.tensors import check_target, flat_copy_of, flat_view_of
+from cyxtrain.ring.tensors import check_target, flat_view_of
 from cyxtrain.ring.uncompiled import uncompiled
 from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork, collective
 
@@ -251,7 +251,7 @@ class RingProcessGroup(NamedGroup):
 
     def _scatter_reduced(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
-        self._group.reduce_scatter(output, flat_copy_of(tensor), reduction_of(opts), timeout_of(opts))
+        self._group.reduce_scatter(output, flat_view_of(tensor), reduction_of(opts), timeout_of(opts))
 
     # PyTorch 2.11's names.
     _allgather_base = all_gather_single

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Span, Step
+from cyxtrain.ring.algorithms import Fold, Span, Step
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.routes import Routes, few
 from cyxtrain.ring.tensors import Combiner, Scratch, divide, memory_of
@@ -67,6 +67,20 @@ class Reducing:
             divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
         if rest is not None:
             self._run(rest, buffers)
+
+    def by_folding(self, source: memoryview, spans: Sequence[Span]) -> None:
+        """Leaves this rank's span of all sources reduced; it is what was there.
+
+        Args:
+            source: What others read; it does not change.
+            spans: By rank, in elements of the source.
+        """
+        *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
+        assert isinstance(fold, Fold)
+        buffers = self._buffers()._replace(source=source)
+        self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
+        if self._averages:
+            divide(self._flat, self._routes.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)

@@ -48,7 +48,7 @@ class Routes:
 
     def reduce_scatter(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Leaves in `spans[rank]` the combination of all ranks."""
-        if self._are_read(spans, item_bytes):
+        if self.folds(spans, item_bytes):
             return algorithms.folding(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
@@ -67,6 +67,10 @@ class Routes:
         return algorithms.broadcast(
             self.rank, self.world_size, count, src, segment, self.ring or range(self.world_size)
         )
+
+    def folds(self, spans: Sequence[Span], item_bytes: int) -> bool:
+        """Returns whether each rank reduces its span by itself, out of what the others have."""
+        return self._are_read(spans, item_bytes)
 
     def _are_read(self, spans: Sequence[Span], item_bytes: int) -> bool:
         """Whether all these spans are offered: then no send can wait for another rank."""
