@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lockstep import Lockstep, Way, own
 
 from cyxtrain.ring import connections
-from cyxtrain.ring.algorithms import Fold, chunks
-from cyxtrain.ring.group import even_spans
+from cyxtrain.ring.algorithms import Fold, chunks, even_spans
 from cyxtrain.ring.host import Process
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rendezvous import Meeting
