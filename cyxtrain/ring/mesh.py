@@ -186,9 +186,10 @@ class Mesh:
                 incoming = None if incoming.done else incoming
             if moved:
                 spin_until = 0.0
-            elif not spin_until:
-                spin_until = time.monotonic() + (_SPIN_SECONDS if self.spins else 0.0)
-            elif time.monotonic() < spin_until:
+                continue
+            now = time.monotonic()
+            spin_until = spin_until or now + (_SPIN_SECONDS if self.spins else 0.0)
+            if now < spin_until:
                 _give_way()
             else:
                 self._wait(incoming, outgoing, call.operation, call.deadline)
