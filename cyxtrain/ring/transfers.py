@@ -29,6 +29,8 @@ READ_BYTES = 1 << 18
 """The same for what is read from another process: half of a usual second-level cache."""
 OFFER_BYTES = 1 << 17
 """From this size on a payload that the receiver can read is not sent."""
+_SHORT_BYTES, _PIECE_BYTES = 1 << 21, 1 << 17
+"""Short payloads are combined in smaller pieces, while they arrive."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -225,7 +227,13 @@ class Incoming:
     def _piece_end(self) -> int:
         """Returns where the piece ends that is combined next."""
         assert self._scratch is not None
-        return min(self._combined + (READ_BYTES if self.offered else len(self._scratch)), self._total)
+        if self.offered:
+            room = READ_BYTES
+        elif self._then is Then.EXCHANGE or self._total > _SHORT_BYTES:
+            room = len(self._scratch)
+        else:
+            room = _PIECE_BYTES
+        return min(self._combined + room, self._total)
 
     def _took(self, count: int) -> None:
         """Makes use of so many bytes more."""
