@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.layout import BucketSpec, ParameterSpec, bucket_layout
 
 MIB = 1 << 20
@@ -116,3 +117,22 @@ def test_no_parameters_make_no_buckets():
 def test_layout_of_many_small_parameters_takes_no_time():
     parameters = [spec(1) for _ in range(100_000)]
     assert len(bucket_layout(parameters, 25 * MIB)) == 1  # quadratic, it would take minutes
+
+
+def test_a_bucket_is_not_filled_again_before_what_it_sent_is_over():
+    """A backward that raised has left it on its way; what is copied in now would travel in its place."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    spec = bucket_layout([ParameterSpec(3, torch.float32, torch.device("cpu"))], 100)[0]
+    bucket = Bucket(spec, [parameter], 0, last=True)
+    over = []
+
+    class Work:
+        def wait(self):
+            over.append(True)
+            raise RuntimeError("its group has failed since")
+
+    bucket._works = [Work(), Work()]
+    bucket.clear()
+    assert over == [True, True]
+    bucket.clear()
+    assert over == [True, True]

@@ -117,6 +117,36 @@ def test_a_collective_that_a_callback_asks_for_runs_at_once():
     assert run_beside(2, rank_main, seconds=20) == [[4.0] * 3] * 2
 
 
+def test_a_callback_that_waits_for_a_later_collective_is_told_that_it_cannot():
+    registered = threading.Event()
+
+    def rank_main(group):
+        if group.rank() == 1:
+            assert registered.wait(20)  # rank 0's first one is not over before
+        works = [group.allreduce(*reducing(torch.ones(3)))]
+        outcome = works[0].get_future().then(lambda _: str(error_of(works[1].wait)) if group.rank() == 0 else "")
+        works.append(group.allreduce(*reducing(torch.ones(3))))
+        registered.set()
+        told = outcome.wait()
+        works[1].wait()
+        return told
+
+    told, _ = run_beside(2, rank_main, seconds=20)
+    assert "waits for one that was asked for later" in told
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_collective_is_made_in_the_mode_of_the_thread_that_asks(inference):
+    def rank_main(group):
+        with torch.inference_mode(inference):
+            small, large = torch.ones(3), torch.ones(200_000)
+            for tensor in (small, large):
+                group.allreduce(*reducing(tensor)).wait()
+        return small.tolist(), float(large.sum())
+
+    assert run_beside(2, rank_main) == [([2.0] * 3, 400_000.0)] * 2
+
+
 def test_a_future_that_is_asked_for_late_has_the_result_too():
     def rank_main(group):
         work = group.allreduce(*reducing(tensor := torch.ones(3)))

@@ -9,6 +9,7 @@ from contract_values import DTYPES
 from ring_values import all_reduce, made, options, reduced, reductions_of, same
 from worlds import run_threads
 
+from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring import RingProcessGroup
 
@@ -112,3 +113,19 @@ def test_a_work_says_that_it_is_done_and_holds_the_result():
         assert work.get_future().wait()[0] is tensor
 
     run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_reduce_scatter_may_put_its_result_into_any_part_of_its_input(place, transport):
+    """Others read the rest of the input meanwhile, where ranks read each other's memory."""
+    count, world_size = 100_000, 3
+
+    def rank_main(group):
+        source = torch.arange(count * world_size, dtype=torch.float32) + group.rank()
+        output = source[place * count : (place + 1) * count]
+        group.reduce_scatter_single(output, source).wait()
+        first = group.rank() * count
+        return torch.equal(output, torch.arange(first, first + count, dtype=torch.float32) * world_size + 3.0)
+
+    assert run_threads(world_size, rank_main, options=RingOptions(transport=transport)) == [True] * world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,14 @@ class Bucket:
         self.clear()
 
     def clear(self) -> None:
-        """Begins a new synchronisation: nothing has come in yet."""
+        """Begins a new synchronisation: nothing has come in yet.
+
+        What an interrupted one has sent must be over first: it travels in the memory that is filled now. If it failed,
+        the group says so at its next call.
+        """
+        for travelling in (*self._works, *([] if self._future is None else [self._future])):
+            with contextlib.suppress(RuntimeError):
+                travelling.wait()
         self._ready = [False] * len(self._parameters)
         self._missing = len(self._parameters)
         self._works, self._future = [], None

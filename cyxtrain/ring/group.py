@@ -38,6 +38,7 @@ from cyxtrain.ring.tensors import (
     flat_copy_of,
     flat_view_of,
     memory_of,
+    overlap,
 )
 from cyxtrain.ring.transfers import Buffers
 from cyxtrain.ring.watching.doing import doing
@@ -116,11 +117,10 @@ class Group:
         """Returns who makes a call for the thread that asks; None: it makes it itself.
 
         Args:
-            asynchronous: Whether the caller goes on meanwhile. Who does not makes the call itself, unless others are
-                to be made before it.
+            asynchronous: Whether the caller goes on meanwhile; else it makes the call itself, unless others come first.
         """
         self._caller = threading.get_ident()
-        if self._courier is None and asynchronous and self._overlaps:
+        if self._courier is None and asynchronous and self._overlaps and not self._left:
             with self._lock:
                 self._courier = self._courier or Courier()
         courier = self._courier
@@ -172,9 +172,10 @@ class Group:
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
         if self._routes.folds(spans, source.element_size()):
-            flat = flat_view_of(output)  # nothing of the source but this rank's part changes: no copy of it is needed
+            # Nothing of the source but this rank's part may change: others read the rest.
+            flat = flat_view_of(output)
             if flat.data_ptr() != own.data_ptr():
-                flat.copy_(own)
+                flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
                 work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
                 work.by_folding(memory_of(source), spans)

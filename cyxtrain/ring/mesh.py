@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Then, Transfer
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, damaged, decode_header
+from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, damaged, decode_header, is_damaged
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
@@ -101,10 +101,10 @@ class Mesh:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
-        if self._is_read:
-            self._pages.note(buffers.source)
-        call = _Call(operation, Begins(operation.identity()), buffers, deadline)
         try:
+            if self._is_read:
+                self._pages.note(buffers.source)
+            call = _Call(operation, Begins(operation.identity()), buffers, deadline)
             for step in schedule:
                 if isinstance(step, Fold):
                     self._fold(step, call)
@@ -231,6 +231,8 @@ class Mesh:
             found = link.peek(HEADER_BYTES)
             if len(found) < HEADER_BYTES or found.startswith(identity):
                 continue
+            if self._checksums and is_damaged(found):
+                raise OtherBytes(link.rank)
             with contextlib.suppress(FrameError):
                 if decode_header(found)[0].sequence == operation.sequence:
                     raise UnexpectedHeader(link.rank, found)

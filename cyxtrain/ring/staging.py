@@ -17,10 +17,12 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def beside(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a call for another thread that sees what the streams of this one have been asked for so far.
+    """Returns a call for another thread that is made as this thread would make it.
 
-    Copies then run on a stream of their own, beside what the caller computes, and are over when the call is.
+    It sees what this one's stream has been asked for so far. Copies run on a stream of their own, beside what the
+    caller computes, and are over when the call is.
     """
+    call = functools.partial(_in_mode, torch.is_inference_mode_enabled(), call)
     if not torch.cuda.is_initialized():
         return call
     device, before = torch.cuda.current_device(), torch.cuda.Event()
@@ -35,6 +37,11 @@ def beside(call: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return staged
+
+
+def _in_mode(inference: bool, call: Callable[[], Any]) -> Any:
+    with torch.inference_mode(inference):
+        return call()
 
 
 @functools.lru_cache(maxsize=64)

@@ -77,6 +77,14 @@ def flat_copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two one-dimensional, contiguous tensors share memory."""
+    (first, end), (start, stop) = (
+        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in (one, other)
+    )
+    return first < stop and start < end
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor holds its elements in order, as they are."""
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()

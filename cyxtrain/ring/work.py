@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import _Work
 
-from cyxtrain.errors import CollectiveTimeoutError
-from cyxtrain.ring.courier import Delivery
+from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
+from cyxtrain.ring.courier import Courier, Delivery
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
@@ -57,18 +57,26 @@ class PostedWork(_Work):
 
     Args:
         delivery: It.
+        courier: Who makes it.
     """
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, courier: Courier) -> None:
         super().__init__()
         self._delivery = delivery
+        self._courier = courier
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when it is over; raises what went wrong.
 
         Raises:
             CollectiveTimeoutError: It is not over after `timeout`, and goes on.
+            CyxtrainError: A callback waits for what comes after it.
         """
+        if self._courier.is_current and not self._delivery.done:
+            raise CyxtrainError(
+                "a callback of a collective waits for one that was asked for later, which cannot begin before the "
+                "callback ends. Wait for it outside of the callback."
+            )
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._delivery.wait(seconds):
             raise CollectiveTimeoutError(
@@ -191,7 +199,7 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
             return DoneWork(method(self, *args, **named))
         delivery = courier.post(beside(functools.partial(method, self, *args, **named)))
         if asynchronous:
-            return PostedWork(delivery)
+            return PostedWork(delivery, courier)
         delivery.wait()
         return DoneWork(delivery.outcome())
 

@@ -52,9 +52,9 @@ def call(
     Raises:
         RendezvousError: It cannot be reached, or does not let us in.
     """
-    where = f"rank {peer} at {entry.unix if near else f'{entry.host}:{entry.port}'}"
     disbelieved = 0
     while True:
+        where = f"rank {peer} at {entry.unix if near else f'{entry.host}:{entry.port}'}"
         try:
             return _call_once(_address(entry, near=near), claim, key, roll.deadline, roll.look)
         except RefusedError as refused:

@@ -170,6 +170,8 @@ class Door:
 
     def _pause(self, error: OSError) -> None:
         """A listener that cannot accept stays ready: without a pause this thread would do nothing else."""
+        if self._reopens is not None:
+            return
         for listener in self._listeners:
             self._selector.unregister(listener)
         self._reopens = time.monotonic() + _PAUSE_SECONDS

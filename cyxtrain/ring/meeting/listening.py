@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-import tempfile
 
 from torch.distributed import FileStore, Store, TCPStore
 
@@ -43,13 +42,11 @@ def listen(name: int, store: Store) -> socket.socket:
 
 def listen_near(transport: str) -> socket.socket | None:
     """Returns a Unix socket for the other ranks of this machine; None where there is none, or none is wanted."""
-    if transport == "tcp" or sys.platform == "win32":
+    if transport == "tcp" or sys.platform != "linux":  # elsewhere such sockets leave files, and have small buffers
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Abstract, where there are such names: no file can be left behind.
-        name = f"cyxtrain-{secrets.token_hex(8)}"
-        listener.bind("\0" + name if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}")
+        listener.bind(f"\0cyxtrain-{secrets.token_hex(8)}")  # abstract: no file can be left behind
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError:

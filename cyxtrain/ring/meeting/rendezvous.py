@@ -21,7 +21,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torch.distributed import Store
 
@@ -84,10 +83,7 @@ class Meeting:
     def leave_near(self) -> None:
         """Closes the Unix socket: all who shall come have come. Harmless twice, and where there is none."""
         if self.near is not None:
-            name = self.near.getsockname()
             self.near.close()
-            if isinstance(name, str) and name:  # an abstract one's is bytes, and there is no file
-                Path(name).unlink(missing_ok=True)
             self.near = None
 
     def _close_files(self) -> None:
