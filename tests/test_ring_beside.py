@@ -232,19 +232,22 @@ def test_a_forked_child_is_told_that_it_is_no_rank():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks_here", "world_size", "cores", "threads", "expected"),
+    ("wanted", "machines", "room", "expected"),
     [
-        ("auto", 2, 2, 2, 1, False),  # no core is free
-        ("auto", 2, 2, 4, 1, True),
-        ("auto", 2, 2, 4, 2, False),
-        ("auto", 2, 4, 2, 2, True),  # there is a network to wait for
-        ("inline", 1, 2, 64, 1, False),
-        ("thread", 2, 2, 2, 2, True),
+        ("auto", "aa", [1, 1], False),  # no core is free
+        ("auto", "aa", [2, 2], True),
+        ("auto", "aa", [2, 1], False),  # one rank is bound to fewer cores: all do as it must
+        ("auto", "aabb", [0, 0, 0, 0], True),  # there is a network to wait for
+        ("inline", "ab", [64, 64], False),
+        ("thread", "aa", [0, 0], True),
     ],
 )
-def test_a_thread_is_taken_where_cores_are_free_or_the_network_is_slow(
-    wanted, ranks_here, world_size, cores, threads, expected, monkeypatch
-):
+def test_a_thread_is_taken_where_cores_are_free_or_the_network_is_slow(wanted, machines, room, expected):
+    assert courier.is_worth_it(wanted, machines, room) is expected
+
+
+@pytest.mark.parametrize(("cores", "threads", "room"), [(2, 1, 1), (4, 1, 2), (4, 3, 1), (2, 2, 0)])
+def test_room_counts_a_free_core_for_each_rank(cores, threads, room, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert courier.is_worth_it(wanted, ranks_here, world_size) is expected
+    assert courier.room_for_ranks() == room

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cyxtrain.config import RingOptions
+from cyxtrain.ring.courier import is_worth_it
 from cyxtrain.ring.link import Link
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.meeting.handshake import Role
@@ -44,7 +45,8 @@ class Connections:
         self.scratch = Scratch(SEGMENT_BYTES)
         sockets = meeting.sockets
         self.routes = _routes(meeting, rank)
-        self.machine_mates = sum(entry.machine == meeting.table[rank].machine for entry in meeting.table)
+        machines, room = ([entry.machine for entry in meeting.table], [entry.room for entry in meeting.table])
+        self.overlaps = is_worth_it(options.communication, machines, room)
         self.links = {peer: _link(meeting, rank, peer, names[peer]) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
         controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}

@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,24 @@ from cyxtrain.errors import CyxtrainError
 _log = logging.getLogger("cyxtrain.ring")
 
 
-def is_worth_it(wanted: str, ranks_here: int, world_size: int) -> bool:
-    """Returns whether a group's collectives shall travel in a thread of their own.
+def room_for_ranks() -> int:
+    """Returns how many ranks like this one its machine can run with a core free for each."""
+    affinity = vars(os).get("sched_getaffinity")
+    cores = os.cpu_count() or 1 if affinity is None else len(affinity(0))
+    return cores // (torch.get_num_threads() + 1)
+
+
+def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
+    """Returns whether a group's collectives shall travel in threads of their own; the same on every rank.
 
     Args:
         wanted: "auto", "inline" or "thread", as CYXTRAIN_COMMUNICATION says.
-        ranks_here: Ranks on this machine, this one included.
-        world_size: All ranks.
+        machines: By rank, where it runs.
+        room: By rank, what it found of `room_for_ranks`.
     """
     if wanted != "auto":
         return wanted == "thread"
-    affinity = vars(os).get("sched_getaffinity")
-    cores = os.cpu_count() or 1 if affinity is None else len(affinity(0))
-    return world_size > ranks_here or cores >= ranks_here * (torch.get_num_threads() + 1)
+    return len(set(machines)) > 1 or min(room) >= len(machines)
 
 
 class Delivery:

@@ -22,7 +22,7 @@ from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilen
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Step, chunks, even_spans
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.courier import Courier, is_worth_it
+from cyxtrain.ring.courier import Courier
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
@@ -100,8 +100,7 @@ class Group:
         except BaseException:
             meeting.close()
             raise
-        machine_mates = 1 if self._ring is None else self._ring.machine_mates
-        self._overlaps = world_size > 1 and is_worth_it(options.communication, machine_mates, world_size)
+        self._overlaps = self._ring is not None and self._ring.overlaps
         self._courier: Courier | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes

@@ -106,7 +106,7 @@ class PeerMemory:
             address, token = probe.split()
             found = bytearray(len(token) // 2)
             self.read(int(address, 16), address_of(memoryview(found)), len(found))
-            return found == bytes.fromhex(token)
+            return found == bytes.fromhex(token) and len(found) >= len(_token.raw)
         except (ValueError, OSError, ctypes.ArgumentError):
             return False
 

@@ -35,6 +35,7 @@ class Entry:
         unix: Unix socket at which it listens too, for ranks of its machine; "@" for an abstract one; empty: none.
         memory: What ranks of its machine need to try to read its memory; empty where they shall not.
         transport: What it was told to use, as CYXTRAIN_TRANSPORT.
+        room: How many ranks like it its machine can run with a core free for each.
         has_secret: Whether it knows one from its environment.
         checksums: Whether its frames carry checksums.
         heartbeat_timeout_seconds: How long it lets others say nothing.
@@ -51,6 +52,7 @@ class Entry:
     unix: str = ""
     memory: str = ""
     transport: str = "auto"
+    room: int = 0
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0

@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, RendezvousError
+from cyxtrain.ring.courier import room_for_ranks
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting.calling import call, knock
@@ -332,6 +333,7 @@ def _entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -
         unix=near.decode("ascii").replace("\0", "@"),
         memory=open_to_reading() if near and options.transport in ("auto", "cma") else "",
         transport=options.transport,
+        room=room_for_ranks(),
         has_secret=options.secret is not None,
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
