@@ -204,7 +204,9 @@ class Mesh:
         while not patience.passed():
             if self._poll(incoming, outgoing, deadline, min(_LOOK_SECONDS, patience.left())):
                 return
+            looking = time.monotonic()
             self._look_around(operation, incoming)
+            deadline.woke(time.monotonic() - looking)  # a stop may come here too
         with self._watch.waiting(operation, waited_for.rank, since):
             while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
                 self._look_around(operation, incoming)
