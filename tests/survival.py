@@ -235,8 +235,8 @@ def stopped_in_own_wait(folder: Path) -> list[float]:
     """Stops a rank that waits with a deadline of 3 s for one that comes after 4; returns how long they took."""
     with living(folder, 2, survival_ranks.wait_through_an_own_stop, str(folder), 3.0) as world:
         world.wait_for_all("busy")
-        # These times are the scenario: a wait of 4.1 s, which is too long, and of which it runs for 1.6 s.
-        time.sleep(0.3)
+        # These times are the scenario: a wait of 4.05 s, which is too long, and of which it runs for 1.55 s.
+        time.sleep(0.25)
         world.stop(1, seconds=2.5)
         time.sleep(1.3)
         (folder / "late").touch()
