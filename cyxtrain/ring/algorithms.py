@@ -81,6 +81,11 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
     return schedule
 
 
+def _others(rank: int, world_size: int) -> list[int]:
+    """Returns all other ranks, the next one first: so not all begin with the same."""
+    return [(rank + distance) % world_size for distance in range(1, world_size)]
+
+
 @functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
     """Leaves in the whole buffer of every rank the combination of all.
@@ -118,7 +123,7 @@ def telling_all(rank: int, world_size: int, count: int) -> list[Transfer]:
 
     Cost: N - 1 frames, in one round.
     """
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    others = _others(rank, world_size)
     told = [Transfer(other, (0, count), None, NOTHING) for other in others]
     return told + [Transfer(None, NOTHING, other, (other * count, (other + 1) * count)) for other in others]
 
@@ -141,7 +146,7 @@ def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
 
     For ranks that can read each other's memory. Cost: N - 1 frames, (N - 1) / N of the buffer read.
     """
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
     return [*offers, Fold(tuple(others), spans[rank])]
 
@@ -151,7 +156,7 @@ def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfe
 
     Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
     """
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    others = _others(rank, world_size)
     offers = [Transfer(other, spans[rank], None, NOTHING) for other in others]
     return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 

@@ -170,7 +170,7 @@ class Group:
         """
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
-        if self._routes.folds(spans, source.element_size()):
+        if self._routes.are_read(spans, source.element_size()):
             # Nothing of the source but this rank's part may change: others read the rest.
             flat = flat_view_of(output)
             if flat.data_ptr() != own.data_ptr():

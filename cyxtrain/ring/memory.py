@@ -20,8 +20,11 @@ _PIECE_BYTES = 4 << 20
 """Bytes read by one system call at most, so that a signal is not kept waiting."""
 _LARGE_PAGE_BYTES = 2 << 20
 _LARGE_BYTES = 2 * _LARGE_PAGE_BYTES
+"""From this size on at least one whole large page lies in it."""
 _TIMES = 3
+"""What has been seen so often will be seen again."""
 _MAX_SEEN = 1024
+"""So many places are kept in mind."""
 _MADV_COLLAPSE = 25
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)

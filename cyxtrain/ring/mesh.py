@@ -204,12 +204,10 @@ class Mesh:
         while not patience.passed():
             if self._poll(incoming, outgoing, deadline, min(_LOOK_SECONDS, patience.left())):
                 return
-            looking = time.monotonic()
-            self._look_around(operation, incoming)
-            deadline.woke(time.monotonic() - looking)  # a stop may come here too
+            self._look_around(operation, incoming, deadline)
         with self._watch.waiting(operation, waited_for.rank, since):
             while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
-                self._look_around(operation, incoming)
+                self._look_around(operation, incoming, deadline)
         if not deadline.passed():
             return
         peer = self._watch.blame(operation.sequence, waited_for.rank)
@@ -220,13 +218,13 @@ class Mesh:
             during=operation.describe(),
         )
 
-    def _look_around(self, operation: Operation, incoming: Incoming | None) -> None:
+    def _look_around(self, operation: Operation, incoming: Incoming | None, deadline: Deadline) -> None:
         """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
 
         Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
         is ahead by a call has done this one.
         """
-        identity = operation.identity()
+        identity, began = operation.identity(), time.monotonic()
         for link in self._links.values():
             if incoming is not None and link is incoming.link:
                 continue
@@ -238,6 +236,7 @@ class Mesh:
             with contextlib.suppress(FrameError):
                 if decode_header(found)[0].sequence == operation.sequence:
                     raise UnexpectedHeader(link.rank, found)
+        deadline.woke(time.monotonic() - began)  # a stop may come here as well as in a poll
 
     def _poll(
         self,

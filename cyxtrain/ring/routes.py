@@ -48,30 +48,26 @@ class Routes:
 
     def reduce_scatter(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Leaves in `spans[rank]` the combination of all ranks."""
-        if self.folds(spans, item_bytes):
+        if self.are_read(spans, item_bytes):
             return algorithms.folding(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
     def all_gather(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
         largest = max(end - first for first, end in spans)
-        if self.tells_all(largest, item_bytes) or self._are_read(spans, item_bytes):
+        if self.tells_all(largest, item_bytes) or self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or range(self.world_size))
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Brings the buffer of `src` to all."""
-        if self._are_read([(0, count)], item_bytes):
+        if self.are_read([(0, count)], item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
         return algorithms.broadcast(
             self.rank, self.world_size, count, src, segment, self.ring or range(self.world_size)
         )
 
-    def folds(self, spans: Sequence[Span], item_bytes: int) -> bool:
-        """Returns whether each rank reduces its span by itself, out of what the others have."""
-        return self._are_read(spans, item_bytes)
-
-    def _are_read(self, spans: Sequence[Span], item_bytes: int) -> bool:
-        """Whether all these spans are offered: then no send can wait for another rank."""
+    def are_read(self, spans: Sequence[Span], item_bytes: int) -> bool:
+        """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
         return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)
