@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cyxtrain.ring.algorithms import NOTHING, Fold, Step, Then, Transfer
+from cyxtrain.ring.algorithms import NOTHING, Fold, Step, Tell, Then, Transfer
 
 GARBAGE = "garbage"
 
@@ -62,6 +62,19 @@ def offered(sender: int, receiver: int, length: int, then: Then) -> Way:
     return Way.OFFERED if length and then is not Then.EXCHANGE else Way.BUFFERED
 
 
+def apart(schedule: Sequence[Step]) -> list[Fold | Transfer]:
+    """The schedule with what a rank tells all others, and hears of them, one after the other."""
+    result: list[Fold | Transfer] = []
+    for step in schedule:
+        if isinstance(step, Tell):
+            result += [Transfer(other, step.send, None, NOTHING) for other in step.others]
+            receives = zip(step.others, step.receive, strict=True)
+            result += [Transfer(None, NOTHING, other, span) for other, span in receives]
+        else:
+            result.append(step)
+    return result
+
+
 class Lockstep:
     """Runs the schedules of all ranks, and sees to it that what one sends is what another is to receive.
 
@@ -90,7 +103,7 @@ class Lockstep:
         settles: bool = True,
     ) -> None:
         self._size = len(schedules)
-        self._schedules = [list(schedule) for schedule in schedules]
+        self._schedules = [apart(schedule) for schedule in schedules]
         self._sources, self._targets = sources, sources if targets is None else targets
         self._way = way
         self._order = range(self._size) if order is None else order

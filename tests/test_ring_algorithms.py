@@ -10,7 +10,7 @@ import functools
 import itertools
 
 import pytest
-from lockstep import Lockstep, buffered, offered, own
+from lockstep import Lockstep, apart, buffered, offered, own
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import chunks
@@ -217,7 +217,7 @@ def test_telling_all_and_the_tree_are_the_result_of_recursive_doubling(world_siz
     schedules = [algorithms.telling_all(rank, world_size, count) for rank in range(world_size)]
     ranks = Lockstep(schedules, sources, targets, buffered).run()  # few bytes always fit into the kernel's buffers
     assert ranks.all_heard()
-    assert {len(schedule) for schedule in schedules} == {2 * (world_size - 1)}
+    assert {len(apart(schedule)) for schedule in schedules} == {2 * (world_size - 1)}
     for rank, result in enumerate(ranks.results):
         rows = [result[row * count : (row + 1) * count] for row in range(world_size)]
         assert rows == [[None] * count if row == rank else own(row, count) for row in range(world_size)]
@@ -250,13 +250,14 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 
 
 @everywhere
-def test_gathering_brings_every_span_to_all_read_or_sent(world_size, count):
+def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
     spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
-    for way in (offered, buffered):  # sent are only few bytes, which fit into the kernel's buffers
+    gathering = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
+    telling = [algorithms.telling(rank, world_size, spans[rank], spans) for rank in range(world_size)]
+    for schedules, way in ((gathering, offered), (telling, buffered)):  # few bytes fit into the kernel's buffers
         buffers = [[None] * (world_size * count) for _ in range(world_size)]
         for rank, (start, end) in enumerate(spans):
             buffers[rank][start:end] = own(rank, count)
-        schedules = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
         ranks = Lockstep(schedules, buffers, way=way).run()
         assert ranks.all_heard()
         assert ranks.results == [[element for rank in range(world_size) for element in own(rank, count)]] * world_size
@@ -319,6 +320,6 @@ def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world
             algorithms.gathering(rank, world_size, spans),
             algorithms.telling_all(rank, world_size, 1),
         ):
-            first = schedule[: world_size - 1]
+            first = apart(schedule)[: world_size - 1]
             assert {step.send_to for step in first} == set(range(world_size)) - {rank}
             assert {step.receive_from for step in first} == {None}

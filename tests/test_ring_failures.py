@@ -17,9 +17,9 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
 from cyxtrain.ring import RingProcessGroup, process_group
+from cyxtrain.ring.combining import Combiner
 from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
 from cyxtrain.ring.link import Link
-from cyxtrain.ring.tensors import Combiner
 from cyxtrain.ring.watching import watch
 
 # --- too late -------------------------------------------------------------------------------------------------------

@@ -52,7 +52,23 @@ class Fold(NamedTuple):
     span: Span
 
 
-Step = Transfer | Fold
+class Tell(NamedTuple):
+    """One step of one rank: it sends a few bytes to all others, and then receives as many from each of them.
+
+    All others do the same, and what is sent fits into the buffers of sockets: no send waits for another rank.
+
+    Attributes:
+        others: All other ranks.
+        send: What each of them is told.
+        receive: Where what each of them says goes.
+    """
+
+    others: tuple[int, ...]
+    send: Span
+    receive: tuple[Span, ...]
+
+
+Step = Transfer | Fold | Tell
 
 
 def chunks(count: int, parts: int) -> list[Span]:
@@ -117,15 +133,19 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     return schedule
 
 
-@functools.lru_cache(maxsize=256)
-def telling_all(rank: int, world_size: int, count: int) -> list[Transfer]:
-    """Brings the source of every rank to a row of the target on all, directly: for very few elements.
+def telling(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> list[Step]:
+    """Brings the span `send` of every rank's source to `receive[r]` of the target on all others, directly.
 
-    Cost: N - 1 frames, in one round.
+    For very few elements. Cost: N - 1 frames, in one round.
     """
     others = _others(rank, world_size)
-    told = [Transfer(other, (0, count), None, NOTHING) for other in others]
-    return told + [Transfer(None, NOTHING, other, (other * count, (other + 1) * count)) for other in others]
+    return [Tell(tuple(others), send, tuple(receive[other] for other in others))]
+
+
+@functools.lru_cache(maxsize=256)
+def telling_all(rank: int, world_size: int, count: int) -> list[Step]:
+    """Brings the source of every rank to a row of the target on all others. Cost: as `telling`."""
+    return telling(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.cache
@@ -151,13 +171,13 @@ def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
     return [*offers, Fold(tuple(others), spans[rank])]
 
 
-def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
-    """Brings `spans[r]` of every rank r to all, directly: for few bytes, or ranks that can read each other's memory.
+def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
+    """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
 
     Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
     """
     others = _others(rank, world_size)
-    offers = [Transfer(other, spans[rank], None, NOTHING) for other in others]
+    offers: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
     return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cyxtrain.config import RingOptions
+from cyxtrain.ring.combining import Scratch
 from cyxtrain.ring.courier import is_worth_it
 from cyxtrain.ring.link import Link
 from cyxtrain.ring.mailbox import Mailbox
@@ -14,7 +15,6 @@ from cyxtrain.ring.meeting.rendezvous import Meeting
 from cyxtrain.ring.memory import PeerMemory
 from cyxtrain.ring.mesh import Mesh
 from cyxtrain.ring.routes import Routes
-from cyxtrain.ring.tensors import Scratch
 from cyxtrain.ring.transfers import SEGMENT_BYTES
 from cyxtrain.ring.watching.pulse import Pulse
 from cyxtrain.ring.watching.watch import Watch

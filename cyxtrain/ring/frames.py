@@ -66,6 +66,8 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 9
     MESSAGE = 10
 
+    __hash__ = int.__hash__  # that of an enumeration is Python, and slow
+
 
 class Reduction(enum.IntEnum):
     """How elements of several ranks become one."""
@@ -79,6 +81,8 @@ class Reduction(enum.IntEnum):
     BAND = 6
     BOR = 7
     BXOR = 8
+
+    __hash__ = int.__hash__
 
 
 _DTYPES = (

@@ -21,6 +21,7 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilentError
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Step, chunks, even_spans
+from cyxtrain.ring.combining import Combiner, Scratch
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.courier import Courier
 from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
@@ -31,8 +32,6 @@ from cyxtrain.ring.reducing import Reducing
 from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import (
-    Combiner,
-    Scratch,
     check_target,
     check_tensor,
     flat_copy_of,
@@ -193,7 +192,8 @@ class Group:
         self, kind: Kind, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None, dst: int = -1
     ) -> Reducing:
         """Begins a reduction. Raises where this dtype has no such one, before anything starts."""
-        combiner = Combiner(reduction, flat, self._scratch)
+        told = self._routes.tells_all(flat.numel(), flat.element_size())
+        combiner = Combiner(reduction, flat, self._scratch, few=told)
         operation = self._operation(kind, tensor, reduction, dst)
         run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
         return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)

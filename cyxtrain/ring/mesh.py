@@ -18,19 +18,31 @@ from functools import partial
 from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Then, Transfer
-from cyxtrain.ring.frames import HEADER_BYTES, FrameError, Operation, at_operation, damaged, decode_header, is_damaged
+from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
+from cyxtrain.ring.frames import (
+    HEADER_BYTES,
+    FrameError,
+    Operation,
+    at_operation,
+    damaged,
+    decode_header,
+    header,
+    is_damaged,
+)
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
 from cyxtrain.ring.transfers import (
+    SHORT_BYTES,
     Begins,
     Buffers,
     Incoming,
     OtherBytes,
     Outgoing,
+    ShortIncoming,
     UnexpectedHeader,
     fold_in,
+    outgoing_of,
 )
 from cyxtrain.ring.watching.watch import Watch
 
@@ -73,7 +85,7 @@ class Mesh:
         self._mailbox = mailbox
         self._watch = watch
         self._poller = Poller()
-        self._head = bytearray(HEADER_BYTES)  # one comes at a time
+        self._landing = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))  # one header comes at a time
         self.spins = True
         self._is_read = any(link.offers for link in links.values())
         self._pages = LargePages()
@@ -106,10 +118,12 @@ class Mesh:
                 self._pages.note(buffers.source)
             call = _Call(operation, Begins(operation.identity()), buffers, deadline)
             for step in schedule:
-                if isinstance(step, Fold):
-                    self._fold(step, call)
-                else:
+                if isinstance(step, Transfer):
                     self._transfer(step, call)
+                elif isinstance(step, Tell):
+                    self._tell(step, call)
+                else:
+                    self._fold(step, call)
             if not more and (self._offered or self._read):
                 self._settle(call)
         except LinkBroken as broken:
@@ -131,13 +145,13 @@ class Mesh:
         return at_operation(self._watch.fail(error), operation)
 
     def _transfer(self, transfer: Transfer, call: _Call) -> None:
-        item, to, source = call.buffers.item_bytes, transfer.send_to, transfer.receive_from
+        to, source = transfer.send_to, transfer.receive_from
+        item = call.buffers.item_bytes
         outgoing: Outgoing | None = None
         incoming: Incoming | None = None
         if to is not None:
-            link = self._links[to]
             payload = call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            outgoing = Outgoing(link, call.begins, payload, transfer.then, checksums=self._checksums)
+            outgoing = outgoing_of(self._links[to], call.begins, payload, transfer.then, checksums=self._checksums)
             if outgoing.offered:
                 self._offered.add(to)
         if source is not None:
@@ -169,11 +183,26 @@ class Mesh:
         for peer in offered:
             self._transfer(Transfer(None, NOTHING, peer, NOTHING), call)
 
+    def _tell(self, tell: Tell, call: _Call) -> None:
+        begins, (source, target, item, *_) = call.begins, call.buffers
+        payload = source[tell.send[0] * item : tell.send[1] * item]
+        frame = memoryview(header(begins[len(payload)], payload, checksums=self._checksums) + payload)
+        for other in tell.others:
+            link = self._links[other]
+            sent = link.send(frame)
+            if sent < len(frame):
+                self._drive(Outgoing(link, [frame[sent:]]), None, call)
+        for other, (first, end) in zip(tell.others, tell.receive, strict=True):
+            into = target[first * item : end * item]
+            begin = begins[len(into)]
+            incoming = ShortIncoming(self._links[other], begin, into, self._landing, checksums=self._checksums)
+            self._drive(None, incoming, call)
+
     def _incoming(self, source: int, span: Span, then: Then, call: _Call) -> Incoming:
         link = self._links[source]
-        return Incoming(link, call.begins, span, then, call.buffers, self._head, checksums=self._checksums)
+        return Incoming(link, call.begins, span, then, call.buffers, self._landing, checksums=self._checksums)
 
-    def _drive(self, outgoing: Outgoing | None, incoming: Incoming | None, call: _Call) -> None:
+    def _drive(self, outgoing: Outgoing | None, incoming: Incoming | ShortIncoming | None, call: _Call) -> None:
         """Moves both until they are done."""
         spin_until = 0.0
         while outgoing or incoming:
@@ -195,7 +224,11 @@ class Mesh:
                 self._wait(incoming, outgoing, call.operation, call.deadline)
 
     def _wait(
-        self, incoming: Incoming | None, outgoing: Outgoing | None, operation: Operation, deadline: Deadline
+        self,
+        incoming: Incoming | ShortIncoming | None,
+        outgoing: Outgoing | None,
+        operation: Operation,
+        deadline: Deadline,
     ) -> None:
         """Waits until this transfer can go on, and moves messages meanwhile."""
         waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
@@ -218,7 +251,7 @@ class Mesh:
             during=operation.describe(),
         )
 
-    def _look_around(self, operation: Operation, incoming: Incoming | None, deadline: Deadline) -> None:
+    def _look_around(self, operation: Operation, incoming: Incoming | ShortIncoming | None, deadline: Deadline) -> None:
         """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
 
         Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
@@ -240,7 +273,7 @@ class Mesh:
 
     def _poll(
         self,
-        incoming: Incoming | None,
+        incoming: Incoming | ShortIncoming | None,
         outgoing: Outgoing | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Fold, Span, Step
+from cyxtrain.ring.combining import Combiner, Scratch, divide
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.routes import Routes, few
-from cyxtrain.ring.tensors import Combiner, Scratch, divide, memory_of
 from cyxtrain.ring.transfers import Buffers
 
 
@@ -38,7 +38,7 @@ class Reducing:
         self, reduction: Reduction, flat: Tensor, combiner: Combiner, scratch: Scratch, routes: Routes, run: Run
     ) -> None:
         self._flat = flat
-        self._memory = memory_of(flat)
+        self._memory = combiner.memory
         self._item_bytes = flat.element_size()
         self._combiner = combiner
         self._scratch = scratch

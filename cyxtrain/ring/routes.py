@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Step
-from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES
+from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
-_TINY_BYTES = 1 << 14
-"""Up to this size a message fits into any buffer of a socket, and costs little more than an empty one."""
 _FEW_RANKS = 8
 """Up to so many ranks more messages in fewer rounds are quicker."""
 FEW_BYTES = 1 << 18
@@ -44,7 +42,7 @@ class Routes:
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
         """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
-        return self.world_size <= _FEW_RANKS and count * item_bytes <= _TINY_BYTES
+        return self.world_size <= _FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
     def reduce_scatter(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Leaves in `spans[rank]` the combination of all ranks."""
@@ -54,8 +52,9 @@ class Routes:
 
     def all_gather(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
-        largest = max(end - first for first, end in spans)
-        if self.tells_all(largest, item_bytes) or self.are_read(spans, item_bytes):
+        if self.tells_all(max(end - first for first, end in spans), item_bytes):
+            return algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)
+        if self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or range(self.world_size))
 

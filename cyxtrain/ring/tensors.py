@@ -1,16 +1,12 @@
-"""Tensors as the ring sees them: flat memory to send from and receive into, and how two pieces become one."""
+"""Tensors as the ring sees them: flat memory to send from and receive into."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cyxtrain.errors import ConfigError, CyxtrainError
-from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.staging import host_copy
 
 
@@ -93,170 +89,5 @@ def is_plain(tensor: Tensor) -> bool:
 def flat_view_of(tensor: Tensor) -> Tensor:
     """Returns the elements in one dimension: a view where memory is plain, else a copy."""
     if is_plain(check_tensor(tensor)):
-        return tensor.detach().view(-1)
+        return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
     return flat_copy_of(tensor)
-
-
-def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
-    """Multiplies. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
-    ours, theirs, result = (torch.view_as_real(tensor) for tensor in (one, other, out))
-    a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
-    result[:, 0], result[:, 1] = a * c - b * d, a * d + b * c
-
-
-def _smaller(one: Tensor, other: Tensor, out: Tensor) -> None:
-    torch.minimum(one, other, out=out)
-    _one_zero(out)
-
-
-def _larger(one: Tensor, other: Tensor, out: Tensor) -> None:
-    torch.maximum(one, other, out=out)
-    _one_zero(out)
-
-
-def _one_zero(tensor: Tensor) -> None:
-    """Makes -0.0 to 0.0: they are equal, so which of them is smaller would depend on the width of vectors."""
-    if tensor.is_floating_point():
-        tensor.add_(0.0)
-
-
-_OPERATORS: dict[Reduction, Callable[..., Any]] = {
-    Reduction.SUM: torch.add,
-    Reduction.AVG: torch.add,
-    Reduction.PRODUCT: torch.mul,
-    Reduction.MIN: _smaller,
-    Reduction.MAX: _larger,
-    Reduction.BAND: torch.bitwise_and,
-    Reduction.BOR: torch.bitwise_or,
-    Reduction.BXOR: torch.bitwise_xor,
-}
-_UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
-    torch.uint16: np.uint16,
-    torch.uint32: np.uint32,
-    torch.uint64: np.uint64,
-}
-_NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
-    Reduction.SUM: np.add,
-    Reduction.AVG: np.add,
-    Reduction.PRODUCT: np.multiply,
-    Reduction.MIN: np.minimum,
-    Reduction.MAX: np.maximum,
-    Reduction.BAND: np.bitwise_and,
-    Reduction.BOR: np.bitwise_or,
-    Reduction.BXOR: np.bitwise_xor,
-}
-_NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-class Scratch:
-    """Memory for what arrives and is to be combined; one operation at a time uses it.
-
-    Args:
-        size: In bytes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._flat = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._views: dict[torch.dtype, Tensor] = {}
-        self.memory = memory_of(self._flat)
-
-    def of(self, dtype: torch.dtype) -> Tensor:
-        """Returns it as elements of a dtype."""
-        view = self._views.get(dtype)
-        if view is None:
-            view = self._views[dtype] = self._flat.view(dtype)
-        return view
-
-
-class Combiner:
-    """Combines what arrived in a scratch with what is in a tensor, in place.
-
-    Args:
-        reduction: How.
-        flat: One-dimensional; changed in place.
-        scratch: Where things arrive.
-
-    Raises:
-        ConfigError: This dtype has no such reduction.
-    """
-
-    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch) -> None:
-        dtype = flat.dtype
-        _check_reduction(reduction, dtype)
-        self._operator: Callable[..., Any] = _OPERATORS[reduction]
-        self._flat: Any = flat
-        self._scratch: Any = scratch.of(dtype)
-        self._parts = 1
-        if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
-            self._operator = _NUMPY_OPERATORS[reduction]
-            self._flat, self._scratch = (
-                np.frombuffer(memory, _UNSIGNED[dtype]) for memory in (memory_of(flat), scratch.memory)
-            )
-        elif dtype.is_complex and reduction is Reduction.PRODUCT:
-            self._operator = _multiply_complex
-        elif dtype.is_complex:
-            # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
-            self._flat, self._scratch = (torch.view_as_real(part).view(-1) for part in (flat, self._scratch))
-            self._parts = 2
-
-    def combine(self, first: int, end: int, *, theirs_first: bool = False) -> None:
-        """Combines scratch[: end - first] into flat[first:end].
-
-        Args:
-            first: Element.
-            end: Element.
-            theirs_first: Whether the scratch stands first: of two NaNs the first one's bits stay.
-        """
-        ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
-        if theirs_first:
-            self._operator(theirs, ours, out=ours)
-        else:
-            self._operator(ours, theirs, out=ours)
-
-    def gather_up(self, count: int) -> None:
-        """Combines `count` elements of the second half of the scratch into those of the first.
-
-        They are those of the next rank, which in the ring puts its own first.
-        """
-        half = self._scratch.shape[0] // 2
-        found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
-        self._operator(own, found, out=found)
-
-    def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
-        """Combines `flat`, as row `own` of the scratch, with the other rows, and puts the result in its place.
-
-        Args:
-            own: The row that `flat` is; all rows are as long.
-            steps: Which row is combined into which, the last one into that of the result.
-        """
-        count = self._flat.shape[0]  # len() of a tensor is slow
-        rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
-        rows[own] = self._flat
-        *early, (one, other) = steps
-        for into, source in early:
-            self._operator(rows[into], rows[source], out=rows[into])
-        self._operator(rows[one], rows[other], out=self._flat)
-
-
-def _check_reduction(reduction: Reduction, dtype: torch.dtype) -> None:
-    if dtype in _NO_ARITHMETIC:
-        raise ConfigError(f"{dtype} has no arithmetic: it can be sent and gathered, but not reduced. Convert it first.")
-    if dtype.is_complex and reduction in (Reduction.MIN, Reduction.MAX):
-        raise ConfigError(f"{reduction.name} of {dtype} does not exist: complex numbers have no order.")
-    if (dtype.is_complex or dtype.is_floating_point) and reduction >= Reduction.BAND:
-        raise ConfigError(f"{reduction.name} works on whole numbers and booleans, not on {dtype}.")
-
-
-def divide(flat: Tensor, divisor: int) -> None:
-    """Divides in place: the end of AVG. Whole numbers are truncated towards zero, as NCCL does."""
-    if flat.dtype in _UNSIGNED:
-        array = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
-        np.floor_divide(array, array.dtype.type(divisor), out=array)
-    elif flat.dtype is torch.bool:
-        return  # a mean of truth values is their SUM here: whether any is true
-    elif flat.is_complex():
-        torch.view_as_real(flat).div_(divisor)
-    elif flat.is_floating_point():
-        flat.div_(divisor)
-    else:
-        flat.div_(divisor, rounding_mode="trunc")

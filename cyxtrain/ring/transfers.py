@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_digest
 
 from cyxtrain.ring.algorithms import Span, Then
+from cyxtrain.ring.combining import Combiner
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     expected_header,
@@ -21,16 +22,17 @@ from cyxtrain.ring.frames import (
 )
 from cyxtrain.ring.link import Link
 from cyxtrain.ring.memory import address_of
-from cyxtrain.ring.tensors import Combiner
 
 SEGMENT_BYTES = 1 << 20
 """Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 READ_BYTES = 1 << 18
 """The same for what is read from another process: half of a usual second-level cache."""
+SHORT_BYTES = 1 << 14
+"""Up to this size a payload fits into any buffer of a socket, and costs little more than an empty one."""
 OFFER_BYTES = 1 << 17
 """From this size on a payload that the receiver can read is not sent."""
-_SHORT_BYTES, _PIECE_BYTES = 1 << 21, 1 << 17
-"""Short payloads are combined in smaller pieces, while they arrive."""
+_MEDIUM_BYTES, _PIECE_BYTES = 1 << 21, 1 << 17
+"""Payloads of up to the first size are combined in smaller pieces, while they arrive."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -87,28 +89,27 @@ def is_offered(readable: bool, payload_bytes: int, then: Then) -> bool:
     return readable and payload_bytes >= OFFER_BYTES and then is not Then.EXCHANGE
 
 
+def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: bool) -> None:
+    """Raises `OtherBytes` or `UnexpectedHeader` where what came from a rank is not the header that had to come."""
+    if checksums and is_damaged(head):
+        raise OtherBytes(rank)
+    if not head.startswith(expected) or offered != bool(payload_address(head)):
+        raise UnexpectedHeader(rank, head)
+
+
 class Outgoing:
     """What one transfer sends: a header, then the payload, or where the payload is.
 
     Args:
         link: To whom.
-        begins: Of the operation.
-        payload: What is sent.
-        then: What is done with it there.
-        checksums: Whether frames carry them.
+        parts: One or two, to be sent one after the other.
+        offered: Whether the payload is not among them.
     """
 
-    def __init__(self, link: Link, begins: Begins, payload: memoryview, then: Then, *, checksums: bool) -> None:
+    def __init__(self, link: Link, parts: list[memoryview], *, offered: bool = False) -> None:
         self.link = link
-        self.offered = is_offered(link.offers, len(payload), then)
-        address = address_of(payload) if self.offered else 0
-        head = header(begins[len(payload)], payload, checksums=checksums, address=address)
-        if self.offered:
-            self._parts = [memoryview(head)]
-        elif len(payload) <= _JOIN_BYTES:
-            self._parts = [memoryview(head + payload)]
-        else:
-            self._parts = [memoryview(head), payload]
+        self.offered = offered
+        self._parts = parts
 
     def advance(self) -> bool:
         """Sends what the kernel takes; returns whether anything moved."""
@@ -134,6 +135,64 @@ class Outgoing:
         return not self._parts
 
 
+def outgoing_of(link: Link, begins: Begins, payload: memoryview, then: Then, *, checksums: bool) -> Outgoing:
+    """Returns what sends or offers a payload.
+
+    Args:
+        link: To whom.
+        begins: Of the operation.
+        payload: What is sent.
+        then: What is done with it there.
+        checksums: Whether frames carry them.
+    """
+    offered = is_offered(link.offers, len(payload), then)
+    address = address_of(payload) if offered else 0
+    head = header(begins[len(payload)], payload, checksums=checksums, address=address)
+    if offered:
+        return Outgoing(link, [memoryview(head)], offered=True)
+    if len(payload) <= _JOIN_BYTES:
+        return Outgoing(link, [memoryview(head + payload)])
+    return Outgoing(link, [memoryview(head), payload])
+
+
+class ShortIncoming:
+    """What one transfer receives where it is short, and replaces what is there: header and payload in one piece.
+
+    Args:
+        link: From whom.
+        begin: How the header begins.
+        payload: Where it goes.
+        landing: Where header and payload arrive.
+        checksums: Whether frames carry them.
+    """
+
+    __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
+
+    def __init__(self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: bool) -> None:
+        self.link = link
+        self.done = False
+        self._begin = begin
+        self._payload = payload
+        self._landing = landing[: HEADER_BYTES + len(payload)]
+        self._checksums = checksums
+        self._have = 0
+
+    def advance(self) -> bool:
+        """Receives what has arrived; returns whether anything moved."""
+        have = self._have
+        count = self.link.receive(self._landing[have:] if have else self._landing)
+        have = self._have = have + count
+        if have >= HEADER_BYTES:  # of another header there may come no more
+            head = bytes(self._landing[:HEADER_BYTES])
+            check_header(self.link.rank, head, self._begin, offered=False, checksums=self._checksums)
+            if have == len(self._landing):
+                self._payload[:] = self._landing[HEADER_BYTES:]
+                if self._checksums and xxh3_64_digest(self._payload) != payload_sum(head):
+                    raise OtherBytes(self.link.rank)
+                self.done = True
+        return count > 0
+
+
 class Incoming:
     """What one transfer receives: the header that must come, then the payload, replaced or combined.
 
@@ -143,16 +202,23 @@ class Incoming:
         span: Where it goes, in elements.
         then: What is done with it.
         buffers: What the schedule works on.
-        head: For the header.
+        landing: For the header.
         checksums: Whether frames carry them.
     """
 
     def __init__(
-        self, link: Link, begins: Begins, span: Span, then: Then, buffers: Buffers, head: bytearray, *, checksums: bool
+        self,
+        link: Link,
+        begins: Begins,
+        span: Span,
+        then: Then,
+        buffers: Buffers,
+        landing: memoryview,
+        *,
+        checksums: bool,
     ) -> None:
         self.link = link
-        self._head = head
-        self._head_view = memoryview(head)
+        self._head = landing[:HEADER_BYTES]
         self._combiner = buffers.combiner if then else None
         self._then = then
         self._item = buffers.item_bytes
@@ -196,16 +262,14 @@ class Incoming:
     def _receive_head(self) -> bool:
         """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
         room = self._payload[:0] if self.offered else self._room()  # behind an offer comes another frame
-        count = self.link.receive_both(self._head_view[self._head_have :], room)
+        count = self.link.receive_both(self._head[self._head_have :], room)
         self._head_have += count
         if self._head_have >= HEADER_BYTES:
-            if self._sum is not None and is_damaged(self._head):
-                raise OtherBytes(self.link.rank)
-            self._address = payload_address(self._head)
-            if not self._head.startswith(self._expected) or self.offered != bool(self._address):
-                raise UnexpectedHeader(self.link.rank, bytes(self._head))
+            head = bytes(self._head)
+            check_header(self.link.rank, head, self._expected, offered=self.offered, checksums=self._sum is not None)
+            self._address = payload_address(head)
             self._checked = True
-            self._sum_expected = payload_sum(self._head)
+            self._sum_expected = payload_sum(head)
             self._took(self._head_have - HEADER_BYTES)
         return count > 0
 
@@ -229,7 +293,7 @@ class Incoming:
         assert self._scratch is not None
         if self.offered:
             room = READ_BYTES
-        elif self._then is Then.EXCHANGE or self._total > _SHORT_BYTES:
+        elif self._then is Then.EXCHANGE or self._total > _MEDIUM_BYTES:
             room = len(self._scratch)
         else:
             room = _PIECE_BYTES
