@@ -14,8 +14,10 @@ every rank, whose batches differ.
 - Efficiency: one rank alone on the machine with the same batch per rank / this way; the median likewise. 1 means that
   N ranks train N times as many samples.
 
-"apart" is the machine's own limit: as many ranks at once, none of which averages. They share caches and memory, so
-that it may be below 1; and it is how much faster than Gloo a step can be at best.
+"in-step" and "apart" are the machine's own limits: as many ranks at once, none of which averages. They share caches
+and memory, so that their efficiency may be below 1; and they say how much faster than Gloo a step can be at best. Ranks
+in step wait for each other once a step, by a byte over a bare socket. What that costs more than "apart" is what cores
+cost that are not always equally fast: nobody who averages in every step can save it.
 
 `--profile` runs one way, the first model and the first batch size, and says where a step goes: its parts on rank 0,
 each measured by itself, and cProfile's list of functions (which slows Python down, and C not).
@@ -35,13 +37,14 @@ from text_tables import Table
 
 MODELS = ("mlp", "convnet")
 TRANSPORTS = ("tcp", "unix", "cma", "auto")
-GLOO, APART, ALONE = "pytorch-gloo", "apart", "alone"
+GLOO, IN_STEP, APART, ALONE = "pytorch-gloo", "in-step", "apart", "alone"
+_BARE = (IN_STEP, APART, ALONE)
 _LAUNCH_SECONDS = 600.0
 
 
 def ways_of(transports: list[str]) -> list[str]:
     """Returns the ways, wrapper-transport: PyTorch's on Gloo, ours and PyTorch's on each transport; the limits."""
-    return [GLOO, *(f"{wrapper}-{name}" for wrapper in ("cyxtrain", "pytorch") for name in transports), APART, ALONE]
+    return [GLOO, *(f"{wrapper}-{name}" for wrapper in ("cyxtrain", "pytorch") for name in transports), *_BARE]
 
 
 def floor_of(model: str, batch_size: int, ranks: int, way: str) -> float | None:
@@ -62,9 +65,12 @@ def efficiency_floor_of(model: str, batch_size: int, ranks: int, way: str) -> fl
 def run(way: str, ranks: int, rows: list[tuple[str, int]], seconds: float, profile: bool = False) -> list[list[Any]]:
     """Launches one way, and returns what each rank found."""
     wrapper, _, transport = way.partition("-")
+    if way in _BARE:
+        wrapper, transport = "none", ""
     variables = {"CYXTRAIN_TRANSPORT": transport} if transport not in ("", "gloo") else {}
     task = {
-        "wrapper": "none" if way in (APART, ALONE) else wrapper,
+        "wrapper": wrapper,
+        "meet_at": [("127.0.0.1", launches.free_port()) for _ in range(ranks)] if way == IN_STEP else None,
         "backend": "ring" if variables else None if way == ALONE else "gloo",
         "rows": rows,
         "seconds": seconds,

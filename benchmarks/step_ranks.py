@@ -9,6 +9,7 @@ import io
 import itertools
 import os
 import pstats
+import socket
 import statistics
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import launches
+import raw_ranks
 import torch
 import torch.distributed as dist
 from fit_one_rank import make_convnet
@@ -43,14 +45,22 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class Training:
-    """A model that takes one step after the other on one batch, which is another on each rank."""
+    """A model that takes one step after the other on one batch, which is another on each rank.
 
-    def __init__(self, model: str, batch_size: int, wrapper: str) -> None:
+    Args:
+        model: Of `MODELS`.
+        batch_size: Samples.
+        wrapper: Of `WRAPPERS`.
+        meet: Called in every step after backward.
+    """
+
+    def __init__(self, model: str, batch_size: int, wrapper: str, meet: Callable[[], object]) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(0)
         self.bare = MODELS[model]()
         self.model = WRAPPERS[wrapper](self.bare)
         self.is_wrapped = wrapper != "none"
+        self.meet = meet
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(rank)
         self.inputs = torch.rand(batch_size, 784, generator=generator)
@@ -67,6 +77,7 @@ class Training:
         """What is measured."""
         self.optimizer.zero_grad()
         self.forward().backward()
+        self.meet()
         self.optimizer.step()
 
     def without_sync(self) -> contextlib.AbstractContextManager[Any]:
@@ -102,17 +113,31 @@ def check_equal(training: Training) -> None:
             raise AssertionError(f"rank {dist.get_rank()}: the parameters differ between ranks")
 
 
-def measure(model: str, batch_size: int, wrapper: str, seconds: float) -> dict[str, Any]:
+def meeting(addresses: list[Any] | None) -> Callable[[], object]:
+    """Returns a function that waits for all other ranks, over bare sockets; without addresses it does nothing."""
+    if addresses is None:
+        return lambda: None
+    links = raw_ranks.connect(dist.get_rank(), addresses, socket.AF_INET)
+
+    def meet() -> None:
+        for _ in addresses[1:]:
+            links.ahead.send(b".")
+            links.behind.recv(1)
+
+    return meet
+
+
+def measure(model: str, batch_size: int, wrapper: str, seconds: float, meet: Callable[[], object]) -> dict[str, Any]:
     """Returns the row of one model and batch size."""
-    training = Training(model, batch_size, wrapper)
+    training = Training(model, batch_size, wrapper, meet)
     figures = launches.repeat(training.step, seconds, agree, least=5)
     check_equal(training)
     return {"model": model, "batch_size": batch_size, **figures}
 
 
-def profile(model: str, batch_size: int, wrapper: str, seconds: float) -> dict[str, Any]:
+def profile(model: str, batch_size: int, wrapper: str, seconds: float, meet: Callable[[], object]) -> dict[str, Any]:
     """Returns the median seconds of the parts of a step, and what cProfile says of whole steps."""
-    training = Training(model, batch_size, wrapper)
+    training = Training(model, batch_size, wrapper, meet)
     found: list[dict[str, float]] = []
     launches.repeat(lambda: found.append(parts_of_step(training)), seconds, agree, least=5)
     parts = {name: statistics.median(parts[name] for parts in found) for name in found[0]}
@@ -164,7 +189,8 @@ def main() -> None:
         dist.init_process_group(task["backend"])
         cx.init()  # it takes the group as it is
     measured = profile if task["profile"] else measure
-    rows = [measured(model, size, task["wrapper"], task["seconds"]) for model, size in task["rows"]]
+    meet = meeting(task["meet_at"])
+    rows = [measured(model, size, task["wrapper"], task["seconds"], meet) for model, size in task["rows"]]
     if task["backend"] is not None:
         cx.finalize()
         dist.destroy_process_group()

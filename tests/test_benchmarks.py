@@ -81,7 +81,7 @@ def test_steps_of_all_ways_are_compared(tmp_path):
         *("--transports", "tcp", "--seconds-per-row", "0.05"),
     )
     rows = {row["way"]: row for row in results["rows"]}
-    assert list(rows) == ["pytorch-gloo", "cyxtrain-tcp", "pytorch-tcp", "apart", "alone"]
+    assert list(rows) == ["pytorch-gloo", "cyxtrain-tcp", "pytorch-tcp", "in-step", "apart", "alone"]
     ours = rows["cyxtrain-tcp"]
     assert ours["times_faster"] == pytest.approx(rows["pytorch-gloo"]["seconds"] / ours["seconds"])
     assert ours["efficiency"] == pytest.approx(rows["alone"]["seconds"] / ours["seconds"])
