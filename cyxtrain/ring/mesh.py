@@ -52,6 +52,8 @@ _LONG_SECONDS = 0.5
 """A rank that waits longer for another says so to all: a timeout then names who holds all up."""
 _SPIN_SECONDS = 1e-4
 """So long a rank looks again and again before it sleeps: to be woken costs more than most answers take."""
+_READING_SECONDS, _LONGEST_READING_SECONDS = 3e-10, 1e-3
+"""So much longer for each byte that another rank reads from this one meanwhile; and at most."""
 _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
@@ -144,22 +146,26 @@ class Mesh:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
 
-    def _transfer(self, transfer: Transfer, call: _Call) -> None:
+    def _transfer(self, transfer: Transfer, call: _Call, spin_seconds: float = _SPIN_SECONDS) -> None:
         to, source = transfer.send_to, transfer.receive_from
         item = call.buffers.item_bytes
         outgoing: Outgoing | None = None
-        incoming: Incoming | None = None
+        incoming: Incoming | ShortIncoming | None = None
         if to is not None:
             payload = call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
             outgoing = outgoing_of(self._links[to], call.begins, payload, transfer.then, checksums=self._checksums)
             if outgoing.offered:
                 self._offered.add(to)
         if source is not None:
-            incoming = self._incoming(source, transfer.receive, transfer.then, call)
-            if incoming.offered:
-                self._read.add(source)
-        self._drive(outgoing, incoming, call)
-        if transfer.then is Then.EXCHANGE and incoming is not None:
+            first, end = transfer.receive
+            if transfer.then is Then.REPLACE and (end - first) * item <= SHORT_BYTES:
+                incoming = self._short(source, transfer.receive, call)
+            else:
+                incoming = self._incoming(source, transfer.receive, transfer.then, call)
+                if incoming.offered:
+                    self._read.add(source)
+        self._drive(outgoing, incoming, call, spin_seconds)
+        if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
             incoming.conclude(theirs_first=incoming.link.rank < self._rank)
 
     def _fold(self, fold: Fold, call: _Call) -> None:
@@ -176,33 +182,43 @@ class Mesh:
         Where a link still stands as it says so, what was read was still valid: whoever fails ends its links first.
         """
         read, offered = sorted(self._read), sorted(self._offered)
+        spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
         self._read.clear()
         self._offered.clear()
         for peer in read:
             self._transfer(Transfer(peer, NOTHING, None, NOTHING), call)
         for peer in offered:
-            self._transfer(Transfer(None, NOTHING, peer, NOTHING), call)
+            self._transfer(Transfer(None, NOTHING, peer, NOTHING), call, spin_seconds)
 
     def _tell(self, tell: Tell, call: _Call) -> None:
-        begins, (source, target, item, *_) = call.begins, call.buffers
+        source, item = call.buffers.source, call.buffers.item_bytes
         payload = source[tell.send[0] * item : tell.send[1] * item]
-        frame = memoryview(header(begins[len(payload)], payload, checksums=self._checksums) + payload)
+        frame = memoryview(header(call.begins[len(payload)], payload, checksums=self._checksums) + payload)
         for other in tell.others:
             link = self._links[other]
             sent = link.send(frame)
             if sent < len(frame):
                 self._drive(Outgoing(link, [frame[sent:]]), None, call)
-        for other, (first, end) in zip(tell.others, tell.receive, strict=True):
-            into = target[first * item : end * item]
-            begin = begins[len(into)]
-            incoming = ShortIncoming(self._links[other], begin, into, self._landing, checksums=self._checksums)
-            self._drive(None, incoming, call)
+        for other, span in zip(tell.others, tell.receive, strict=True):
+            self._drive(None, self._short(other, span, call), call)
+
+    def _short(self, source: int, span: Span, call: _Call) -> ShortIncoming:
+        item = call.buffers.item_bytes
+        into = call.buffers.target[span[0] * item : span[1] * item]
+        begin = call.begins[len(into)]
+        return ShortIncoming(self._links[source], begin, into, self._landing, checksums=self._checksums)
 
     def _incoming(self, source: int, span: Span, then: Then, call: _Call) -> Incoming:
         link = self._links[source]
         return Incoming(link, call.begins, span, then, call.buffers, self._landing, checksums=self._checksums)
 
-    def _drive(self, outgoing: Outgoing | None, incoming: Incoming | ShortIncoming | None, call: _Call) -> None:
+    def _drive(
+        self,
+        outgoing: Outgoing | None,
+        incoming: Incoming | ShortIncoming | None,
+        call: _Call,
+        spin_seconds: float = _SPIN_SECONDS,
+    ) -> None:
         """Moves both until they are done."""
         spin_until = 0.0
         while outgoing or incoming:
@@ -217,7 +233,7 @@ class Mesh:
                 spin_until = 0.0
                 continue
             now = time.monotonic()
-            spin_until = spin_until or now + (_SPIN_SECONDS if self.spins else 0.0)
+            spin_until = spin_until or now + (spin_seconds if self.spins else 0.0)
             if now < spin_until:
                 _give_way()
             else:
