@@ -16,7 +16,7 @@ from ring_values import LARGE, WORLDS, broadcast, error_of, options, reduce_all
 from worlds import run_threads, wait_until
 
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
-from cyxtrain.ring import RingProcessGroup, process_group
+from cyxtrain.ring import RingProcessGroup, process_group, reducing
 from cyxtrain.ring.combining import Combiner
 from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
 from cyxtrain.ring.link import Link
@@ -109,6 +109,29 @@ def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch):
         assert (type(error), error.rank) == (PeerLostError, 1)
         assert f"rank 1 was interrupted in all_reduce #1 (SUM, float32 [{LARGE}]) by KeyboardInterrupt" in str(error)
         assert error.during is not None
+
+
+@WORLDS
+def test_an_interruption_between_the_halves_of_a_collective_ends_the_group_too(world_size, monkeypatch):
+    def interrupting(flat, divisor):
+        if threading.current_thread().name == "rank 1":
+            raise KeyboardInterrupt
+        divide(flat, divisor)
+
+    def rank_main(group):
+        tensor, options = torch.ones(LARGE), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        if group.rank() != 1:
+            return error_of(lambda: group.allreduce([tensor], options))
+        with pytest.raises(KeyboardInterrupt):
+            group.allreduce([tensor], options)
+        return error_of(lambda: group.barrier())
+
+    divide = reducing.divide
+    monkeypatch.setattr(reducing, "divide", interrupting)
+    for error in run_threads(world_size, rank_main):
+        assert (type(error), error.rank) == (PeerLostError, 1)
+        assert "rank 1 has ended: it was interrupted in a collective by KeyboardInterrupt" in str(error)
 
 
 def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):

@@ -104,7 +104,11 @@ class PostedWork(_Work):
         return result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the result, or with the error: C++ sees only one that a callback has raised."""
+        """Returns a future with the result, or with the error: C++ sees only one that a callback has raised.
+
+        A callback that asks for a collective itself must be given before the caller asks for another one: else it
+        depends on the moment which of them comes first, on each rank another.
+        """
         over: torch.futures.Future[Any] = torch.futures.Future()
         outcome = over.then(lambda _: self._delivery.outcome())
         self._delivery.when_done(lambda: over.set_result(None))
@@ -196,7 +200,12 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         asynchronous = getattr(named.get("opts", args[-1] if args else None), "asyncOp", False)
         courier = self._group.courier(asynchronous=asynchronous)
         if courier is None:
-            return DoneWork(method(self, *args, **named))
+            try:
+                return DoneWork(method(self, *args, **named))
+            except KeyboardInterrupt:
+                # Also between the halves of a collective, where nothing moves: the others are in its second half.
+                self._group.fail("it was interrupted in a collective by KeyboardInterrupt.")
+                raise
         delivery = courier.post(beside(functools.partial(method, self, *args, **named)))
         if asynchronous:
             return PostedWork(delivery, courier)
