@@ -29,7 +29,6 @@ from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.courier import room_for_ranks
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import StoreLostError
 from cyxtrain.ring.meeting.calling import call, knock
 from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.entry import Entry, misfit
@@ -199,14 +198,13 @@ class _Members:
             roll.met(self._readable())
             while not roll.all_met():
                 self._wait(next(nap_seconds), roll)
+            self._meeting.readers = roll.readers()
         except CyxtrainError:
-            # All connections of this rank stand: where the store is lost, the watch will hear what has happened. And
-            # once all have met, whoever ends may do so.
-            if not roll.board.lost and not roll.all_met():
+            if roll.board.lost:
+                return  # all connections of this rank stand: the watch will hear what has happened
+            if not roll.all_met():
                 raise
-        if not roll.board.lost:
-            with contextlib.suppress(StoreLostError):
-                self._meeting.readers = roll.readers()
+            self._meeting.readers = roll.readers()  # once all have met, whoever ends may do so
 
     def _readable(self) -> list[int]:
         """Returns whose memory this rank can read.
