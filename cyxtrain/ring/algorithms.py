@@ -102,6 +102,12 @@ def _others(rank: int, world_size: int) -> list[int]:
     return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
+def _power_and_pairs(world_size: int) -> tuple[int, int]:
+    """Returns the largest power of two in it, and how many ranks are more: each is represented by the one before it."""
+    power = 1 << (world_size.bit_length() - 1)
+    return power, world_size - power
+
+
 @functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
     """Leaves in the whole buffer of every rank the combination of all.
@@ -113,9 +119,7 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     section 4.4.
     """
     whole = (0, count)
-    power = 1 << (world_size.bit_length() - 1)
-    pairs = world_size - power
-    """So many ranks are represented by the one before them."""
+    power, pairs = _power_and_pairs(world_size)
     if rank < 2 * pairs and rank % 2:
         return [Transfer(rank - 1, whole, None, NOTHING, Then.EXCHANGE), Transfer(None, NOTHING, rank - 1, whole)]
     schedule = []
@@ -151,8 +155,7 @@ def telling_all(rank: int, world_size: int, count: int) -> list[Step]:
 @functools.cache
 def tree(world_size: int) -> list[tuple[int, int]]:
     """Returns which row is combined into which, in order, to get the result of `recursive_doubling` in row 0."""
-    power = 1 << (world_size.bit_length() - 1)
-    pairs = world_size - power
+    power, pairs = _power_and_pairs(world_size)
     steps = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
     places = [2 * place if place < pairs else place + pairs for place in range(power)]
     while len(places) > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,11 +41,14 @@ from cyxtrain.ring.transfers import (
     Outgoing,
     ShortIncoming,
     UnexpectedHeader,
+    begin_sending,
+    begin_sending_frame,
     fold_in,
-    outgoing_of,
+    is_offered,
 )
 from cyxtrain.ring.watching.watch import Watch
 
+_NO_BYTES = memoryview(b"")
 _LOOK_SECONDS = 0.1
 """A rank that waits longer looks at the links from which it expects nothing yet."""
 _LONG_SECONDS = 0.5
@@ -146,15 +149,16 @@ class Mesh:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
 
-    def _transfer(self, transfer: Transfer, call: _Call, spin_seconds: float = _SPIN_SECONDS) -> None:
+    def _transfer(self, transfer: Transfer, call: _Call) -> None:
         to, source = transfer.send_to, transfer.receive_from
         item = call.buffers.item_bytes
         outgoing: Outgoing | None = None
         incoming: Incoming | ShortIncoming | None = None
         if to is not None:
-            payload = call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
-            outgoing = outgoing_of(self._links[to], call.begins, payload, transfer.then, checksums=self._checksums)
-            if outgoing.offered:
+            link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
+            offered = is_offered(link.offers, len(payload), transfer.then)
+            outgoing = begin_sending(link, call.begins, payload, offered=offered, checksums=self._checksums)
+            if offered:
                 self._offered.add(to)
         if source is not None:
             first, end = transfer.receive
@@ -164,7 +168,7 @@ class Mesh:
                 incoming = self._incoming(source, transfer.receive, transfer.then, call)
                 if incoming.offered:
                     self._read.add(source)
-        self._drive(outgoing, incoming, call, spin_seconds)
+        self._drive(outgoing, incoming, call)
         if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
             incoming.conclude(theirs_first=incoming.link.rank < self._rank)
 
@@ -185,22 +189,21 @@ class Mesh:
         spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
         self._read.clear()
         self._offered.clear()
-        for peer in read:
-            self._transfer(Transfer(peer, NOTHING, None, NOTHING), call)
+        self._send_to_all(read, header(call.begins[0], _NO_BYTES, checksums=self._checksums), call)
         for peer in offered:
-            self._transfer(Transfer(None, NOTHING, peer, NOTHING), call, spin_seconds)
+            self._drive(None, self._short(peer, NOTHING, call), call, spin_seconds)
 
     def _tell(self, tell: Tell, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
         payload = source[tell.send[0] * item : tell.send[1] * item]
-        frame = memoryview(header(call.begins[len(payload)], payload, checksums=self._checksums) + payload)
-        for other in tell.others:
-            link = self._links[other]
-            sent = link.send(frame)
-            if sent < len(frame):
-                self._drive(Outgoing(link, [frame[sent:]]), None, call)
+        frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
+        self._send_to_all(tell.others, frame, call)
         for other, span in zip(tell.others, tell.receive, strict=True):
             self._drive(None, self._short(other, span, call), call)
+
+    def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:
+        for rank in ranks:
+            self._drive(begin_sending_frame(self._links[rank], frame), None, call)
 
     def _short(self, source: int, span: Span, call: _Call) -> ShortIncoming:
         item = call.buffers.item_bytes

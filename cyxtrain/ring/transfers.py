@@ -98,17 +98,15 @@ def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, chec
 
 
 class Outgoing:
-    """What one transfer sends: a header, then the payload, or where the payload is.
+    """What is left to send of a frame.
 
     Args:
         link: To whom.
         parts: One or two, to be sent one after the other.
-        offered: Whether the payload is not among them.
     """
 
-    def __init__(self, link: Link, parts: list[memoryview], *, offered: bool = False) -> None:
+    def __init__(self, link: Link, parts: list[memoryview]) -> None:
         self.link = link
-        self.offered = offered
         self._parts = parts
 
     def advance(self) -> bool:
@@ -135,24 +133,31 @@ class Outgoing:
         return not self._parts
 
 
-def outgoing_of(link: Link, begins: Begins, payload: memoryview, then: Then, *, checksums: bool) -> Outgoing:
-    """Returns what sends or offers a payload.
+def begin_sending(
+    link: Link, begins: Begins, payload: memoryview, *, offered: bool, checksums: bool
+) -> Outgoing | None:
+    """Begins to send a frame; returns what is left of it.
 
     Args:
         link: To whom.
         begins: Of the operation.
         payload: What is sent.
-        then: What is done with it there.
+        offered: Whether it stays where it is, and only its address is sent.
         checksums: Whether frames carry them.
     """
-    offered = is_offered(link.offers, len(payload), then)
     address = address_of(payload) if offered else 0
     head = header(begins[len(payload)], payload, checksums=checksums, address=address)
     if offered:
-        return Outgoing(link, [memoryview(head)], offered=True)
+        return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
-        return Outgoing(link, [memoryview(head + payload)])
+        return begin_sending_frame(link, head + payload)
     return Outgoing(link, [memoryview(head), payload])
+
+
+def begin_sending_frame(link: Link, frame: bytes) -> Outgoing | None:
+    """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
+    sent = link.send(frame)
+    return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
 
 
 class ShortIncoming:

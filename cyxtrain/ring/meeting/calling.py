@@ -103,8 +103,8 @@ def _address(entry: Entry, *, near: bool) -> tuple[int, Any]:
 
 
 def unix_address(name: str) -> str:
-    """Returns the address of a Unix socket; of an abstract one, which has no file, the name begins with "@"."""
-    return "\0" + name[1:] if name.startswith("@") else name
+    """Returns the address of an abstract Unix socket, whose name people write with "@": it has no file."""
+    return "\0" + name.removeprefix("@")
 
 
 def _call_once(

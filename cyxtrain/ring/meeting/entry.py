@@ -32,7 +32,7 @@ class Entry:
         process: Which it is, on its machine.
         host: Address at which it listens; empty where it does not.
         port: TCP port at which it listens.
-        unix: Unix socket at which it listens too, for ranks of its machine; "@" for an abstract one; empty: none.
+        unix: Abstract Unix socket at which it listens too, for ranks of its machine, as "@name"; empty: none.
         memory: What ranks of its machine need to try to read its memory; empty where they shall not.
         transport: What it was told to use, as CYXTRAIN_TRANSPORT.
         room: How many ranks like it its machine can run with a core free for each.
