@@ -13,6 +13,8 @@ of its own with one thread per rank. Every launch checks the result of every row
 - Times faster: Gloo's time / the ring's time in the same round of launches; the median of that over the launches.
   A noisy machine changes from minute to minute, and both then change together.
 - Share: the limit / the ring's time in the same round; the median of that too.
+- Falls short: with `--floors`, the transports that are not as many times faster as this project asks of itself, and the
+  number asked (`floor_of`). It means something after 7 launches on a machine with nothing else to do.
 
 The size is that of the tensor (all_reduce, broadcast), of the gathered output (all_gather) or of the input
 (reduce_scatter), float32; what is split between ranks has at least one element for each.
@@ -176,7 +178,7 @@ def is_short(figures: dict[str, Any]) -> bool:
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Returns the last line of `--floors`."""
     judged = [figures for row in rows for figures in row["transports"].values() if "floor" in figures]
-    return f"{sum(map(is_short, judged))} of {len(judged)} rows fall short of their floor"
+    return f"{sum(map(is_short, judged))} of {len(judged)} comparisons fall short of their floor"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -187,7 +189,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["tcp", "auto"])
     parser.add_argument("--seconds-per-size", type=float, default=0.1, help="of a launch; at least 3 calls are made")
-    parser.add_argument("--floors", action="store_true", help="mark rows that are not as much faster as they must be")
+    parser.add_argument("--floors", action="store_true", help="mark what falls short, with the times faster it must be")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 

@@ -248,7 +248,7 @@ def test_a_row_that_falls_short_is_counted_and_marked(capsys):
     rows = [ring_vs_gloo.summary(2, ("all_reduce", 4), found, raw) for found in (slow, fast)]
     assert [row["transports"]["tcp"]["times_faster"] for row in rows] == [2.0, 4.0]
     assert rows[0]["transports"]["tcp"]["share_of_limit"] == 0.5
-    assert ring_vs_gloo.verdict(rows) == "1 of 2 rows fall short of their floor"
+    assert ring_vs_gloo.verdict(rows) == "1 of 2 comparisons fall short of their floor"
     ring_vs_gloo.table_of(rows, floors=True).show()
     printed = capsys.readouterr().out
     assert printed.count("tcp: 3") == 1
@@ -261,7 +261,7 @@ def test_what_gloo_lacks_is_said_and_has_no_floor(capsys):
     row = ring_vs_gloo.summary(2, ("reduce_scatter", 4), found, raw_launches("reduce_scatter", 4, 0.5))
     assert row["gloo"] == {"error": "does not support it"}
     assert "times_faster" not in row["transports"]["tcp"]
-    assert ring_vs_gloo.verdict([row]) == "0 of 0 rows fall short of their floor"
+    assert ring_vs_gloo.verdict([row]) == "0 of 0 comparisons fall short of their floor"
     ring_vs_gloo.table_of([row], floors=False).show()
     assert "has none" in capsys.readouterr().out
 

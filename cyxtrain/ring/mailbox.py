@@ -214,7 +214,8 @@ class Mailbox:
             except BaseException as error:
                 # Ctrl-C, say, between a system call and our count of what it moved.
                 rank = self._watch.rank
-                self._watch.fail(PeerLostError(f"rank {rank} was interrupted in a message by {error!r}.", rank=rank))
+                reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
+                self._watch.fail(PeerLostError(reason, rank=rank))
                 raise
 
     def waiting(self) -> tuple[list[Pollable], list[Pollable]]:

@@ -141,7 +141,7 @@ class Mesh:
             raise self._fail(error, operation) from None
         except BaseException as error:
             # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
-            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}."
+            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
             self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
             raise
 

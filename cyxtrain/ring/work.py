@@ -204,7 +204,7 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
                 return DoneWork(method(self, *args, **named))
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
-                self._group.fail("it was interrupted in a collective by KeyboardInterrupt.")
+                self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
         delivery = courier.post(beside(functools.partial(method, self, *args, **named)))
         if asynchronous:
