@@ -48,7 +48,7 @@ def test_20_stops_of_two_and_a_half_seconds_change_no_bit(seed, tmp_path):
     draw = random.Random(seed)
     victim = draw.randrange(3)
     if seed % 2:
-        fault = faults.ProcessFault(faults.Stop(2.5), victim, at_collective=draw.randrange(1, 60))
+        fault = faults.ProcessFault(faults.Stop(2.5), victim, at_collective=draw.randrange(1, 40))
         quiet, stopped = survival.stopped_at(tmp_path, survival_ranks.fit_under, faults.Plan((fault,), seed))
     else:
         fault = faults.ProcessFault(faults.Stop(2.5), victim, at_call=draw.randrange(1, 300))
