@@ -164,6 +164,7 @@ def parts_of_step(training: Training) -> dict[str, float]:
     loss = training.forward()
     times.append(clock())
     loss.backward()
+    training.meet()
     times.append(clock())
     training.optimizer.step()
     times.append(clock())
