@@ -16,13 +16,14 @@ from ring_values import error_of
 from worlds import join_threads, run_threads
 
 from cyxtrain.config import RingOptions
-from cyxtrain.errors import RendezvousError
+from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting import rendezvous
 from cyxtrain.ring.meeting.board import StoreLostError
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.siblings import Siblings
 
 
 def reduce_once(group):
@@ -102,16 +103,42 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
 
 @pytest.mark.usefixtures("pipe_of_pytorchs_stores")
 def test_a_store_that_ends_while_ranks_meet_is_said_to_have_ended():
+    error = error_of_a_meeting_whose_store_ends(Siblings(), threading.Event())
+    assert isinstance(error, StoreLostError)
+    assert str(error).startswith("rank 1 lost the store")
+
+
+@pytest.mark.usefixtures("pipe_of_pytorchs_stores")
+def test_a_store_that_ends_because_another_group_lost_a_rank_is_not_blamed():
+    gone, asked = threading.Event(), []
+
+    class World:
+        def loss(self, since):  # it hears of the rank a moment after the store has gone
+            asked.extend([since] * gone.is_set())
+            return PeerLostError("rank 2 is lost: killed", rank=2) if len(asked) > 3 else None
+
+    siblings, world = Siblings(), World()
+    siblings.add(world)
+    error = error_of_a_meeting_whose_store_ends(siblings, gone)
+    assert isinstance(error, PeerLostError)
+    assert str(error) == "rank 2 is lost: killed"
+
+
+def error_of_a_meeting_whose_store_ends(siblings, gone):
     server = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, 2, False, wait_for_workers=False)
     found = []
-    waiting = threading.Thread(target=lambda: found.append(error_of(lambda: meet(client, 1, 2, 20.0))), daemon=True)
+
+    def rank_main():
+        found.append(error_of(lambda: meet(client, 1, 2, 20.0, siblings=siblings)))
+
+    waiting = threading.Thread(target=rank_main, daemon=True)
     waiting.start()
     server.wait(["1/entry/1"])
     del server
+    gone.set()
     waiting.join(10)
-    assert isinstance(found[0], StoreLostError)
-    assert str(found[0]).startswith("rank 1 lost the store")
+    return found[0]
 
 
 @pytest.mark.parametrize("key", ["1/entry/0", "1/failure"])

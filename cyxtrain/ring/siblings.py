@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Protocol
 
 from cyxtrain.errors import CyxtrainError
+
+_LOOK_SECONDS = 0.001
 
 
 class Sibling(Protocol):
@@ -33,3 +36,11 @@ class Siblings:
         """
         losses = (group.loss(since) for group in list(self._groups))
         return next((loss for loss in losses if loss is not None), None)
+
+    def await_loss(self, seconds: float) -> CyxtrainError | None:
+        """Returns `loss` from now on, for which it waits for a moment if there are groups that may hear of one."""
+        since = time.monotonic()
+        until = since + seconds
+        while (loss := self.loss(since)) is None and self._groups and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return loss

@@ -25,6 +25,7 @@ LOOK_SECONDS = 0.05
 """How often a rank that waits looks whether the meeting has failed."""
 _SHORTEST_NAP_SECONDS = 0.001
 _HEARERS_SECONDS = 0.3
+"""For how long the end of a store waits for those who want to know why, and these for who says so."""
 
 
 class RankTakenError(RendezvousError):
@@ -74,6 +75,10 @@ class RollCall:
             self.claim()
             yield
         except CyxtrainError as error:
+            # Rank 0 may have left, and the store with it, because another group lost a rank.
+            loss = self._siblings.await_loss(_HEARERS_SECONDS) if self.board.lost else None
+            if loss is not None:
+                raise loss.again() from error
             self.tell(error)
             raise
         except BaseException as error:  # Ctrl-C, say: the others must not wait
