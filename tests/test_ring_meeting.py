@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -229,3 +231,20 @@ def test_checksums_on_one_rank_only_are_refused_on_both_sides_within_a_second():
         assert "rank 0 was started with checksums and rank 1 without" in str(error)
         assert "CYXTRAIN_CHECKSUMS" in str(error)
         assert seconds < 1.0
+
+
+def test_what_a_group_held_is_free_when_it_has_left_and_not_when_python_collects():
+    def rank_main(rank):
+        group = meet(store, rank, 2)
+        reduce_once(group)
+        group.shutdown()
+        parts = (group._group, group._group._ring, group._group._ring.watch, group._group._ring.meeting)
+        held.extend(weakref.ref(part) for part in parts)
+
+    store, held = dist.HashStore(), []
+    gc.disable()
+    try:
+        join_threads([threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)], 20.0)
+        assert [ref() for ref in held] == [None] * 8
+    finally:
+        gc.enable()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.combining import Scratch
@@ -54,8 +55,11 @@ class Connections:
         own = meeting.table[rank].process
         pulse = Pulse(own, others, options.heartbeat_timeout_seconds, time.monotonic())
         shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in meeting.table)
+        links = (*self.links.values(), *self.message_links.values())
+        # Nothing that the watch holds may hold the watch: what a group held is free as soon as it is.
+        stop = functools.partial(_stop, links)
         self.watch = Watch(
-            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, self.stop_links, describe
+            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe
         )
         self.mailbox = Mailbox(self.message_links, self.watch, options.checksums)
         self.mesh = Mesh(self.links, self.mailbox, self.watch, options.checksums)
@@ -66,11 +70,6 @@ class Connections:
         near = {link.transport for link in self.links.values()} - {"tcp"}
         all_near = all(link.transport != "tcp" for link in self.links.values())
         return " and ".join(sorted(near)) + ("" if all_near else " within a machine, tcp between") if near else "tcp"
-
-    def stop_links(self) -> None:
-        """Wakes everybody who waits on a link."""
-        for link in (*self.links.values(), *self.message_links.values()):
-            link.stop()
 
     def abandon(self) -> None:
         """Closes everything without a word, in a forked child."""
@@ -86,6 +85,12 @@ class Connections:
         self.watch.leave(collectives)
         self.mailbox.close()
         self.meeting.close()
+
+
+def _stop(links: Iterable[Link]) -> None:
+    """Wakes everybody who waits on a link."""
+    for link in links:
+        link.stop()
 
 
 def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:

@@ -40,7 +40,7 @@ from cyxtrain.ring.tensors import (
     overlap,
 )
 from cyxtrain.ring.transfers import Buffers
-from cyxtrain.ring.watching.doing import doing
+from cyxtrain.ring.watching.doing import Doing
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""
@@ -90,12 +90,13 @@ class Group:
         self._names = tuple(range(world_size)) if names is None else tuple(names)
         self._siblings = siblings or Siblings()
         self._made_at = time.monotonic()
-        self._caller = threading.get_ident()
-        self._latest: Operation | None = None
+        self._doing = Doing()
         options = options or RingOptions()
         meeting = meet(store, rank, self._names, join_timeout.total_seconds(), options, generation, self._siblings)
         try:
-            self._ring = None if world_size == 1 else Connections(meeting, rank, self._names, options, self._doing)
+            self._ring = (
+                None if world_size == 1 else Connections(meeting, rank, self._names, options, self._doing.describe)
+            )
         except BaseException:
             meeting.close()
             raise
@@ -117,7 +118,7 @@ class Group:
         Args:
             asynchronous: Whether the caller goes on meanwhile; else it makes the call itself, unless others come first.
         """
-        self._caller = threading.get_ident()
+        self._doing.thread = threading.get_ident()
         if self._courier is None and asynchronous and self._overlaps and not self._left:
             with self._lock:
                 self._courier = self._courier or Courier()
@@ -312,7 +313,7 @@ class Group:
         operation = Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation)
         self._raise_failure(operation)
         self._sequence += 1
-        self._latest = operation
+        self._doing.latest = operation
         return operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
@@ -336,10 +337,6 @@ class Group:
         failure = None if self._ring is None else self._ring.watch.failure
         if failure is not None:
             raise at_operation(failure, operation)
-
-    def _doing(self) -> str:
-        """Returns what this rank does, for one that waits for it."""
-        return doing(self._caller, "no collective yet" if self._latest is None else self._latest.describe())
 
     def leave(self) -> None:
         """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""

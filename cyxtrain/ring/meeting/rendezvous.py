@@ -73,6 +73,7 @@ class Meeting:
         """Closes every socket; harmless twice."""
         if self.door is not None:
             self.door.close()
+            self.door = None  # it asks the members, who hold this meeting: nothing is left for Python to collect
         self._close_files()
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""What a thread does at the moment, in a few words."""
+"""What a rank does at the moment, in a few words."""
 
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ from types import FrameType
 
 import torch
 
+from cyxtrain.ring.frames import Operation
+
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
-def doing(thread: int, latest: str) -> str:
-    """Returns where a thread is.
+class Doing:
+    """What the thread does that used a group last.
 
-    Args:
+    Attributes:
         thread: As `threading.get_ident()` names it.
-        latest: The last collective that it was in.
+        latest: The collective that the group began last; None: none yet.
     """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return f"the thread that called {latest} has ended"
-    here = _users(frame) or frame
-    name = next((other.name for other in threading.enumerate() if other.ident == thread), "a thread")
-    place = f"{Path(here.f_code.co_filename).name}:{here.f_lineno} in {here.f_code.co_name}"
-    return f"{name} is at {place}; the last collective it called is {latest}"
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.latest: Operation | None = None
+
+    def describe(self) -> str:
+        """Returns where the thread is."""
+        latest = "no collective yet" if self.latest is None else self.latest.describe()
+        frame = sys._current_frames().get(self.thread)
+        if frame is None:
+            return f"the thread that called {latest} has ended"
+        here = _users(frame) or frame
+        name = next((other.name for other in threading.enumerate() if other.ident == self.thread), "a thread")
+        place = f"{Path(here.f_code.co_filename).name}:{here.f_lineno} in {here.f_code.co_name}"
+        return f"{name} is at {place}; the last collective it called is {latest}"
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
