@@ -131,6 +131,35 @@ def test_ranks_that_are_not_connected_with_all_others_are_named():
     assert rolls[0].all_met()
 
 
+@pytest.mark.parametrize("lives", [1, 3])
+def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_for_nobody(lives):
+    def meet_again(store):
+        rolls = [RollCall(store, rank, range(3), Deadline(5.0)) for rank in range(3)]
+        for roll in rolls:
+            roll.claim()
+            roll.answer(Entry(3))
+        return rolls
+
+    failure = RendezvousError("rank 7 is lost: its process ended while the ranks were meeting", rank=7)
+    store = dist.HashStore()
+    for _ in range(lives):
+        rolls = meet_again(store)
+        for roll in rolls:
+            roll.met()
+        assert all(roll.all_met() for roll in rolls)
+        assert not rolls[2].tell(failure)
+        for roll in rolls:
+            roll.look()
+    rolls = meet_again(store)
+    rolls[1].met()
+    rolls[2].met()
+    assert rolls[1].tell(failure)
+    rolls[0].met()
+    for roll in rolls:
+        assert str(error_of(roll.all_met)).startswith("rank 7 is lost")
+        assert str(error_of(roll.look)).startswith("rank 7 is lost")
+
+
 def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch, caplog):
     def rank_main(group):
         tensor = torch.ones(3)

@@ -143,7 +143,7 @@ def error_of_a_meeting_whose_store_ends(siblings, gone):
     return found[0]
 
 
-@pytest.mark.parametrize("key", ["1/entry/0", "1/failure"])
+@pytest.mark.parametrize("key", ["1/entry/0", "1/verdict"])
 @pytest.mark.parametrize("text", ["what nobody has written", "[" * 100_000, "[]"], ids=lambda text: text[:8])
 def test_a_store_that_another_program_uses_is_said_to_be_so(key, text):
     store = dist.HashStore()

@@ -58,9 +58,9 @@ class Board:
         """Puts a value at a key."""
         self._ask(lambda: self._store.set(key, value))
 
-    def set_first(self, key: str, value: str) -> None:
-        """Puts a value at a key, unless there is one."""
-        self._ask(lambda: self._store.compare_set(key, "", value))
+    def set_first(self, key: str, value: str) -> bytes:
+        """Puts a value at a key, unless there is one; returns what is there."""
+        return self._ask(lambda: self._store.compare_set(key, "", value))
 
     def add(self, key: str, number: int) -> int:
         """Adds to the number at a key, and returns it."""

@@ -194,18 +194,23 @@ class _Members:
 
     def _await_the_others(self, roll: RollCall) -> None:
         """Waits until all are connected with all: if one ends before, who is done must not leave with the cause."""
+        try:
+            self._wait_until_all_met(roll)
+            self._meeting.readers = roll.readers()
+        except CyxtrainError:
+            # Else all connections of this rank stand: the watch will hear what has happened.
+            if not roll.board.lost:
+                raise
+
+    def _wait_until_all_met(self, roll: RollCall) -> None:
         nap_seconds = naps()
         try:
             roll.met(self._readable())
             while not roll.all_met():
                 self._wait(next(nap_seconds), roll)
-            self._meeting.readers = roll.readers()
-        except CyxtrainError:
-            if roll.board.lost:
-                return  # all connections of this rank stand: the watch will hear what has happened
-            if not roll.all_met():
+        except CyxtrainError as error:
+            if roll.tell(error):
                 raise
-            self._meeting.readers = roll.readers()  # once all have met, whoever ends may do so
 
     def _readable(self) -> list[int]:
         """Returns whose memory this rank can read.

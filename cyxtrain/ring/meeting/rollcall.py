@@ -27,6 +27,8 @@ _SHORTEST_NAP_SECONDS = 0.001
 _HEARERS_SECONDS = 0.3
 """For how long the end of a store waits for those who want to know why, and these for who says so."""
 
+_MET = b"all have met"
+
 
 class RankTakenError(RendezvousError):
     """Another process is this rank.
@@ -65,6 +67,7 @@ class RollCall:
         self._names = names
         self._siblings = siblings or Siblings()
         self._life = 0
+        self._told = False
         self._own = Entry(len(names))
         self._here: dict[int, Entry] = {}
 
@@ -103,6 +106,8 @@ class RollCall:
         if self._life > 2:  # nobody is in the meeting before the last any more, and the store may live for ever
             for name in ("entry", "met"):
                 self.board.delete(f"{self._life - 2}/{name}/{self._rank}")
+            if self._rank == 0:
+                self.board.delete(f"{self._life - 2}/verdict")
 
     def answer(self, entry: Entry) -> None:
         """Says that this rank is here.
@@ -137,10 +142,8 @@ class RollCall:
             PeerLostError, PeerSilentError: Another group of this world has lost a rank.
         """
         with self._reaching_the_store():
-            if self.board.has(self._failure_key()):
-                failure = _failure(self.board.get(self._failure_key()))
-                self.board.add(self._key("heard"), 1)
-                raise failure
+            if self.board.has(self._key("verdict")):
+                self._hear(self.board.get(self._key("verdict")))
         loss = self._siblings.loss(time.monotonic())
         if loss is not None:
             raise loss.again()
@@ -148,16 +151,25 @@ class RollCall:
             if state_of(entry.process, self._own.process) is State.GONE:
                 raise ended(self._names[rank])
 
-    def tell(self, error: CyxtrainError) -> None:
-        """Tells all ranks that this one cannot join, and why; the first to do so is believed."""
+    def tell(self, error: CyxtrainError) -> bool:
+        """Tells all ranks that this one cannot join, and why; the first to do so is believed.
+
+        Returns:
+            Whether the meeting has failed; False: all had met before, and whoever ends since may do so.
+        """
+        if self._told:
+            return True
+        self._told = True
         name = self._names[self._rank]
         facts = error.to_facts() | {"type": RendezvousError.__name__, "message": reported(error, name)}
         if not self._life or self.board.lost:  # the others will notice that by themselves
-            return
+            return True
         with contextlib.suppress(RendezvousError):
-            self.board.set_first(self._failure_key(), json.dumps(facts))
+            if self.board.set_first(self._key("verdict"), json.dumps(facts)) == _MET:
+                return False
             if name == 0:
                 self._await_hearers()
+        return True
 
     def met(self, reads: Iterable[int] = ()) -> None:
         """Says that this rank is connected with all others, and whose memory it can read."""
@@ -174,9 +186,16 @@ class RollCall:
             raise not_ours(error) from None
 
     def all_met(self) -> bool:
-        """Returns whether all ranks are connected with all others."""
+        """Returns whether all ranks are connected with all others: on every rank, or on none.
+
+        Raises:
+            RendezvousError: A rank that was connected has failed before all were.
+        """
         with self._reaching_the_store():
-            return self.board.has(*(self._key(f"met/{rank}") for rank in range(len(self._names))))
+            if not self.board.has(*(self._key(f"met/{rank}") for rank in range(len(self._names)))):
+                return False
+            self._hear(self.board.set_first(self._key("verdict"), _MET.decode()))
+            return True
 
     def unmet(self) -> list[int]:
         """Returns which ranks, by name, are not connected with all others."""
@@ -191,14 +210,17 @@ class RollCall:
         while not patience.passed() and self.board.add(self._key("heard"), 0) < others:
             time.sleep(_SHORTEST_NAP_SECONDS)
 
+    def _hear(self, verdict: bytes) -> None:
+        """Raises the failure of the meeting, if that is its verdict."""
+        if verdict != _MET:
+            self.board.add(self._key("heard"), 1)
+            raise _failure(verdict)
+
     def _key(self, name: str) -> str:
         return f"{self._life}/{name}"
 
     def _entry_key(self, rank: int) -> str:
         return self._key(f"entry/{rank}")
-
-    def _failure_key(self) -> str:
-        return self._key("failure")
 
     def _read_entries(self) -> None:
         with self._reaching_the_store():
