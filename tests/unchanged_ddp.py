@@ -150,8 +150,9 @@ def with_and_without_broadcast_buffers():
 
 
 def with_mixed_dtypes():
-    for dtype in (torch.float64, torch.bfloat16):
-        compare(model=lambda dtype=dtype: Net(dtype))
+    # Three numbers of eight bits add up to another one in another order.
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 1e-2)):
+        compare(tolerance, model=lambda dtype=dtype: Net(dtype))
 
 
 def with_forward_in_evaluation():
