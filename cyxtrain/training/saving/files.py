@@ -45,7 +45,7 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         _make_folder(target.parent)
-        with open(temporary, "xb") as file:
+        with open(temporary, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,22 @@ _STAND_INS = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+# As the safetensors format calls what is stored as it is.
+_NAMES_IN_FILES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_ALIGNMENT_BYTES = 8
 _STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
 
 
@@ -95,6 +112,31 @@ def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> 
         dtype = _STAND_IN_NAMES[type_name]
         tensors[name] = torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
     return {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+
+
+def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """Returns the parts of a safetensors file: its header, then the memory of each tensor, which is not copied.
+
+    Not the library's `save`: that makes two copies of everything, and holds Python's lock all the while.
+    Source: the format's description, https://github.com/huggingface/safetensors#format.
+
+    Args:
+        stored: What `encode_tensors` gave; what is on another device is copied to the CPU.
+    """
+    # The widest types first: every tensor lies where its type may, and readers can map the file.
+    ordered = sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = _NAMES_IN_FILES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        if begin != end:
+            parts.append(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return [len(text).to_bytes(8, "little") + text, *parts]
 
 
 def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
