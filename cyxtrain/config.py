@@ -228,6 +228,15 @@ class DistributedTrainingConfig:
     """Steps between lines with the loss so far over all ranks; 0: none."""
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
+    checkpoint_every_n_steps: int = 0
+    """Optimizer steps between checkpoints; 0: none."""
+    keep_last: int = 0
+    """How many checkpoints of a fit are kept, the newest; 0: all."""
+    keep_best: str | None = None
+    """What the best epoch has least of ("loss", "val_loss") or most of ("accuracy", "val_accuracy"): its checkpoint is
+    kept as "best.ckpt"."""
+    on_save_error: str = "warn"
+    """What happens where a checkpoint cannot be written: "warn": training goes on; "raise"."""
     checkpoint_dir: str = "./checkpoints"
     """Folder for checkpoints; made when the first one is written."""
     save_on_master_only: bool = True
@@ -250,6 +259,13 @@ class DistributedTrainingConfig:
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
         require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
+        require_integer(owner, "checkpoint_every_n_steps", self.checkpoint_every_n_steps, 0)
+        require_integer(owner, "keep_last", self.keep_last, 0)
+        known = (None, "loss", "accuracy", "val_loss", "val_accuracy")
+        require(self.keep_best in known, f"{owner}.keep_best must be one of {known}, got {self.keep_best!r}.")
+        choices = ("warn", "raise")
+        right = self.on_save_error in choices
+        require(right, f"{owner}.on_save_error must be one of {choices}, got {self.on_save_error!r}.")
         for name in ("shuffle", "verbose", "save_on_master_only"):
             require_boolean(owner, name, getattr(self, name))
         if isinstance(self.checkpoint_dir, os.PathLike):

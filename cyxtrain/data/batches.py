@@ -65,11 +65,11 @@ class Placement:
 
 
 def training_batches(
-    source: ArraySource, iterator: DistributedBatchIterator, placement: Placement, epoch: int
+    source: ArraySource, iterator: DistributedBatchIterator, placement: Placement, epoch: int, first: int = 0
 ) -> Iterator[Batch]:
-    """Gives this rank's batches of an epoch: as many on every rank, in the one global order."""
-    iterator.reset(epoch)
-    for number in range(iterator.num_batches):
+    """Gives this rank's batches of an epoch from number `first` on: as many on every rank, in the one global order."""
+    iterator.reset(epoch, first)
+    for number in range(first, iterator.num_batches):
         inputs, targets = placement.place(*source.gather(iterator.next()))
         yield Batch(number, inputs, targets, iterator.global_batch_size(number))
 

@@ -84,11 +84,11 @@ class DistributedBatchIterator:
         self._next_number += 1
         return deal(batch, self.sampler.rank, self.sampler.world_size)
 
-    def reset(self, epoch: int | None = None) -> None:
-        """Goes back to the first batch, of `epoch` where it is given."""
+    def reset(self, epoch: int | None = None, batch: int = 0) -> None:
+        """Goes back to the first batch, or to the batch of that number; of `epoch` where it is given."""
         if epoch is not None:
             self.sampler.set_epoch(epoch)
-        self._next_number = 0
+        self._next_number = batch
         self._order = None
 
     def __iter__(self) -> Iterator[Indices]:

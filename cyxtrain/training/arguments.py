@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,14 @@ class FitArguments:
         targets: y, or None.
         validation: (X_val, y_val), or None.
         config: Complete and valid.
+        resume: "auto", the path of a checkpoint, or None.
     """
 
     inputs: Any
     targets: Any
     validation: tuple[Any, Any] | None
     config: DistributedTrainingConfig
+    resume: str | None = None
 
 
 def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
@@ -45,12 +48,15 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         config = given.pop()
     arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
+    resume = _path(keywords.pop("resume", None))
     if len(arrays) == 4:
         if validation is not None:
             raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
         validation = (arrays[2], arrays[3])
     settings = _settings(config, keywords)
-    return FitArguments(arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings)
+    return FitArguments(
+        arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings, resume
+    )
 
 
 def _arrays(positional: list[Any], keywords: dict[str, Any]) -> list[Any]:
@@ -73,7 +79,7 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
         raise ConfigError("this version has no callbacks yet: leave callbacks out.")
     for name in keywords:
         if name not in _FIELDS:
-            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config"], "argument")
+            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume"], "argument")
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:
@@ -81,6 +87,12 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
     return settings
+
+
+def _path(resume: Any) -> str | None:
+    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.')
+    return None if resume is None else os.fspath(resume)
 
 
 def _pair(validation: Any, settings: DistributedTrainingConfig) -> tuple[Any, Any] | None:

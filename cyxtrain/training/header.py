@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.saving.checkpoint import library_versions
@@ -19,32 +19,31 @@ _BACKENDS = {
 
 
 def explain(
-    config: DistributedTrainingConfig,
     model: nn.Module,
     loss: Loss,
     device: torch.device,
     rows: tuple[int, int],
-    steps: int,
-    first_epoch: int,
+    batches: DistributedBatchIterator,
+    epochs: tuple[int, int],
 ) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
-        config: Of the run.
         model: Not wrapped.
         loss: As it is used.
         device: Of this rank.
         rows: Of training and of validation.
-        steps: Per epoch.
-        first_epoch: From 1; higher where training goes on.
+        batches: Of an epoch.
+        epochs: The first and the last, from 1.
     """
+    steps, effective = batches.num_batches, batches.effective_batch_size
     world_size, threads = dist.get_world_size(), _count(torch.get_num_threads(), "thread")
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _count(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
-        ("batch", _batch(config, world_size)),
-        ("steps", f"{_count(steps, 'step')} per epoch, epochs {first_epoch} to {first_epoch + config.epochs - 1}"),
+        ("batch", _batch(effective, world_size)),
+        ("steps", f"{_count(steps, 'step')} per epoch, epochs {epochs[0]} to {epochs[1]}"),
         ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
@@ -60,12 +59,10 @@ def _backend() -> str:
     return _BACKENDS.get(name, name).format(transport=transport)
 
 
-def _batch(config: DistributedTrainingConfig, world_size: int) -> str:
-    if config.effective_batch_size is None:
-        return f"{config.batch_size:,} per rank, {config.batch_size * world_size:,} effective"
-    whole, rest = divmod(config.effective_batch_size, world_size)
+def _batch(effective_batch_size: int, world_size: int) -> str:
+    whole, rest = divmod(effective_batch_size, world_size)
     per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
-    return f"{per_rank} per rank, {config.effective_batch_size:,} effective"
+    return f"{per_rank} per rank, {effective_batch_size:,} effective"
 
 
 def _parameters(model: nn.Module) -> str:

@@ -26,8 +26,8 @@ from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
-from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.state import TrainingState
 
 LossLike = nn.Module | Callable[..., Any] | str | None
 
@@ -61,8 +61,17 @@ class Run:
     validation: Rows | None
     batches: DistributedBatchIterator
     display: Display
-    history: TrainingHistory
+    resume: str | None
     training_seconds: float = 0.0
+
+    def go_on(self, state: TrainingState) -> None:
+        """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with."""
+        effective = state.position.effective_batch_size
+        sampler, batch_size = self.batches.sampler, self.batches.batch_size
+        self.batches = DistributedBatchIterator(sampler, batch_size, effective_batch_size=effective)
+        history = state.history
+        if history.samples_per_second:
+            self.training_seconds = len(self.data) * len(history.epochs) / history.samples_per_second
 
 
 def plan_fit(
@@ -87,6 +96,8 @@ def plan_fit(
     if validation_source is not None:
         with _validation():
             validation = _training_rows(validation_source, config, model, loss_fn, device)
+    elif (config.keep_best or "").startswith("val_"):
+        raise ConfigError(f"keep_best={config.keep_best!r} needs validation data: give some, or keep the best loss.")
     sampler = DistributedSampler(len(source), config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
     batches = DistributedBatchIterator(sampler, config.batch_size, effective_batch_size=config.effective_batch_size)
     facts = {
@@ -95,11 +106,11 @@ def plan_fit(
         **({} if validation_source is None else validation_source.facts("validation")),
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
+        "resume": arguments.resume,
         "_nan": source.has_nan(rank, world_size),
     }
-    history = TrainingHistory(effective_batch_size=batches.effective_batch_size, world_size=world_size)
     display = make_display(config.verbose and rank == 0)
-    return Run(config, data, validation, batches, display, history), facts
+    return Run(config, data, validation, batches, display, arguments.resume), facts
 
 
 def plan_rows(

@@ -57,6 +57,12 @@ class Totals:
             tensors = [torch.as_tensor(number, dtype=torch.float64, device=self._sums.device) for number in numbers]
         return torch.stack(tensors).double()
 
+    def go_on_from(self, table: Sequence[Sequence[float]]) -> None:
+        """Begins with the sums of an earlier table, of the same shape; none: with zeros."""
+        if table:
+            earlier = torch.tensor(table, dtype=torch.float64, device=self._sums.device)
+            self._sums.copy_(earlier.reshape(self._sums.shape))
+
     @property
     def table(self) -> Tensor:
         """The sums so far, shape (rows, 4), float64, on the CPU: this waits for the device."""

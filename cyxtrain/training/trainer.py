@@ -1,6 +1,7 @@
 """Keras's `fit` for any module, on as many ranks as there are.
 
-fit -> one epoch after the other -> the steps of an epoch (`step.py`). Training and evaluation share `run_epoch`.
+fit -> one epoch after the other (`fitting.py`) -> the steps of an epoch (`step.py`). Training and evaluation share
+`run_epoch`.
 """
 
 from __future__ import annotations
@@ -8,36 +9,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
-from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.data.batches import Batch, share_of_batches, training_batches, whole_batches
+from cyxtrain.config import DDPConfig
+from cyxtrain.data.batches import share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
-from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
+from cyxtrain.training.fitting import Fit, run_epoch
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows
 from cyxtrain.training.prediction import gather_rows
+from cyxtrain.training.resuming import Resumed, check_same_fit, find_checkpoint
 from cyxtrain.training.saving.checkpoint import write_checkpoint
-from cyxtrain.training.saving.snapshot import checkpoint_path, read_on_all, restore, snapshot
-from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, TrainingStep, modes_kept
+from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.saving.transport import read_on_all
+from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
 from cyxtrain.training.totals import loss_and_accuracy
 
 
@@ -81,12 +82,14 @@ class DistributedTrainer:
         self.loss_fn = loss_fn
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
-        self.epoch = 0
-        """Epochs that the model has been trained for."""
         self._device = checked_device(device)
-        self._last_history = TrainingHistory()
-        self._last_config = DistributedTrainingConfig()
+        self._state = TrainingState(self.model, self.optimizer)
         Loss(loss_fn)  # refuses what is no loss, here and now
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that the model has been trained for."""
+        return self._state.position.epoch
 
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
@@ -95,7 +98,9 @@ class DistributedTrainer:
 
         Args:
             *data: NumPy arrays or tensors with a row per sample; then a `DistributedTrainingConfig`, or none.
-            **keywords: Fields of `DistributedTrainingConfig`, and `validation_data=(X_val, y_val)`.
+            **keywords: Fields of `DistributedTrainingConfig`; `validation_data=(X_val, y_val)`; and `resume="auto"`
+                (the newest intact checkpoint in `checkpoint_dir`, or a fresh start) or the path of a checkpoint: the
+                fit that made it goes on, to the end of its `epochs`.
 
         Returns:
             The numbers of each epoch, the same on every rank.
@@ -104,106 +109,40 @@ class DistributedTrainer:
             ConfigError: The input is wrong, on any rank; nothing has started.
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: Another rank is gone, or does
                 something else.
-            CheckpointError: A checkpoint could not be written.
+            CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
         """
         _join_world()
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         if any(other["_nan"] for other in everyone):
             warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
+        resumed, says = self._begin(run)
         ddp = DistributedDataParallel(self.model, self.ddp_config)
-        began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
             stack.enter_context(torch.enable_grad())
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                run.display.header(self._header(run))
-                for _ in range(run.config.epochs):
-                    self._fit_epoch(run, ddp, began)
+                run.display.header([*self._header(run), *says])
+                Fit(self._state, run, ddp, lambda rows: self._evaluate(rows, distributed=True), resumed).train()
             finally:
                 run.display.close()
                 ddp.close()
                 self.model.zero_grad()
-        return run.history
+        return self._state.history
 
-    def _fit_epoch(self, run: Run, ddp: DistributedDataParallel, began: float) -> None:
-        """Trains for one epoch, validates, records, saves."""
-        last_epoch = self.epoch + run.config.epochs - len(run.history.epochs)
-        run.display.begin_epoch(self.epoch + 1, last_epoch, run.batches.num_batches)
-        loss, accuracy, seconds = self._train_epoch(run, ddp)
-        self.epoch += 1
-        ddp.sync_buffers()
-        validation = None if run.validation is None else self._evaluate(run.validation, distributed=True)
-        self._record(run, loss, accuracy, validation, (seconds, time.perf_counter() - began))
-        self._save_epoch(run)
-
-    def _train_epoch(self, run: Run, ddp: DistributedDataParallel) -> tuple[float, float, float]:
-        """Takes the steps of one epoch; returns (loss, accuracy, seconds), the first two over all ranks."""
-        began = time.perf_counter()
-        loss, placement = run.data.loss, run.data.placement
-        step = TrainingStep(ddp, loss, self.optimizer, placement.device)
-        every = run.config.log_every_n_batches
-        group = runtime.cpu_group()
-
-        def after(batch: Batch) -> None:
-            run.display.step(batch.joined_rows, lambda: loss_and_accuracy(step.totals.here(), loss.weighting))
-            if every and (batch.number + 1) % every == 0:
-                text = numbers(*loss_and_accuracy(step.totals.over_ranks(group), loss.weighting))
-                run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
-
-        ddp.train()
-        # Epochs count from 1 for people; the order of samples is that of number 0 first.
-        try:
-            run_epoch(training_batches(run.data.source, run.batches, placement, self.epoch), step, after)
-        except BaseException as error:
-            runtime.tell(error)  # in the middle of a step the others would wait for this rank
-            raise
-        sums = step.totals.over_ranks(group)
-        return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
-
-    def _record(
-        self,
-        run: Run,
-        loss: float,
-        accuracy: float,
-        validation: Evaluation | None,
-        seconds: tuple[float, float],
-    ) -> None:
-        """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
-        times = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-        dist.broadcast(times, 0, group=runtime.cpu_group())
-        epoch_seconds, total_seconds = times.tolist()
-        history = run.history
-        history.epochs.append(self.epoch)
-        history.train_losses.append(loss)
-        text = numbers(loss, accuracy)
-        if not np.isnan(accuracy):
-            history.train_accuracies.append(accuracy)
-        if validation is not None:
-            history.val_losses.append(validation.loss)
-            if not np.isnan(validation.accuracy):
-                history.val_accuracies.append(validation.accuracy)
-            text += f"  {numbers(validation.loss, validation.accuracy, 'val_')}"
-        run.training_seconds += epoch_seconds
-        history.total_time_seconds = total_seconds
-        history.samples_per_second = len(run.data) * len(history.epochs) / run.training_seconds
-        run.display.end_epoch(f"{text}  {len(run.data) / epoch_seconds:,.0f} samples/s")
-
-    def _save_epoch(self, run: Run) -> None:
-        """Writes a checkpoint where the config asks for one; what goes wrong is raised on every rank."""
-        self._last_history, self._last_config = run.history, run.config
-        every = run.config.checkpoint_every_n_epochs
-        if not every or self.epoch % every:
-            return
-        own = None if run.config.save_on_master_only else runtime.get_rank()
-        problem = None
-        if own is not None or runtime.is_master():
-            try:
-                write_checkpoint(checkpoint_path(run.config.checkpoint_dir, self.epoch, own), self._snapshot())
-            except Exception as error:
-                problem = error
-        raise_together(problem)
+    def _begin(self, run: Run) -> tuple[Resumed | None, list[tuple[str, str]]]:
+        """Goes to where the fit begins: where the model is, or where a checkpoint was made; says so for the header."""
+        found = None if run.resume is None else find_checkpoint(run.resume, run.config)
+        if found is None:
+            self._state.begin_fit(run.config, len(run.data), run.batches.effective_batch_size)
+            nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
+            return None, [] if run.resume is None else [("resume", nothing)]
+        state, name = found
+        check_same_fit(state, name, run.config, len(run.data))
+        self._state.go_on(state, f"checkpoint {name}", run.config)
+        run.go_on(self._state)
+        return Resumed(state.ranks, name), [("resume", f"from {name}")]
 
     def evaluate(
         self,
@@ -272,7 +211,7 @@ class DistributedTrainer:
 
         def plan() -> tuple[Rows, dict[str, Any]]:
             source = ArraySource(inputs, targets)
-            at_once = self._last_config.batch_size if batch_size is None else batch_size
+            at_once = self._state.config.batch_size if batch_size is None else batch_size
             return plan_rows(source, at_once, self.model, self.loss_fn, self._device, predicting=predicting)
 
         return agree_on(plan)[0] if distributed else plan()[0]
@@ -300,7 +239,7 @@ class DistributedTrainer:
         """
         _join_world()
         if runtime.is_master():
-            write_checkpoint(path, self._snapshot())
+            write_checkpoint(path, self._state.to_checkpoint())
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -309,9 +248,9 @@ class DistributedTrainer:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
         """
         _join_world()
-        state = read_on_all(path)
-        self.epoch = restore(self.model, self.optimizer, state, f"checkpoint {path}")
-        self._last_history = TrainingHistory.from_dict(state.history)
+        found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
+        assert found is not None
+        self._state.load(found[0], f"checkpoint {path}")
 
     def is_master(self) -> bool:
         """Returns whether this is rank 0; also before the world is joined, alone."""
@@ -339,20 +278,8 @@ class DistributedTrainer:
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
         rows = len(run.data), 0 if run.validation is None else len(run.validation)
-        steps, device = run.batches.num_batches, run.data.placement.device
-        return explain(run.config, self.model, run.data.loss, device, rows, steps, self.epoch + 1)
-
-    def _snapshot(self) -> Any:
-        history, config = self._last_history.to_dict(), dataclasses.asdict(self._last_config)
-        return snapshot(self.model, self.optimizer, self.epoch, history, config, runtime.get_world_size())
-
-
-def run_epoch(batches: Iterable[Batch], step: Step, after: Callable[[Batch], None] | None = None) -> None:
-    """Takes a step with each batch, in training and in evaluation alike."""
-    for batch in batches:
-        step(batch)
-        if after is not None:
-            after(batch)
+        epochs = self.epoch + 1, self._state.position.first_epoch + run.config.epochs
+        return explain(self.model, run.data.loss, run.data.placement.device, rows, run.batches, epochs)
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:

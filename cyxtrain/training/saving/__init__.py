@@ -1,6 +1,7 @@
 """What outlives a process: checkpoints and weights.
 
-snapshot          between a trainer and a checkpoint: what is saved, who reads and writes
+writer, folder    beside the training: who writes, where, and which ones stay
+transport         rank 0 reads, the others receive
 checkpoint        the file: which entries hold what
 archive           its outside: one stored zip of which every byte has a checksum
 weights           a model's weights as a plain safetensors file

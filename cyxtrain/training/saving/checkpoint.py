@@ -32,8 +32,8 @@ from cyxtrain.training.saving.tree import decode_tree, encode_tree
 FORMAT = "cyxtrain-checkpoint"
 FORMAT_VERSION = 2
 
-_MODEL, _OPTIMIZER, _OTHERS, _STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
-_CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, _STATE)
+_MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
+_CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
 
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes the name of a tensor in the file and the tensor; returns it on the CPU, in memory that nobody changes."""
@@ -137,8 +137,8 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
         CheckpointError: It is no checkpoint, of another version, or damaged, with the entry.
     """
     entries = read_archive(memoryview(data).cast("B").toreadonly(), name, FORMAT, FORMAT_VERSION, _CONTENT)
-    with blaming(name, _STATE):
-        values = json.loads(bytes(entries[_STATE]))
+    with blaming(name, STATE):
+        values = json.loads(bytes(entries[STATE]))
         plain = {key: _typed(decode_tree(values[key]), kind) for key, kind in _PLAIN_FIELDS.items()}
         extra = _typed(decode_tree(values["model_values"]), dict)
         order = values["model_order"]
@@ -147,7 +147,7 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
     for entry in (_MODEL, _OPTIMIZER, _OTHERS):
         with blaming(name, entry):
             tensors[entry] = decode_tensors(safetensors.torch.load(bytes(entries[entry])), layouts[entry])
-    with blaming(name, _STATE):
+    with blaming(name, STATE):
         model = {**tensors[_MODEL], **extra}
         return CheckpointState(
             model={key: model[key] for key in order},
@@ -188,7 +188,7 @@ def entries_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
             stored = {name: copy(f"{entry}/{name}", tensor) for name, tensor in stored.items()}
         values["layouts"][entry] = dataclasses.asdict(layout)
         entries[entry] = safetensors_parts(stored)
-    entries[_STATE] = [json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")]
+    entries[STATE] = [json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")]
     return entries
 
 

@@ -6,11 +6,15 @@ import contextlib
 import errno
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from cyxtrain.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
 
 TEMPORARY_SUFFIX = ".cyxtrain-tmp"
 """How the names of temporary files end; one that is older than its process was left by a kill and may go."""
@@ -46,6 +50,7 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
     try:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:
+            _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -60,6 +65,15 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
             temporary.unlink()
 
 
+def is_being_written(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a temporary file has a writer; where the system cannot tell, it does not let one delete it."""
+    try:
+        with open(path, "rb") as file:
+            return not _lock(file)
+    except OSError:
+        return True  # nobody's business
+
+
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
     """Returns the content of a file, read once and completely (a mapped file would crash on a bad disk).
 
@@ -72,6 +86,19 @@ def read_file(path: str | os.PathLike[str], what: str) -> bytes:
         raise CheckpointError(f"There is no {what} {path}. Check the path (now in {os.getcwd()}).") from error
     except OSError as error:
         raise CheckpointError(f"Cannot read {what} {path}: {error.strerror or error}. Use another file.") from error
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Marks a file as one that is written to, until it is closed, also by a kill; returns whether nobody else does."""
+    if sys.platform == "win32":
+        return True  # what is open cannot be deleted there
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,0 +1,143 @@
+"""One call of `fit`: epoch after epoch, the steps of each, and what becomes of its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain import runtime
+from cyxtrain.data.batches import Batch, training_batches
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.display import numbers
+from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.keeping import Keeper
+from cyxtrain.training.plan import Rows, Run
+from cyxtrain.training.randomness import generators_kept, seed_generators
+from cyxtrain.training.resuming import Resumed
+from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step import Step, TrainingStep
+from cyxtrain.training.totals import loss_and_accuracy
+
+
+class Fit:
+    """One call of `fit` on this rank.
+
+    Args:
+        state: What is trained; it changes as the fit goes on.
+        run: What is asked for.
+        ddp: The model, wrapped.
+        evaluate: Returns the evaluation of rows over all ranks.
+        resumed: What belongs to this rank of a checkpoint that the fit goes on from; None: it begins.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        run: Run,
+        ddp: DistributedDataParallel,
+        evaluate: Callable[[Rows], Evaluation],
+        resumed: Resumed | None,
+    ) -> None:
+        self._state = state
+        self._run = run
+        self._ddp = ddp
+        self._evaluate = evaluate
+        self._resumed = resumed
+        self._device = run.data.placement.device
+        self._last_epoch = state.position.first_epoch + run.config.epochs
+        self._began = time.perf_counter() - state.history.total_time_seconds
+        self._keeper = Keeper(state, run.config, self._device)
+
+    def train(self) -> None:
+        """Trains until the last epoch."""
+        with contextlib.closing(self._keeper), generators_kept(self._device):
+            while self._state.position.epoch < self._last_epoch:
+                self._epoch()
+            self._keeper.finish()
+
+    def _epoch(self) -> None:
+        """Trains for one epoch, or for what is left of it, validates, records, saves."""
+        run, position = self._run, self._state.position
+        done = -(-position.samples // run.batches.effective_batch_size)  # only the last one may be smaller
+        run.display.begin_epoch(position.epoch + 1, self._last_epoch, run.batches.num_batches - done)
+        loss, accuracy, seconds = self._train(done)
+        self._ddp.sync_buffers()
+        validation = None if run.validation is None else self._evaluate(run.validation)
+        position.epoch, position.samples = position.epoch + 1, 0
+        self._record(loss, accuracy, validation, seconds)
+        self._keeper.after_epoch()
+
+    def _train(self, done: int) -> tuple[float, float, float]:
+        """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds), the first two over all ranks.
+
+        Args:
+            done: Steps of it that have been taken.
+        """
+        began = time.perf_counter()
+        run, position = self._run, self._state.position
+        loss, group = run.data.loss, runtime.cpu_group()
+        step = TrainingStep(self._ddp, loss, self._state.optimizer, self._device)
+        self._prepare(step)
+
+        def after(batch: Batch) -> None:
+            position.samples += batch.joined_rows
+            position.step += 1
+            run.display.step(batch.joined_rows, lambda: loss_and_accuracy(step.totals.here(), loss.weighting))
+            every = run.config.log_every_n_batches
+            if every and (batch.number + 1) % every == 0:
+                text = numbers(*loss_and_accuracy(step.totals.over_ranks(group), loss.weighting))
+                run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
+            self._keeper.after_step(step.totals)
+
+        self._ddp.train()
+        # Epochs count from 1 for people; the order of samples is that of number 0 first.
+        batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
+        try:
+            run_epoch(batches, step, after)
+        except BaseException as error:
+            runtime.tell(error)  # in the middle of a step the others would wait for this rank
+            raise
+        sums = step.totals.over_ranks(group)
+        return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
+
+    def _prepare(self, step: TrainingStep) -> None:
+        """Gives generators and sums of the epoch their first values, or those of the checkpoint."""
+        position = self._state.position
+        seed_generators(self._run.config.seed, position.epoch, position.samples, runtime.get_rank(), self._device)
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.hand_over(step.totals, self._device)
+
+    def _record(self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float) -> None:
+        """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
+        times = torch.tensor([seconds, time.perf_counter() - self._began], dtype=torch.float64, device="cpu")
+        dist.broadcast(times, 0, group=runtime.cpu_group())
+        epoch_seconds, total_seconds = times.tolist()
+        run, history = self._run, self._state.history
+        history.epochs.append(self._state.position.epoch)
+        history.train_losses.append(loss)
+        text = numbers(loss, accuracy)
+        if not math.isnan(accuracy):
+            history.train_accuracies.append(accuracy)
+        if validation is not None:
+            history.val_losses.append(validation.loss)
+            if not math.isnan(validation.accuracy):
+                history.val_accuracies.append(validation.accuracy)
+            text += f"  {numbers(validation.loss, validation.accuracy, 'val_')}"
+        run.training_seconds += epoch_seconds
+        history.total_time_seconds = total_seconds
+        history.samples_per_second = len(run.data) * len(history.epochs) / run.training_seconds
+        run.display.end_epoch(f"{text}  {len(run.data) / epoch_seconds:,.0f} samples/s")
+
+
+def run_epoch(batches: Iterable[Batch], step: Step, after: Callable[[Batch], None] | None = None) -> None:
+    """Takes a step with each batch, in training and in evaluation alike."""
+    for batch in batches:
+        step(batch)
+        if after is not None:
+            after(batch)

@@ -1,0 +1,132 @@
+"""Which checkpoints a fit keeps, and when it makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import torch
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.training.agreement import raise_together
+from cyxtrain.training.randomness import generators_as_json
+from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.tree import decode_tree, encode_tree
+from cyxtrain.training.saving.writer import Writer
+from cyxtrain.training.state import TrainingState
+from cyxtrain.training.totals import Totals
+
+_LARGER_IS_BETTER = ("accuracy", "val_accuracy")
+
+
+class Keeper:
+    """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
+
+    Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
+    written to beside the training.
+
+    Args:
+        state: What is saved.
+        config: When, where, and which are kept.
+        device: Whose generators are saved, beside the CPU's.
+    """
+
+    def __init__(self, state: TrainingState, config: DistributedTrainingConfig, device: torch.device) -> None:
+        self._state = state
+        self._config = config
+        self._device = device
+        self.is_on = bool(config.checkpoint_every_n_epochs or config.checkpoint_every_n_steps or config.keep_best)
+        self._saved = self._here()
+        self._problem: Exception | None = None
+        own = None if config.save_on_master_only else runtime.get_rank()
+        writes = self.is_on and (own is not None or runtime.is_master())
+        self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
+        if self._writer is not None:
+            self._writer.folder.remove_leftovers()
+
+    def after_step(self, totals: Totals) -> None:
+        """A step is done, in the middle of an epoch or at its end.
+
+        Args:
+            totals: Of this rank in this epoch.
+        """
+        every = self._config.checkpoint_every_n_steps
+        if every and self._state.position.step % every == 0:
+            self._save(f"step-{self._state.position.step:08d}", totals.table.tolist())
+
+    def after_epoch(self) -> None:
+        """An epoch is complete, with its validation and its entry in the history."""
+        every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
+        is_best = self._is_best()
+        if is_best or (every and epoch % every == 0):
+            self._save(f"epoch-{epoch:04d}", [], is_best=is_best)
+
+    def finish(self) -> None:
+        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards."""
+        if not self.is_on:
+            return
+        if self._saved != self._here():
+            self._save(f"epoch-{self._state.position.epoch:04d}", [])
+        self._settle()
+
+    def close(self) -> None:
+        """Ends the writing thread, also after an error; what it has begun is written."""
+        if self._writer is not None:
+            self._complain(self._take_problem())
+            self._writer.close()
+
+    def _is_best(self) -> bool:
+        monitor = self._config.keep_best
+        if monitor is None:
+            return False
+        values = self._state.history.history.get(monitor)
+        if values is None:
+            known = ", ".join(self._state.history.history)
+            raise ConfigError(f"keep_best={monitor!r} is nothing that this fit measures: it has {known}.")
+        sign = -1.0 if monitor in _LARGER_IS_BETTER else 1.0
+        *before, last = (sign * value for value in values)
+        # A first NaN is better than nothing; a later one compares as false.
+        return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
+
+    def _save(self, name: str, sums: list[list[float]], *, is_best: bool = False) -> None:
+        self._settle()
+        own = {"generators": generators_as_json(self._device), "sums": sums}
+        texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
+        ranks = [decode_tree(json.loads(text)) for text in texts]
+        self._saved = self._here()
+        if self._writer is None:
+            return
+        folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
+
+        def afterwards() -> None:
+            if is_best:
+                folder.mark_best(folder.file(name))
+            if keep_last:
+                folder.prune(run, keep_last)
+
+        try:
+            self._writer.write(name, self._state.to_checkpoint(ranks), afterwards)
+        except CheckpointError as error:
+            self._problem = error  # said with those that come later
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint before, and says what became of it."""
+        problem = self._take_problem()
+        if self._config.on_save_error == "raise":
+            raise_together(problem)
+        else:
+            self._complain(problem)
+
+    def _take_problem(self) -> Exception | None:
+        problem, self._problem = self._problem, None
+        return problem if problem is not None or self._writer is None else self._writer.wait()
+
+    def _here(self) -> tuple[int, int]:
+        return self._state.position.epoch, self._state.position.step
+
+    def _complain(self, problem: Exception | None) -> None:
+        if problem is not None:
+            warnings.warn(f"{problem} Training goes on without this checkpoint.", stacklevel=2)

@@ -1,0 +1,98 @@
+"""The generators that training draws from: Python's, NumPy's and PyTorch's own, of this process and its device.
+
+Training seeds them anew in each epoch, from (seed, epoch, rank): dropout and augmentation differ between epochs and
+ranks, and are the same in every run. In the middle of an epoch a checkpoint keeps their states. Whoever called `fit`
+finds them as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+
+
+def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
+    """Seeds all generators.
+
+    Args:
+        seed: Of the run.
+        epoch: From 0.
+        samples: Of the epoch that have been trained on before; 0 but where another number of ranks goes on.
+        rank: This rank.
+        device: Where the model computes.
+    """
+    # A hash that is the same for ever; NumPy's and PyTorch's ways of mixing seeds may change.
+    digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
+    first, second, third = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
+    random.seed(first)
+    np.random.seed(np.frombuffer(digest[8:16], dtype=np.uint32))
+    torch.default_generator.manual_seed(third % 2**63)
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(second % 2**63)
+
+
+@contextlib.contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn or seeded within, afterwards the generators are as they were."""
+    states = _states(device)
+    try:
+        yield
+    finally:
+        _set_states(states, device)
+
+
+def generators_as_json(device: torch.device) -> dict[str, Any]:
+    """Returns the states of all generators: JSON values."""
+    python, numbers, cpu, cuda = _states(device)
+    version, words, gauss = python
+    return {
+        "python": [version, np.array(words, dtype=np.uint32).tobytes().hex(), gauss],
+        "numpy": {**numbers, "state": {**numbers["state"], "key": numbers["state"]["key"].tobytes().hex()}},
+        "torch": cpu.numpy().tobytes().hex(),
+        "cuda": None if cuda is None else cuda.numpy().tobytes().hex(),
+    }
+
+
+def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Brings back what `generators_as_json` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: It is none.
+    """
+    version, words, gauss = states["python"]
+    python = (version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype=np.uint32)), gauss)
+    numbers = states["numpy"]
+    key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
+    numbers = {**numbers, "state": {**numbers["state"], "key": key}}
+    cuda = None if states["cuda"] is None else _bytes(states["cuda"])
+    _set_states((python, numbers, _bytes(states["torch"]), cuda), device)
+
+
+def _states(device: torch.device) -> _States:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), cuda
+
+
+def _set_states(states: _States, device: torch.device) -> None:
+    python, numbers, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numbers)
+    torch.default_generator.set_state(cpu)
+    if cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,0 +1,114 @@
+"""Which checkpoint a fit goes on from, whether it fits, and what of it belongs to this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.training.randomness import set_generators
+from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
+from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.transport import read_on_all
+from cyxtrain.training.totals import Totals
+
+AUTO = "auto"
+_SAME_FIELDS = ("shuffle", "seed", "validation_split", "batch_size", "effective_batch_size")
+"""What decides the samples of a step, beside the data."""
+
+
+@dataclass
+class Resumed:
+    """What belongs to this rank of a checkpoint that a fit goes on from.
+
+    Attributes:
+        ranks: What belonged to each rank that wrote it.
+        source: The checkpoint, for messages.
+    """
+
+    ranks: Sequence[dict[str, Any]]
+    source: str
+
+    def hand_over(self, totals: Totals, device: torch.device) -> None:
+        """Gives this rank its generators, where there are as many ranks as there were, and its sums of the epoch.
+
+        Raises:
+            CheckpointError: The checkpoint holds something else.
+        """
+        rank, world_size = runtime.get_rank(), runtime.get_world_size()
+        try:
+            tables = [each["sums"] for each in self.ranks]
+            if len(self.ranks) == world_size:
+                set_generators(self.ranks[rank]["generators"], device)
+                totals.go_on_from(tables[rank])
+            elif rank == 0:
+                # Added up once: which rank has counted what makes no difference to the result but in its last bits.
+                totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"Cannot resume from {self.source}: what belongs to rank {rank} is wrong: {error}."
+            ) from error
+
+
+def find_checkpoint(
+    resume: str | os.PathLike[str], config: DistributedTrainingConfig
+) -> tuple[CheckpointState, str] | None:
+    """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none.
+
+    Args:
+        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path.
+        config: Of the fit.
+
+    Raises:
+        CheckpointError: The one that was named is not there, or damaged; the same on every rank.
+    """
+
+    def read() -> tuple[bytes, str]:
+        if resume != AUTO:
+            return read_file(resume, "checkpoint"), os.fspath(resume)
+        return next(_intact(CheckpointFolder(config.checkpoint_dir)), (b"", ""))
+
+    return read_on_all(read)
+
+
+def _intact(folder: CheckpointFolder) -> Iterator[tuple[bytes, str]]:
+    """Gives (bytes, path) of checkpoints that are intact, the newest first."""
+    for found in folder.newest_first():
+        try:
+            data = read_file(found.path, "checkpoint")
+            unpack_checkpoint(data, str(found.path))
+        except CheckpointError as error:
+            warnings.warn(f"{error} It is skipped.", stacklevel=2)
+            continue
+        yield data, str(found.path)
+
+
+def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainingConfig, rows: int) -> None:
+    """Refuses to go on with other samples than those that the checkpoint would have seen.
+
+    Raises:
+        ConfigError: With what differs.
+    """
+    now = dataclasses.asdict(config)
+    differences = [
+        f"{field} is {now[field]} and was {state.config.get(field)}"
+        for field in _SAME_FIELDS
+        if now[field] != state.config.get(field)
+    ]
+    if state.position.get("rows") != rows:
+        differences.append(f"there are {rows:,} rows of data and were {state.position.get('rows'):,}")
+    if differences:
+        raise ConfigError(
+            f"fit cannot resume from {name}: {'; '.join(differences)}. Give what was given before; or "
+            "load_checkpoint() and fit() without resume, to begin a new fit with that model."
+        )

@@ -1,0 +1,127 @@
+"""A folder of checkpoints: how they are called, which is the newest, which may go, and what a kill left there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from cyxtrain.training.saving.archive import MANIFEST
+from cyxtrain.training.saving.checkpoint import STATE
+from cyxtrain.training.saving.files import TEMPORARY_SUFFIX, is_being_written, replacing
+from cyxtrain.training.saving.tree import decode_tree
+
+SUFFIX = ".ckpt"
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder, as far as its JSON tells.
+
+    Attributes:
+        path: The file.
+        position: Where in its run it is; empty where the file is damaged.
+        history: Of its fit.
+        run: Of which run it is.
+    """
+
+    path: Path
+    position: dict[str, Any]
+    history: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Grows from older to newer: later runs after earlier ones, and later steps of one run after earlier ones."""
+        started, step, epoch = self.run.get("started"), self.position.get("step"), self.position.get("epoch")
+        return (_number(started), int(_number(step)), int(_number(epoch)))
+
+
+class CheckpointFolder:
+    """The checkpoints of one rank's writing in a folder.
+
+    Args:
+        path: Of the folder; it need not be there.
+        rank: Whose checkpoints have the rank in their names; None: nobody's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
+        self.path = Path(path)
+        self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
+
+    def file(self, name: str) -> Path:
+        """Returns the file of a checkpoint, such as "epoch-0003"."""
+        return self.path / f"{name}{self._suffix}"
+
+    def newest_first(self) -> list[Found]:
+        """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            files = [path for path in self.path.iterdir() if path.name.endswith(self._suffix)]
+            found = [_look_into(path) for path in sorted(files) if not path.name.startswith(".")]
+            return sorted(found, key=lambda one: (not one.position, one.order), reverse=True)
+        return []
+
+    def prune(self, run: object, keep_last: int) -> None:
+        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays."""
+        best = self.file(BEST)
+        own = [one for one in self.newest_first() if one.position and one.run.get("id") == run and one.path != best]
+        for one in own[keep_last:]:
+            with contextlib.suppress(OSError):
+                one.path.unlink()
+
+    def mark_best(self, path: Path) -> None:
+        """Lets the name of the best checkpoint be this one's too: another name for the same bytes, or a copy."""
+        best = self.file(BEST)
+        link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        try:
+            os.link(path, link)
+            os.replace(link, best)
+        except OSError:  # a file system without links
+            with replacing(best, "checkpoint") as target, open(path, "rb") as source:
+                shutil.copyfileobj(source, target)
+
+    def remove_leftovers(self) -> None:
+        """Deletes the temporary files of writers that were killed; those of writers at work stay."""
+        for path in self._temporary():
+            if not is_being_written(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _temporary(self) -> Iterator[Path]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [path for path in self.path.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
+            yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
+
+
+def _look_into(path: Path) -> Found:
+    """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")  # into how little, nobody knows
+            listed = json.loads(archive.read(MANIFEST))["entries"][STATE]
+            content = archive.read(STATE)
+        if listed["xxh3_128"] != xxhash.xxh3_128_hexdigest(content):
+            raise ValueError("its checksum is wrong")
+        values = {name: decode_tree(value) for name, value in json.loads(content).items() if name in _LOOKED_AT}
+        return Found(path, **values)
+    except Exception:  # whoever wants to load it hears why that is impossible
+        return Found(path, {}, {}, {})
+
+
+_LOOKED_AT = ("position", "history", "run")
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) else 0.0

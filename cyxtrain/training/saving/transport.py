@@ -1,0 +1,46 @@
+"""Checkpoints on their way to all ranks: rank 0 reads, the others receive, and no shared disk is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain import runtime
+from cyxtrain.errors import CheckpointError
+from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
+
+
+def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
+    """Returns (state, name) of the checkpoint that rank 0 reads, on every rank; None: it has found none.
+
+    Cost: the file once in and once out of each rank; its size and its tensors in memory.
+
+    Args:
+        read: Returns (bytes, name); the name is "" where there is none. Called on rank 0 alone.
+
+    Raises:
+        CheckpointError: It cannot be read, or it is damaged; the same on every rank.
+    """
+    data, name, problem = b"", "", ""
+    if runtime.is_master():
+        try:
+            data, name = read()
+        except CheckpointError as error:
+            problem = str(error)
+    name, problem = runtime.gather_texts(f"{name}\0{problem}")[0].split("\0", 1)
+    if problem:
+        raise CheckpointError(problem)
+    return (unpack_checkpoint(_broadcast(data), name), name) if name else None
+
+
+def _broadcast(data: bytes) -> memoryview:
+    group = runtime.cpu_group()
+    size = torch.tensor([len(data)], device="cpu")
+    dist.broadcast(size, 0, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    if data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(buffer, 0, group=group)
+    return buffer.numpy().data

@@ -1,0 +1,65 @@
+"""Writes checkpoints beside the training: a step waits only until its state has been copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from cyxtrain.training.saving.checkpoint import CheckpointState, entries_of, write_entries
+from cyxtrain.training.saving.folder import CheckpointFolder
+
+
+class Writer:
+    """Writes one checkpoint after the other to a folder.
+
+    Cost: memory for one copy of the state, kept from save to save; the next save waits for the one before.
+
+    Args:
+        folder: Where they go.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(1, "cyxtrain-checkpoint")
+        self._writing: Future[None] | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def write(self, name: str, state: CheckpointState, afterwards: Callable[[], None]) -> None:
+        """Copies a state, and begins to write it.
+
+        Args:
+            name: Of the checkpoint, without its suffix.
+            state: Its tensors may change as soon as this returns.
+            afterwards: Called when the file is complete, in the writer's thread.
+
+        Raises:
+            CheckpointError: The state holds what a checkpoint cannot.
+        """
+        entries = entries_of(state, self._copy)
+
+        def write() -> None:
+            write_entries(self.folder.file(name), entries)
+            afterwards()
+
+        self._writing = self._pool.submit(write)
+
+    def wait(self) -> Exception | None:
+        """Waits until the last checkpoint is on the disk; returns why it is not, once."""
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return error
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and ends the thread."""
+        self._pool.shutdown()
+        self._copies.clear()
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return copy.copy_(tensor)

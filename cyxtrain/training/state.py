@@ -1,0 +1,128 @@
+"""What changes while a model is trained, and what a checkpoint therefore holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import CheckpointError
+from cyxtrain.training.history import TrainingHistory
+from cyxtrain.training.saving.checkpoint import CheckpointState
+from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.training.saving.weights import fitting_state, load_model_state
+
+
+@dataclass
+class Position:
+    """Where training is: the same on every rank, and all that decides what comes next."""
+
+    epoch: int = 0
+    """Epochs that are complete."""
+    samples: int = 0
+    """Samples of the running epoch's order that all ranks together have been trained on."""
+    step: int = 0
+    """Optimizer steps, over all epochs."""
+    first_epoch: int = 0
+    """Epochs that were complete when the latest call of `fit` began."""
+    fits: int = 0
+    """Calls of `fit` that have begun."""
+    rows: int = 0
+    """Samples of an epoch, in the latest call of `fit`."""
+    effective_batch_size: int = 0
+    """Samples per step over all ranks, in the latest call of `fit`."""
+
+
+@dataclass
+class TrainingState:
+    """What changes while a model is trained.
+
+    Attributes:
+        model: Not wrapped.
+        optimizer: Of its parameters.
+        position: Where training is.
+        history: Of the latest call of `fit`, so far.
+        config: Of the latest call of `fit`.
+        run: Which run this is: "id", and "started" in seconds since 1970; the same on every rank.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    position: Position = field(default_factory=Position)
+    history: TrainingHistory = field(default_factory=TrainingHistory)
+    config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
+    run: dict[str, Any] = field(default_factory=dict)
+
+    def begin_fit(self, config: DistributedTrainingConfig, rows: int, effective_batch_size: int) -> None:
+        """Begins a fit where training is. All ranks call it."""
+        position = self.position
+        # What was left of an epoch that an earlier fit did not end is not this fit's.
+        position.samples, position.first_epoch, position.fits = 0, position.epoch, position.fits + 1
+        position.rows, position.effective_batch_size = rows, effective_batch_size
+        self.history = TrainingHistory(effective_batch_size=effective_batch_size, world_size=runtime.get_world_size())
+        self.config = config
+        self._begin_run()
+
+    def go_on(self, state: CheckpointState, source: str, config: DistributedTrainingConfig) -> None:
+        """Goes on with the fit that made a checkpoint. All ranks call it.
+
+        Raises:
+            CheckpointError: As `load`.
+        """
+        self.load(state, source)
+        self.history.world_size = runtime.get_world_size()
+        self.config = config
+
+    def _begin_run(self) -> None:
+        """Makes this a run of its own, which no earlier checkpoint belongs to."""
+        own = f"{secrets.token_hex(8)} {time.time()}"
+        name, started = runtime.gather_texts(own)[0].split()
+        self.run = {"id": name, "started": float(started)}
+
+    def to_checkpoint(self, ranks: Sequence[dict[str, Any]] = ()) -> CheckpointState:
+        """Returns what a checkpoint holds; its tensors are the live ones, not copies.
+
+        Args:
+            ranks: What belongs to each rank.
+        """
+        state, groups = optimizer_state_by_name(self.optimizer, self.model)
+        return CheckpointState(
+            model=self.model.state_dict(),
+            optimizer=state,
+            optimizer_groups=groups,
+            ranks=list(ranks),
+            position=dataclasses.asdict(self.position),
+            history=self.history.to_dict(),
+            config=dataclasses.asdict(self.config),
+            run=self.run,
+            world_size=runtime.get_world_size(),
+        )
+
+    def load(self, state: CheckpointState, source: str) -> None:
+        """Takes over what a checkpoint holds, but for the config.
+
+        Args:
+            state: The checkpoint.
+            source: What it is, for messages, such as "checkpoint run/epoch-0003.ckpt".
+
+        Raises:
+            CheckpointError: It belongs to another model or optimizer; nothing has changed.
+        """
+        try:
+            position = Position(**state.position)
+        except TypeError as error:
+            raise CheckpointError(f"Cannot load {source}: its position is {state.position}.") from error
+        history = TrainingHistory.from_dict(state.history)
+        fitting_state(self.model, state.model, source)
+        # First, because it takes all or nothing, and the model has just been seen to fit.
+        load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
+        load_model_state(self.model, state.model, source)
+        self.position, self.history, self.run = position, history, dict(state.run)

@@ -1,0 +1,269 @@
+"""Claims about a fit that goes on from a checkpoint: it ends as the one that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.training.randomness import generators_as_json
+from cyxtrain.training.saving.checkpoint import read_checkpoint
+from cyxtrain.training.saving.folder import CheckpointFolder
+
+pytestmark = [pytest.mark.usefixtures("rank_server")]
+
+ROWS, BATCH = 55, 5
+"""On two and three ranks the last step of an epoch is uneven, and no rank is left with one row (batch norm)."""
+
+
+class Noisy(nn.Module):
+    """Draws from all three generators in each training forward, and notes which rows it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
+        )
+        self.seen: list[float] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += rows[:, 0].tolist()
+            rows = rows + 0.1 * random.random() + 0.1 * np.random.rand()
+        return self.layers(rows)
+
+
+def make_trainer(seed: int) -> cx.DistributedTrainer:
+    """The same model everywhere; but where a process begins must not matter, so every one begins elsewhere."""
+    with seeded():
+        model = Noisy()
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    return cx.DistributedTrainer(model, nn.CrossEntropyLoss(), optimizer)
+
+
+def train(trainer: cx.DistributedTrainer, folder: str, **settings: Any) -> dict[str, Any]:
+    trainer.model.seen.clear()
+    given = {"epochs": 3, "batch_size": BATCH, "validation_data": make_rows(11, seed=1), "checkpoint_dir": folder}
+    history = trainer.fit(*make_rows(ROWS), verbose=False, **{**given, **settings})
+    return {
+        "bits": fingerprint(trainer.model),
+        "history": history.history,
+        "epochs": history.epochs,
+        "seen": list(trainer.model.seen),
+        "epoch": trainer.epoch,
+    }
+
+
+def train_anew(seed: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return train(make_trainer(seed + cx.get_rank()), folder, **settings)
+
+
+def without(found: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in names}
+
+
+def steps_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*.ckpt"))
+
+
+def resume_from_each(folder: str, seed: int) -> dict[str, dict[str, Any]]:
+    paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix == ".ckpt"]
+    return {path.name: train_anew(seed + number, folder, {"resume": path}) for number, path in enumerate(paths)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_fit_resumed_after_any_step_ends_as_the_one_that_was_not_interrupted(world_size, tmp_path):
+    whole = run_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_steps": 1})
+    plain = run_world(world_size, train_anew, 2, str(tmp_path / "none"), {})
+    assert whole == plain  # saving changes nothing
+    steps = len(steps_in(tmp_path))
+    assert steps == 3 * -(-ROWS // (BATCH * world_size))
+    resumed = run_world(world_size, resume_from_each, str(tmp_path), 10)
+    for name in resumed[0]:
+        for rank in range(world_size):
+            found = resumed[rank][name]
+            assert without(found, "seen") == without(whole[rank], "seen"), (name, rank)
+            # It did what was left, and nothing else.
+            assert found["seen"] == whole[rank]["seen"][len(whole[rank]["seen"]) - len(found["seen"]) :], name
+        done = read_checkpoint(tmp_path / name).position
+        left = ROWS * 3 - done["epoch"] * ROWS - done["samples"]
+        assert sum(len(resumed[rank][name]["seen"]) for rank in range(world_size)) == left, name
+
+
+def quiet_model() -> nn.Module:
+    """Without anything random, and without batch norm: N ranks equal one."""
+    with seeded():
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Watched(nn.Module):
+    """Notes which rows it has seen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+        self.seen: list[float] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.seen += rows[:, 0].tolist()
+        return self.inner(rows)
+
+
+def train_quietly(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    model = Watched(quiet_model())
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
+    given = {"epochs": 3, "batch_size": 3, "verbose": False, "checkpoint_dir": folder}
+    history = trainer.fit(*make_rows(ROWS), **{**given, **settings})
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+    return {
+        "weights": weights,
+        "losses": history.train_losses,
+        "seen": model.seen,
+        "size": history.effective_batch_size,
+    }
+
+
+def joined(ranks: list[dict[str, Any]], sizes: list[int]) -> list[list[float]]:
+    """Returns the rows of each step, of all ranks together."""
+    steps, positions = [], [0] * len(ranks)
+    for size in sizes:
+        rows = []
+        for rank, found in enumerate(ranks):
+            count = len(range(rank, size, len(ranks)))
+            rows += found["seen"][positions[rank] : positions[rank] + count]
+            positions[rank] += count
+        steps.append(sorted(rows))
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_on_another_number_of_ranks_the_same_samples_come_in_the_same_order(world_size, tmp_path):
+    whole = run_world(4, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 1})
+    assert whole[0]["size"] == 12
+    sizes = [12, 12, 12, 12, 7] * 3
+    for step in (2, 5, 9, 12):
+        path = tmp_path / f"step-{step:08d}.ckpt"
+        resumed = run_world(world_size, train_quietly, str(tmp_path), {"resume": path})
+        assert resumed[0]["size"] == 12
+        assert joined(resumed, sizes[step:]) == joined(whole, sizes)[step:]
+        np.testing.assert_allclose(resumed[0]["weights"], whole[0]["weights"], rtol=0, atol=1e-5)
+        assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"], abs=1e-6)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def resume_after_damage(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train_quietly(folder, settings)
+    return {**found, "warnings": [str(warning.message) for warning in caught if "ckpt" in str(warning.message)]}
+
+
+def test_auto_takes_the_newest_that_is_intact_and_names_those_that_it_skips(tmp_path):
+    whole = run_world(2, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 4})
+    steps = sorted(tmp_path.glob("step-*"))
+    assert len(steps) == 30 // 4
+    for path in (tmp_path / "epoch-0003.ckpt", steps[-1], steps[-2]):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 4
+        path.write_bytes(content)
+    steps[-3].write_bytes(steps[-3].read_bytes()[:-40])
+    (tmp_path / ".step-00000028.ckpt.0123abcd.cyxtrain-tmp").write_bytes(b"left by a kill")
+    first, second = run_world(2, resume_after_damage, str(tmp_path), {"checkpoint_every_n_steps": 4, "resume": "auto"})
+    assert second["warnings"] == []  # rank 0 reads
+    for path in (tmp_path / "epoch-0003.ckpt", steps[-1], steps[-2]):
+        assert [str(path) in text for text in first["warnings"]].count(True) == 1
+    for name in ("weights", "losses"):
+        assert first[name] == second[name] == whole[0][name]
+    assert len(first["seen"]) + len(second["seen"]) == 3 * ROWS - (ROWS + 6 * 6)
+    assert files(tmp_path) == ["epoch-0003.ckpt", *(path.name for path in steps)]
+
+
+def test_auto_with_nothing_to_resume_begins(tmp_path):
+    with one_process():
+        begun = train_quietly(str(tmp_path / "none"), {"resume": "auto"})
+        assert begun == train_quietly(str(tmp_path / "none"), {})
+
+
+def test_a_later_run_in_the_same_folder_is_the_newer_one(tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "epochs": 3})
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "epochs": 1, "seed": 7})
+        found = CheckpointFolder(tmp_path).newest_first()
+        assert [one.path.name for one in found] == ["epoch-0001.ckpt", "epoch-0003.ckpt", "epoch-0002.ckpt"]
+
+
+def test_only_the_last_and_the_best_stay(tmp_path):
+    with one_process():
+        trainer = make_trainer(0)
+        settings = {"checkpoint_every_n_epochs": 1, "keep_last": 2, "keep_best": "val_loss", "epochs": 6}
+        history = train(trainer, str(tmp_path), **settings)["history"]
+        assert files(tmp_path) == ["best.ckpt", "epoch-0005.ckpt", "epoch-0006.ckpt"]
+        best = read_checkpoint(tmp_path / "best.ckpt")
+        assert best.position["epoch"] == 1 + int(np.argmin(history["val_loss"]))
+        trainer.load_checkpoint(tmp_path / "best.ckpt")
+        assert trainer.epoch == best.position["epoch"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with one_process():
+        with pytest.warns(UserWarning, match="Cannot write checkpoint .*Training goes on"):
+            found = train_quietly(str(tmp_path / "file"), {"checkpoint_every_n_epochs": 1})
+        assert len(found["losses"]) == 3
+        with pytest.raises(cx.CheckpointError, match="Cannot write checkpoint"):
+            train_quietly(str(tmp_path / "file"), {"checkpoint_every_n_epochs": 1, "on_save_error": "raise"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 7}, "seed is 7 and was 42"),
+        ({"batch_size": 4}, "batch_size is 4 and was 3"),
+        ({"shuffle": False}, "shuffle is False and was True"),
+        ({"validation_split": 0.2}, "validation_split is 0.2 and was 0.0; there are 44 rows of data and were 55"),
+    ],
+)
+def test_other_samples_than_the_checkpoints_are_refused(settings, message, tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1})
+        with pytest.raises(cx.ConfigError, match=message):
+            train_quietly(str(tmp_path), {"resume": "auto", **settings})
+
+
+def test_a_fit_hands_the_generators_back_as_it_found_them():
+    with one_process():
+        trainer = make_trainer(5)
+        before = generators_as_json(torch.device("cpu"))
+        train(trainer, ".", epochs=1)
+        assert generators_as_json(torch.device("cpu")) == before
+        with pytest.raises(cx.ConfigError):
+            train(trainer, ".", keep_best="val_loss", validation_data=None)
+        assert generators_as_json(torch.device("cpu")) == before
+
+
+def test_a_resumed_fit_may_have_more_epochs_and_a_complete_one_has_nothing_to_do(tmp_path):
+    with one_process():
+        longer = train_quietly(str(tmp_path / "none"), {"epochs": 5})
+        whole = train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 2})
+        again = train_quietly(str(tmp_path), {"resume": "auto"})
+        assert again == {**whole, "seen": []}
+        more = train_quietly(str(tmp_path), {"resume": "auto", "epochs": 5})
+        assert more == {**longer, "seen": longer["seen"][3 * ROWS :]}
