@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from typing_extensions import dataclass_transform
+from typing_extensions import TypeIs, dataclass_transform
 
 from cyxtrain.errors import ConfigError
 
@@ -63,6 +63,11 @@ def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
     """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
     right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
+
+
+def _is_number(value: object) -> TypeIs[int | float]:
+    """Returns whether a value is a number; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def require_boolean(owner: str, name: str, value: object) -> None:
@@ -198,9 +203,8 @@ class DDPConfig:
         Raises:
             ConfigError: With the field, what it must be and what it is.
         """
-        right = isinstance(self.bucket_size_mb, (int, float)) and not isinstance(self.bucket_size_mb, bool)
         require(
-            right and 0 < self.bucket_size_mb < math.inf,
+            _is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
             f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
         )
         for field in dataclasses.fields(self):
@@ -230,6 +234,10 @@ class DistributedTrainingConfig:
     """Epochs between checkpoints; 0: none."""
     checkpoint_every_n_steps: int = 0
     """Optimizer steps between checkpoints; 0: none."""
+    checkpoint_every_n_minutes: float = 0.0
+    """Minutes between checkpoints, by rank 0's clock; 0: none."""
+    max_time_seconds: float | None = None
+    """Seconds after which `fit` stops, after a step that all ranks agree on; None: it does not."""
     keep_last: int = 0
     """How many checkpoints of a fit are kept, the newest; 0: all."""
     keep_best: str | None = None
@@ -258,20 +266,29 @@ class DistributedTrainingConfig:
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
+        for name in ("shuffle", "verbose", "save_on_master_only"):
+            require_boolean(owner, name, getattr(self, name))
+        limit = self.max_time_seconds
+        right = limit is None or (_is_number(limit) and limit > 0)
+        require(right, f"{owner}.max_time_seconds must be a number of seconds above 0 or None, got {limit!r}.")
+        split = self.validation_split
+        right = _is_number(split) and 0 <= split < 1
+        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
+        self._validate_checkpoints(owner)
+
+    def _validate_checkpoints(self, owner: str) -> None:
         require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
         require_integer(owner, "checkpoint_every_n_steps", self.checkpoint_every_n_steps, 0)
+        minutes = self.checkpoint_every_n_minutes
+        right = _is_number(minutes) and 0 <= minutes < math.inf
+        require(right, f"{owner}.checkpoint_every_n_minutes must be a number of at least 0, got {minutes!r}.")
         require_integer(owner, "keep_last", self.keep_last, 0)
         known = (None, "loss", "accuracy", "val_loss", "val_accuracy")
         require(self.keep_best in known, f"{owner}.keep_best must be one of {known}, got {self.keep_best!r}.")
         choices = ("warn", "raise")
         right = self.on_save_error in choices
         require(right, f"{owner}.on_save_error must be one of {choices}, got {self.on_save_error!r}.")
-        for name in ("shuffle", "verbose", "save_on_master_only"):
-            require_boolean(owner, name, getattr(self, name))
         if isinstance(self.checkpoint_dir, os.PathLike):
             self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
         named = isinstance(self.checkpoint_dir, str) and bool(self.checkpoint_dir.strip())
         require(named, f"{owner}.checkpoint_dir must be the path of a folder, got {self.checkpoint_dir!r}.")
-        split = self.validation_split
-        right = isinstance(split, (int, float)) and not isinstance(split, bool) and 0 <= split < 1
-        require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")

@@ -331,7 +331,7 @@ def _at_exit() -> None:
     if _joined is None:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and not _is_interactive():
+    if error is not None and not is_interactive():
         tell(error)
     finalize()
 
@@ -346,6 +346,6 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget)
 
 
-def _is_interactive() -> bool:
-    """In a prompt or notebook, the last error may be long past."""
+def is_interactive() -> bool:
+    """Returns whether this is a prompt or a notebook: the last error may be long past, and the user waits."""
     return bool(sys.flags.interactive) or "ps1" in vars(sys)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cyxtrain.parallel.bucket import Bucket
-from cyxtrain.parallel.layout import BucketSpec, ParameterSpec, bucket_layout
+from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -51,11 +51,13 @@ def test_a_bucket_is_of_one_dtype_and_device(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_places_follow_each_other_and_the_flags_come_last(seed):
     parameters = random_specs(seed)
-    for bucket in bucket_layout(parameters, MIB):
+    layout = bucket_layout(parameters, MIB)
+    for bucket in layout:
         ends = [offset + parameters[i].count for offset, i in zip(bucket.offsets, bucket.parameters, strict=True)]
         assert list(bucket.offsets) == [0, *ends[:-1]]
         assert bucket.flags_offset == ends[-1]
-        assert bucket.count == ends[-1] + len(bucket.parameters) + 1
+        signals = NUM_SIGNALS if bucket is layout[-1] else 0
+        assert bucket.count == ends[-1] + len(bucket.parameters) + 1 + signals
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -27,6 +27,9 @@ class Bucket:
         self._parameters = [parameters[i] for i in spec.parameters]
         self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device)
         self._flags = self._flat[spec.flags_offset :]
+        self._has_signals = spec.signals > 0
+        self.heard: list[float] = []
+        """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self._gradients_end = spec.flags_offset
         self._views = [
             _slot(self._flat, offset, parameter)
@@ -85,7 +88,15 @@ class Bucket:
             else:
                 self._views[slot].zero_()
 
-    def launch(self, group: Any, averages: bool, hook: tuple[Any, Any] | None, *, absent: bool) -> None:
+    def launch(
+        self,
+        group: Any,
+        averages: bool,
+        hook: tuple[Any, Any] | None,
+        *,
+        absent: bool,
+        signals: Sequence[float] = (),
+    ) -> None:
         """Sends the bucket on its way.
 
         Args:
@@ -93,16 +104,20 @@ class Bucket:
             averages: Whether its backend has AVG; else the sum is divided afterwards.
             hook: (state, function) as PyTorch's comm hooks; None: all_reduce.
             absent: Whether this rank had no samples: then it has no say in what was used.
+            signals: Of this rank; they travel with the last bucket.
         """
         dist = torch.distributed
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.launched = True
         self._flags.zero_()
+        count = len(self._parameters)
         if absent:
-            self._flags[-1] = 1
+            self._flags[count] = 1
         elif not self.complete:
             unused = [0.0 if ready else 1.0 for ready in self._ready]
-            self._flags[:-1] = torch.tensor(unused, device=self._flags.device)
+            self._flags[:count] = torch.tensor(unused, device=self._flags.device)
+        if self._has_signals and any(signals):
+            self._flags[count + 1 :] = torch.tensor(signals, device=self._flags.device)
         if hook is None:
             self._works = [dist.all_reduce(self._flat, op, group, async_op=True)]
             return
@@ -128,7 +143,9 @@ class Bucket:
                 self._flat[: self._gradients_end].div_(world_size)
         self._works, self._future = [], None
         flags = self._flags.real if self._flags.is_complex() else self._flags
-        *shares, absent = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
+        numbers = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
+        count = len(self._parameters)
+        shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 :]
         unused = []
         for slot, parameter in enumerate(self._parameters):
             # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.

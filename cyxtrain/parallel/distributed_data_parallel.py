@@ -152,6 +152,20 @@ class DistributedDataParallel(nn.Module):
             if self._reducer is not None:
                 self._reducer.unsynced = False
 
+    def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
+        """Lets numbers travel with the gradients of the next synchronisation, at no cost.
+
+        Args:
+            signals: Four of this rank's, each 0 or 1.
+
+        Returns:
+            What to call after it: returns, for each signal, something above 0 where any rank gave 1.
+        """
+        if self._reducer is None:
+            return lambda: list(signals)
+        self._reducer.signals = list(signals)
+        return lambda: self._reducer.heard if self._reducer is not None else list(signals)
+
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
         if self._reducer is None:

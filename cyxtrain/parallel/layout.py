@@ -1,19 +1,24 @@
 """Which gradients travel together: pure arithmetic, fixed when the wrapper is made.
 
 A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
-rank where that parameter took no part, and one that is 1 on a rank without samples. The flags are summed with the
-gradients, so that all ranks know who used what without another message.
+rank where that parameter took no part, and one that is 1 on a rank without samples; in the last bucket, then, some
+numbers that ranks tell each other for other purposes. All are summed with the gradients, so that all ranks know who
+used what, and what others want, without another message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 _FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that communication begins early in backward."""
+
+
+NUM_SIGNALS = 4
+"""Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class BucketSpec:
         flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
         dtype: Of the flat tensor.
         device: Of the flat tensor.
+        signals: How many signals stand behind the flags.
     """
 
     parameters: tuple[int, ...]
@@ -42,11 +48,12 @@ class BucketSpec:
     flags_offset: int
     dtype: torch.dtype
     device: torch.device
+    signals: int = 0
 
     @property
     def count(self) -> int:
-        """Elements of the flat tensor, the flags included."""
-        return self.flags_offset + len(self.parameters) + 1
+        """Elements of the flat tensor, flags and signals included."""
+        return self.flags_offset + len(self.parameters) + 1 + self.signals
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
@@ -74,7 +81,8 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
     finished += [(bucket[-1], bucket) for bucket in open_buckets.values()]
     # By the parameter that is ready last: the order in which buckets fill.
     finished.sort(key=lambda item: -item[0])
-    return [_bucket([*bucket], parameters) for _, bucket in finished]
+    buckets = [_bucket([*bucket], parameters) for _, bucket in finished]
+    return [*buckets[:-1], *(replace(bucket, signals=NUM_SIGNALS) for bucket in buckets[-1:])]
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError
 from cyxtrain.parallel.bucket import Bucket
-from cyxtrain.parallel.layout import ParameterSpec, bucket_layout
+from cyxtrain.parallel.layout import NUM_SIGNALS, ParameterSpec, bucket_layout
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 
@@ -47,6 +47,8 @@ class Reducer:
         self._absent = False
         self.held = False
         """Whether backward shall accumulate locally."""
+        self.signals = [0.0] * NUM_SIGNALS
+        """What this rank tells the others in each synchronisation."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles = []
@@ -59,6 +61,11 @@ class Reducer:
     def arm(self, group: Any) -> None:
         """Lets backward synchronise over `group`, from now on."""
         self._group, self._armed = group, True
+
+    @property
+    def heard(self) -> list[float]:
+        """For each signal, something above 0 where any rank told it in the latest synchronisation."""
+        return self._buckets[-1].heard
 
     def close(self) -> None:
         """Removes the hooks; `.grad` stays as it is."""
@@ -117,7 +124,8 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._next_bucket].launch(self._group, self._averages, self.comm_hook, absent=self._absent)
+        bucket = self._buckets[self._next_bucket]
+        bucket.launch(self._group, self._averages, self.comm_hook, absent=self._absent, signals=self.signals)
         self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:

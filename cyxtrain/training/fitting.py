@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from cyxtrain.training.randomness import generators_kept, seed_generators
 from cyxtrain.training.resuming import Resumed
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import Step, TrainingStep
-from cyxtrain.training.totals import loss_and_accuracy
+from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
+from cyxtrain.training.totals import Totals, loss_and_accuracy
 
 
 class Fit:
@@ -31,7 +32,8 @@ class Fit:
         state: What is trained; it changes as the fit goes on.
         run: What is asked for.
         ddp: The model, wrapped.
-        evaluate: Returns the evaluation of rows over all ranks.
+        evaluate: Takes rows, and what says whether to give up; returns the evaluation over all ranks, or None where
+            this rank gave up.
         resumed: What belongs to this rank of a checkpoint that the fit goes on from; None: it begins.
     """
 
@@ -40,7 +42,7 @@ class Fit:
         state: TrainingState,
         run: Run,
         ddp: DistributedDataParallel,
-        evaluate: Callable[[Rows], Evaluation],
+        evaluate: Callable[[Rows, Callable[[], bool]], Evaluation | None],
         resumed: Resumed | None,
     ) -> None:
         self._state = state
@@ -52,13 +54,20 @@ class Fit:
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
         self._keeper = Keeper(state, run.config, self._device)
+        self._wishes = Wishes(run.config, keeps_time=runtime.is_master())
+        self._totals: Totals | None = None
 
-    def train(self) -> None:
-        """Trains until the last epoch."""
-        with contextlib.closing(self._keeper), generators_kept(self._device):
-            while self._state.position.epoch < self._last_epoch:
-                self._epoch()
-            self._keeper.finish()
+    def train(self) -> Wish | None:
+        """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
+        stopped = None
+        with contextlib.closing(self._keeper), generators_kept(self._device), self._wishes.hearing_signals():
+            try:
+                while self._state.position.epoch < self._last_epoch:
+                    self._epoch()
+            except StoppedError as error:
+                stopped = error.wish
+            self._keeper.finish(self._totals)
+        return stopped
 
     def _epoch(self) -> None:
         """Trains for one epoch, or for what is left of it, validates, records, saves."""
@@ -67,10 +76,17 @@ class Fit:
         run.display.begin_epoch(position.epoch + 1, self._last_epoch, run.batches.num_batches - done)
         loss, accuracy, seconds = self._train(done)
         self._ddp.sync_buffers()
-        validation = None if run.validation is None else self._evaluate(run.validation)
-        position.epoch, position.samples = position.epoch + 1, 0
+        validation = (
+            None if run.validation is None else self._evaluate(run.validation, lambda: self._wishes.want_to_stop)
+        )
+        wish, gave_up = self._wishes.agree(gave_up=validation is None and run.validation is not None)
+        if wish is not None and gave_up:
+            raise StoppedError(wish)  # whoever resumes validates first
+        position.epoch, position.samples, self._totals = position.epoch + 1, 0, None
         self._record(loss, accuracy, validation, seconds)
         self._keeper.after_epoch()
+        if wish is not None:
+            raise StoppedError(wish)
 
     def _train(self, done: int) -> tuple[float, float, float]:
         """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds), the first two over all ranks.
@@ -79,31 +95,52 @@ class Fit:
             done: Steps of it that have been taken.
         """
         began = time.perf_counter()
-        run, position = self._run, self._state.position
-        loss, group = run.data.loss, runtime.cpu_group()
+        run, position, loss = self._run, self._state.position, self._run.data.loss
         step = TrainingStep(self._ddp, loss, self._state.optimizer, self._device)
+        self._totals = step.totals
         self._prepare(step)
 
-        def after(batch: Batch) -> None:
+        def step_and_listen(batch: Batch) -> None:
+            heard = self._ddp.exchange_signals(self._wishes.own())
+            step(batch)
             position.samples += batch.joined_rows
             position.step += 1
-            run.display.step(batch.joined_rows, lambda: loss_and_accuracy(step.totals.here(), loss.weighting))
-            every = run.config.log_every_n_batches
-            if every and (batch.number + 1) % every == 0:
-                text = numbers(*loss_and_accuracy(step.totals.over_ranks(group), loss.weighting))
-                run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
+            self._show(batch, step.totals)
             self._keeper.after_step(step.totals)
+            self._heed(heard(), step.totals)
 
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
         try:
-            run_epoch(batches, step, after)
+            run_epoch(batches, step_and_listen)
+        except StoppedError:
+            raise
         except BaseException as error:
             runtime.tell(error)  # in the middle of a step the others would wait for this rank
             raise
-        sums = step.totals.over_ranks(group)
+        sums = step.totals.over_ranks(runtime.cpu_group())
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
+
+    def _show(self, batch: Batch, totals: Totals) -> None:
+        """Shows how far the epoch is."""
+        run, weighting = self._run, self._run.data.loss.weighting
+        run.display.step(batch.joined_rows, lambda: loss_and_accuracy(totals.here(), weighting))
+        every = run.config.log_every_n_batches
+        if every and (batch.number + 1) % every == 0:
+            text = numbers(*loss_and_accuracy(totals.over_ranks(runtime.cpu_group()), weighting))
+            run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
+
+    def _heed(self, heard: Sequence[float], totals: Totals) -> None:
+        """Does what any rank wishes."""
+        if not any(heard):
+            return
+        if heard[Wish.SAVE] > 0:
+            self._keeper.save_step(totals)
+            self._wishes.saved()
+        wish = first_reason_to_stop(heard)
+        if wish is not None:
+            raise StoppedError(wish)
 
     def _prepare(self, step: TrainingStep) -> None:
         """Gives generators and sums of the epoch their first values, or those of the checkpoint."""
@@ -135,9 +172,16 @@ class Fit:
         run.display.end_epoch(f"{text}  {len(run.data) / epoch_seconds:,.0f} samples/s")
 
 
-def run_epoch(batches: Iterable[Batch], step: Step, after: Callable[[Batch], None] | None = None) -> None:
-    """Takes a step with each batch, in training and in evaluation alike."""
+def run_epoch(batches: Iterable[Batch], step: Step, give_up: Callable[[], bool] = lambda: False) -> bool:
+    """Takes a step with each batch, in training and in evaluation alike; returns whether it took them all.
+
+    Args:
+        batches: Of this rank.
+        step: What is done with each.
+        give_up: Asked after each whether to leave the others.
+    """
     for batch in batches:
         step(batch)
-        if after is not None:
-            after(batch)
+        if give_up():
+            return False
+    return True

@@ -38,7 +38,8 @@ class Keeper:
         self._state = state
         self._config = config
         self._device = device
-        self.is_on = bool(config.checkpoint_every_n_epochs or config.checkpoint_every_n_steps or config.keep_best)
+        every = config.checkpoint_every_n_epochs or config.checkpoint_every_n_steps or config.checkpoint_every_n_minutes
+        self.is_on = bool(every or config.keep_best)
         self._saved = self._here()
         self._problem: Exception | None = None
         own = None if config.save_on_master_only else runtime.get_rank()
@@ -55,6 +56,11 @@ class Keeper:
         """
         every = self._config.checkpoint_every_n_steps
         if every and self._state.position.step % every == 0:
+            self.save_step(totals)
+
+    def save_step(self, totals: Totals) -> None:
+        """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
+        if self._saved != self._here():
             self._save(f"step-{self._state.position.step:08d}", totals.table.tolist())
 
     def after_epoch(self) -> None:
@@ -64,11 +70,17 @@ class Keeper:
         if is_best or (every and epoch % every == 0):
             self._save(f"epoch-{epoch:04d}", [], is_best=is_best)
 
-    def finish(self) -> None:
-        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards."""
+    def finish(self, totals: Totals | None) -> None:
+        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
+
+        Args:
+            totals: Of this rank in the epoch in which it stops; None: it stops between two.
+        """
         if not self.is_on:
             return
-        if self._saved != self._here():
+        if totals is not None:
+            self.save_step(totals)
+        elif self._saved != self._here():
             self._save(f"epoch-{self._state.position.epoch:04d}", [])
         self._settle()
 

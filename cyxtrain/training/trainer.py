@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
+from cyxtrain.training.stopping import leave_for
 from cyxtrain.training.totals import loss_and_accuracy
 
 
@@ -91,6 +92,11 @@ class DistributedTrainer:
         """Epochs that the model has been trained for."""
         return self._state.position.epoch
 
+    @property
+    def history(self) -> TrainingHistory:
+        """The numbers of the latest fit, also of one that has been stopped."""
+        return self._state.history
+
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
 
@@ -124,11 +130,12 @@ class DistributedTrainer:
                 stack.enter_context(wrapper.suspended())
             try:
                 run.display.header([*self._header(run), *says])
-                Fit(self._state, run, ddp, lambda rows: self._evaluate(rows, distributed=True), resumed).train()
+                stopped = Fit(self._state, run, ddp, self._validate, resumed).train()
             finally:
                 run.display.close()
                 ddp.close()
                 self.model.zero_grad()
+        leave_for(stopped)
         return self._state.history
 
     def _begin(self, run: Run) -> tuple[Resumed | None, list[tuple[str, str]]]:
@@ -164,14 +171,21 @@ class DistributedTrainer:
             ConfigError: The input is wrong.
         """
         _join_world()
-        return self._evaluate(self._rows(X, y, batch_size, distributed=distributed), distributed=distributed)
+        evaluation = self._evaluate(self._rows(X, y, batch_size, distributed=distributed), distributed=distributed)
+        assert evaluation is not None
+        return evaluation
 
-    def _evaluate(self, rows: Rows, *, distributed: bool) -> Evaluation:
+    def _validate(self, rows: Rows, give_up: Callable[[], bool]) -> Evaluation | None:
+        return self._evaluate(rows, distributed=True, give_up=give_up)
+
+    def _evaluate(
+        self, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
         step = EvaluationStep(self.model, rows.loss, -(-len(rows) // rows.batch_size), rows.placement.device)
-        self._run_whole_batches(rows, step, distributed=distributed)
+        complete = self._run_whole_batches(rows, step, distributed=distributed, give_up=give_up)
         sums = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
         value, accuracy = loss_and_accuracy(sums, rows.loss.weighting)
-        return Evaluation(loss=value, accuracy=accuracy)
+        return Evaluation(loss=value, accuracy=accuracy) if complete else None
 
     def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any:  # noqa: N803
         """Returns the model's output for all rows, in their order, on every rank.
@@ -216,20 +230,28 @@ class DistributedTrainer:
 
         return agree_on(plan)[0] if distributed else plan()[0]
 
-    def _run_whole_batches(self, rows: Rows, step: Step, *, distributed: bool) -> None:
-        """Takes a step with each of this rank's batches, in evaluation mode; a rank that fails tells the others."""
+    def _run_whole_batches(
+        self, rows: Rows, step: Step, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Takes a step with each of this rank's batches, in evaluation mode; a rank that fails tells the others.
+
+        Returns:
+            Whether it took them all.
+        """
         rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
-        problem = None
+        problem, complete = None, False
         try:
             with modes_kept(self.model):
                 self.model.eval()
-                run_epoch(whole_batches(rows.source, rows.batch_size, rows.placement, rank, world_size), step)
+                batches = whole_batches(rows.source, rows.batch_size, rows.placement, rank, world_size)
+                complete = run_epoch(batches, step, give_up)
         except Exception as error:
             problem = error
         if distributed:
             raise_together(problem)
         elif problem is not None:
             raise problem
+        return complete
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Writes model, optimizer, epoch and history as one file. Rank 0 writes; the others return at once.

@@ -1,0 +1,145 @@
+"""What asks a fit to stop, or to save, before its last epoch; and how all ranks do so at the same step.
+
+Each rank has wishes of its own: a signal reached it, its clock says that time is over. They travel with the gradients
+of a step, so that after it every rank knows whether any rank has one, without a message more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.parallel.layout import NUM_SIGNALS
+
+
+class Wish(enum.IntEnum):
+    """What a rank can wish, by its place among the signals."""
+
+    TERMINATE = 0
+    """SIGTERM: the program shall end."""
+    INTERRUPT = 1
+    """SIGINT, that is Ctrl-C: who sits in front of it wants it to stop."""
+    FINISH = 2
+    """The fit has done enough: time is over, or a callback says so."""
+    SAVE = 3
+    """A checkpoint is due by the clock."""
+
+
+assert len(Wish) == NUM_SIGNALS
+_SIGNALS = {signal.SIGINT: Wish.INTERRUPT, signal.SIGTERM: Wish.TERMINATE}
+
+
+class StoppedError(Exception):
+    """A fit stops in good order; never seen outside of it.
+
+    Attributes:
+        wish: Why.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        super().__init__(wish.name)
+        self.wish = wish
+
+
+class Wishes:
+    """What this rank wishes, while a fit runs.
+
+    Args:
+        config: Time limits.
+        keeps_time: Whether this rank's clock decides when a checkpoint is due.
+    """
+
+    def __init__(self, config: DistributedTrainingConfig, *, keeps_time: bool) -> None:
+        self._wished: set[Wish] = set()
+        limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
+        self._ends = None if limit is None else time.monotonic() + limit
+        self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
+        self._saved = time.monotonic()
+
+    def own(self) -> list[float]:
+        """Returns the wishes of this rank as signals."""
+        if self._wished or self._ends is not None or self._save_seconds is not None:
+            self._look_at_the_clock(time.monotonic())
+        return [float(wish in self._wished) for wish in Wish]
+
+    def finish(self) -> None:
+        """Wishes that the fit stops, as if this had been its last step."""
+        self._wished.add(Wish.FINISH)
+
+    def saved(self) -> None:
+        """A checkpoint has been made: the next one is due later."""
+        self._saved = time.monotonic()
+        self._wished.discard(Wish.SAVE)
+
+    @property
+    def want_to_stop(self) -> bool:
+        """Whether this rank wishes that the fit stops."""
+        return any(self.own()[: Wish.SAVE])
+
+    def agree(self, *, gave_up: bool) -> tuple[Wish | None, bool]:
+        """Returns (why to stop, whether any rank gave up its validation), the same on every rank. All ranks call it."""
+        numbers = torch.tensor([*self.own(), float(gave_up)], device="cpu")
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
+        *heard, any_gave_up = numbers.tolist()
+        return first_reason_to_stop(heard), any_gave_up > 0
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """Within, the first Ctrl-C or SIGTERM is a wish; the second does what it did before."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread hears signals
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+        def hear(number: int, _: FrameType | None) -> None:
+            self._wished.add(_SIGNALS[signal.Signals(number)])
+            signal.signal(number, before[signal.Signals(number)])
+            if number == signal.SIGINT and sys.stderr.isatty():
+                # Not print: a signal may come in the middle of one.
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+        try:
+            for number in _SIGNALS:
+                if before[number] not in (None, signal.SIG_IGN):
+                    signal.signal(number, hear)
+            yield
+        finally:
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+    def _look_at_the_clock(self, now: float) -> None:
+        if self._ends is not None and now >= self._ends:
+            self._wished.add(Wish.FINISH)
+        if self._save_seconds is not None and now - self._saved >= self._save_seconds:
+            self._wished.add(Wish.SAVE)
+
+
+def first_reason_to_stop(heard: Sequence[float]) -> Wish | None:
+    """Returns the weightiest wish to stop that any rank has; None: nobody has one."""
+    return next((wish for wish in Wish if wish is not Wish.SAVE and heard[wish] > 0), None)
+
+
+def leave_for(wish: Wish | None) -> None:
+    """Does what a wish means for the program, after the fit has stopped for it: nothing where it shall go on.
+
+    Raises:
+        SystemExit: After SIGTERM, with the code that a shell gives it.
+        KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
+    """
+    if wish is Wish.TERMINATE:
+        raise SystemExit(128 + signal.SIGTERM)
+    if wish is Wish.INTERRUPT and not runtime.is_interactive():
+        raise KeyboardInterrupt

@@ -1,0 +1,150 @@
+"""Claims about a fit that is asked to stop: all ranks do so at one step, and it can be resumed as if it had not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.training.saving.checkpoint import read_checkpoint
+from cyxtrain.training.saving.folder import CheckpointFolder
+
+pytestmark = [
+    pytest.mark.usefixtures("rank_server"),
+    pytest.mark.skipif(os.name == "nt", reason="these ranks get POSIX signals"),
+]
+ROWS, BATCH, EPOCHS = 55, 5, 3
+
+
+class Struck(nn.Module):
+    """Something happens in its n-th forward, in training or in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+        self.forwards = {True: 0, False: 0}
+        self.blows: dict[tuple[bool, int], Any] = {}
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        training = torch.is_grad_enabled()
+        self.forwards[training] += 1
+        self.blows.get((training, self.forwards[training]), lambda: None)()
+        return self.layers(rows)
+
+
+def strike(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fit(folder: str, blows: dict[int, dict[tuple[bool, int], Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Fits, and returns how that ended. `blows` are by rank."""
+    with seeded():
+        model = Struck()
+    model.blows = blows.get(cx.get_rank(), {})
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    given = {"epochs": EPOCHS, "batch_size": BATCH, "verbose": False, "checkpoint_dir": folder, "resume": "auto"}
+    # It is made at the end and where the fit stops.
+    given |= {"validation_data": make_rows(40, seed=1), "checkpoint_every_n_epochs": 100}
+    ended = "returned"
+    try:
+        trainer.fit(*make_rows(ROWS), **{**given, **settings})
+    except (KeyboardInterrupt, SystemExit) as error:
+        ended = repr(error)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    return {
+        "ended": ended,
+        "bits": fingerprint(model),
+        "history": trainer.history.history,
+        "epoch": trainer.epoch,
+        "forwards": model.forwards,
+    }
+
+
+def result(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("bits", "history", "epoch")}
+
+
+@functools.cache
+def uninterrupted(world_size: int, folder: Path) -> list[dict[str, Any]]:
+    return run_world(world_size, fit, str(folder), {}, {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("number", "ended"), [(signal.SIGTERM, "SystemExit(143)"), (signal.SIGINT, "KeyboardInterrupt()")]
+)
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_fit_can_be_resumed(number, ended, world_size, tmp_path):
+    whole = run_world(world_size, fit, str(tmp_path / "whole"), {}, {})
+    steps = -(-ROWS // (BATCH * world_size))
+    draw = random.Random(world_size)
+    # Two forwards without gradients come before all: what is given is tried out.
+    moments = [(True, 1), (True, steps), (True, draw.randrange(2, 3 * steps)), (False, 3), (True, 3 * steps)]
+    for moment in moments:
+        folder = tmp_path / f"{number}-{moment}"
+        struck = {draw.randrange(world_size): {moment: functools.partial(strike, number)}}
+        found = run_world(world_size, fit, str(folder), struck, {})
+        assert [rank["ended"] for rank in found] == [ended] * world_size, moment
+        assert [result(rank) for rank in found] == [result(found[0])] * world_size
+        [checkpoint] = CheckpointFolder(folder).newest_first()
+        resumed = run_world(world_size, fit, str(folder), {}, {})
+        assert [result(rank) for rank in resumed] == [result(rank) for rank in whole], moment
+        done = read_checkpoint(checkpoint.path).position["step"]
+        # What comes in a step travels with the next one; at the end of an epoch all are asked.
+        assert done == (steps if not moment[0] else moment[1] + bool(moment[1] % steps))
+        assert resumed[0]["forwards"][True] == whole[0]["forwards"][True] - done
+
+
+def test_time_that_is_over_stops_all_ranks_and_returns_the_history(tmp_path):
+    found = run_world(2, fit, str(tmp_path), {}, {"max_time_seconds": 1e-6, "epochs": 50})
+    assert [rank["ended"] for rank in found] == ["returned"] * 2
+    assert [rank["forwards"][True] for rank in found] == [1, 1]
+    resumed = run_world(2, fit, str(tmp_path), {}, {})
+    whole = run_world(2, fit, str(tmp_path / "whole"), {}, {})
+    assert [result(rank) for rank in resumed] == [result(rank) for rank in whole]
+
+
+def test_checkpoints_come_every_so_many_minutes_by_rank_0s_clock(tmp_path):
+    run_world(2, fit, str(tmp_path), {}, {"checkpoint_every_n_epochs": 0, "checkpoint_every_n_minutes": 1e-9})
+    steps = EPOCHS * -(-ROWS // (2 * BATCH))
+    assert len(list(tmp_path.glob("step-*.ckpt"))) == steps
+
+
+def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path):
+    def twice() -> None:
+        strike(signal.SIGINT)
+        strike(signal.SIGINT)
+        threading.Event().wait(30)
+
+    with one_process():
+        found = fit(str(tmp_path), {0: {(True, 3): twice}}, {})
+    assert found["ended"] == "KeyboardInterrupt()"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_where_nobody_asked_for_checkpoints(tmp_path):
+    with one_process():
+        struck = {0: {(True, 3): functools.partial(strike, signal.SIGTERM)}}
+        found = fit(str(tmp_path), struck, {"checkpoint_every_n_epochs": 0, "resume": None})
+    assert found["ended"] == "SystemExit(143)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fit_in_another_thread_hears_no_signals_and_works(tmp_path):
+    found = []
+    with one_process():
+        thread = threading.Thread(target=lambda: found.append(fit(str(tmp_path), {}, {})))
+        thread.start()
+        thread.join(60)
+    assert found[0]["ended"] == "returned"
