@@ -232,6 +232,12 @@ class DistributedTrainingConfig:
     """Steps between lines with the loss so far over all ranks; 0: none."""
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
+    checkpoint_dir: str = "./checkpoints"
+    """Folder for checkpoints; made when the first one is written."""
+    save_on_master_only: bool = True
+    """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
+    validation_split: float = 0.0
+    """Fraction of the training data, its last rows, that is kept for validation."""
     checkpoint_every_n_steps: int = 0
     """Optimizer steps between checkpoints; 0: none."""
     checkpoint_every_n_minutes: float = 0.0
@@ -245,12 +251,6 @@ class DistributedTrainingConfig:
     kept as "best.ckpt"."""
     on_save_error: str = "warn"
     """What happens where a checkpoint cannot be written: "warn": training goes on; "raise"."""
-    checkpoint_dir: str = "./checkpoints"
-    """Folder for checkpoints; made when the first one is written."""
-    save_on_master_only: bool = True
-    """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
-    validation_split: float = 0.0
-    """Fraction of the training data, its last rows, that is kept for validation."""
 
     def validate(self) -> None:
         """Refuses what cannot work, before training starts.

@@ -172,7 +172,7 @@ def fit_of_rank(name: str) -> None:
     loss_fn = nn.CrossEntropyLoss(reduction="sum" if differs("the loss") else "mean")
     ddp_config = cx.DDPConfig(find_unused_parameters=True, bucket_size_mb=25 - differs("the buckets"))
     trainer = cx.DistributedTrainer(model, loss_fn, optimizer, ddp_config=ddp_config)
-    trainer.epoch = differs("the epochs before")
+    trainer._state.position.epoch = differs("the epochs before")
     if name == "the optimizer's state":
         model(INPUTS).sum().backward()
         optimizer.step()

@@ -76,7 +76,8 @@ SIGNATURES = {
     "DistributedTrainer.get_world_size": "(self)",
     "DistributedTrainingConfig": "(epochs=10, batch_size=64, effective_batch_size=None, shuffle=True, seed=42, "
     "verbose=True, log_every_n_batches=0, checkpoint_every_n_epochs=0, checkpoint_dir='./checkpoints', "
-    "save_on_master_only=True, validation_split=0.0)",
+    "save_on_master_only=True, validation_split=0.0, checkpoint_every_n_steps=0, checkpoint_every_n_minutes=0.0, "
+    "max_time_seconds=None, keep_last=0, keep_best=None, on_save_error='warn')",
     "save_weights": "(model, path)",
     "load_weights": "(model, path)",
 }
