@@ -12,6 +12,8 @@
                                   without a network), tcp, or auto, the default: the first of them that works
     CYXTRAIN_COMMUNICATION        of collectives with async_op=True: thread, inline, or auto, the default: a thread
                                   where there are several machines, or cores that are free
+    CYXTRAIN_RUN                  name of the launcher's run: its checkpoints are those to go on from after a restart
+    CYXTRAIN_ATTEMPT              how often the launcher has started all ranks again; default 0
 
 torchrun sets these very names. Slurm, Open MPI and others come with clusters.
 """
@@ -144,6 +146,17 @@ def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] |
     ):
         return None
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def launched_run(variables: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Returns (name of the launcher's run, how often it has started all ranks again); ("", 0) without a launcher.
+
+    Raises:
+        ConfigError: A number that is none.
+    """
+    variables = os.environ if variables is None else variables
+    run = variables.get("CYXTRAIN_RUN", "")
+    return run, _number(variables, "CYXTRAIN_ATTEMPT") if run and variables.get("CYXTRAIN_ATTEMPT") else 0
 
 
 def _complete_identity(config: DistributedConfig, variables: Mapping[str, str]) -> None:

@@ -20,7 +20,13 @@ its facts as attributes, and travels between ranks as those facts, never as a pi
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+# Together below what the text of a message between ranks may have.
+_MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
 
 
 class CyxtrainError(RuntimeError):
@@ -85,8 +91,57 @@ class CheckpointError(CyxtrainError):
     """A checkpoint cannot be written or read, or is damaged."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An error on one rank that ended training on all.
+
+    Attributes:
+        rank: Whose.
+        type: Name of its class.
+        message: What it said.
+        traceback: Its last lines, as text.
+    """
+
+    rank: int
+    type: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Returns the facts of an error, short enough to travel."""
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS], text[-_TRACEBACK_CHARACTERS:])
+
+
 class DistributedTrainingError(CyxtrainError):
-    """Training ended because of an error on some rank."""
+    """Training ended because of an error on some rank.
+
+    Attributes:
+        failures: What failed where, the first one first; empty where no code of the user's did.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        during: str | None = None,
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        super().__init__(message, rank=rank, during=during)
+        self.failures = tuple(failures)
+
+    def to_facts(self) -> dict[str, Any]:
+        """Returns the error as JSON types, with its failures."""
+        return super().to_facts() | {"failures": [asdict(failure) for failure in self.failures]}
+
+    @classmethod
+    def because_of(cls, error: BaseException, rank: int) -> DistributedTrainingError:
+        """Returns what the other ranks raise where one has failed: with the traceback that tells why."""
+        failure = Failure.of(error, rank)
+        message = f"rank {rank} has failed: {failure.type}: {failure.message}\non rank {rank}:\n{failure.traceback}"
+        return cls(message, rank=rank, failures=[failure])
 
 
 _BY_NAME: dict[str, type[CyxtrainError]] = {
@@ -119,8 +174,19 @@ def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
     kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)
     rank = facts.get("rank")
     during = facts.get("during")
-    return kind(
+    error = kind(
         str(facts.get("message", "an error without a message")),
         rank=rank if isinstance(rank, int) else None,
         during=during if isinstance(during, str) else None,
     )
+    if isinstance(error, DistributedTrainingError):
+        error.failures = tuple(_failures(facts.get("failures")))
+    return error
+
+
+def _failures(values: object) -> Iterator[Failure]:
+    """Gives those failures that are some; the sender may be anybody."""
+    kinds = {field.name: int if field.name == "rank" else str for field in fields(Failure)}
+    for value in values if isinstance(values, list) else ():
+        if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
+            yield Failure(**{name: value[name] for name in kinds})

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from cyxtrain import environment
 from cyxtrain.config import BackendType, DistributedConfig, require
-from cyxtrain.errors import ConfigError, NotInitializedError
+from cyxtrain.errors import ConfigError, DistributedTrainingError, NotInitializedError
 from cyxtrain.joining import Joined, join
 from cyxtrain.ring import RingProcessGroup
 
@@ -318,12 +318,18 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def tell(error: BaseException) -> None:
-    """Ends the group because of an error of this rank's own, and tells the others, who would wait for it."""
+def tell(error: BaseException, *, in_training: bool = False) -> None:
+    """Ends the group because of an error of this rank's own, and tells the others, who would wait for it.
+
+    Args:
+        error: What has gone wrong.
+        in_training: Whether the others shall raise an error of training, with the traceback of this one.
+    """
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
     group = dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, RingProcessGroup) and not ended_well:
-        group.fail(": ".join(filter(None, (type(error).__name__, str(error)))))
+        text = ": ".join(filter(None, (type(error).__name__, str(error))))
+        group.fail(DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
 
 
 def _at_exit() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,33 @@ def test_a_fit_in_another_thread_hears_no_signals_and_works(tmp_path):
         thread.start()
         thread.join(60)
     assert found[0]["ended"] == "returned"
+
+
+def fail() -> None:
+    raise ValueError("this row is no row")
+
+
+def fit_until_somebody_fails(moment: tuple[bool, int]) -> dict[str, Any]:
+    try:
+        fit("", {1: {moment: fail}}, {"checkpoint_every_n_epochs": 0, "resume": None, "checkpoint_dir": "."})
+    except cx.DistributedTrainingError as error:
+        return {"at": time.monotonic(), "message": str(error), "failures": error.failures, "rank": error.rank}
+    except ValueError as error:
+        return {"at": time.monotonic(), "message": str(error), "failures": None, "rank": None}
+    raise AssertionError("it went on")
+
+
+@pytest.mark.parametrize("moment", [(True, 4), (False, 3)], ids=["in training", "in validation"])
+def test_an_error_on_one_rank_ends_all_within_two_seconds_and_its_traceback_is_what_they_show(moment):
+    first, failed, third = run_world(3, fit_until_somebody_fails, moment)
+    assert failed["message"] == "this row is no row"
+    assert failed["failures"] is None
+    for other in (first, third):
+        assert other["rank"] == 1
+        assert other["at"] - failed["at"] < 2.0
+        [failure] = other["failures"]
+        assert (failure.rank, failure.type, failure.message) == (1, "ValueError", "this row is no row")
+        for text in (failure.traceback, other["message"] if moment[0] else failure.traceback):
+            assert "test_stopping.py" in text
+            assert 'raise ValueError("this row is no row")' in text
+        assert "rank 1" in other["message"]

@@ -24,6 +24,7 @@ _HELP = """\
 examples:
   %(prog)s 4 train.py
   %(prog)s 2 python train.py --lr 0.1 --name "two words"
+  %(prog)s --restarts 3 4 train.py
   MASTER_PORT=29500 OMP_NUM_THREADS=2 %(prog)s 4 python -m my_package.train --help
 
 Everything after the number is the command; its options are its own. No shell reads it. A first word that
@@ -35,6 +36,8 @@ CYXTRAIN_SECRET (made for this run; one that is set wins) and PYTHONUNBUFFERED=1
 
 Several ranks: each line of output begins with its rank, and stdin is empty. One rank has the terminal to itself.
 Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to end; a second Ctrl-C kills them.
+With --restarts N, all ranks are started again after a failure, up to N times, and fit goes on from the newest
+checkpoint that this command has made; where it makes none, it begins anew.
 
 exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
 stopped the launcher, or 2 for a command line that cannot be used."""
@@ -56,16 +59,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """
     parser = _Parser(
         prog="python -m cyxtrain.launch",
-        usage="%(prog)s [-h] NUM_RANKS COMMAND...",
+        usage="%(prog)s [-h] [--restarts N] NUM_RANKS COMMAND...",
         description="Starts NUM_RANKS processes of a command on this machine, which train together.",
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("num_ranks", metavar="NUM_RANKS", type=_parse_num_ranks, help="processes to start, at least 1")
-    # Only the first word is ours. argparse never sees the command, so it cannot take an option, a "--" or an
-    # empty argument out of it.
-    num_ranks = parser.parse_args(arguments[:1]).num_ranks
-    command = list(arguments[1:])
+    parser.add_argument("--restarts", metavar="N", type=_parse_restarts, default=0, help="start again so many times")
+    # Only the words up to the number are ours. argparse never sees the command, so it cannot take an option, a "--"
+    # or an empty argument out of it.
+    own = 3 if arguments[:1] == ["--restarts"] else 2 if arguments[:1] and arguments[0].startswith("--restarts=") else 1
+    parsed = parser.parse_args(arguments[:own])
+    num_ranks, command = parsed.num_ranks, list(arguments[own:])
     if not command or not command[0]:
         parser.error(f"no command to start on {num_ranks} ranks")
     if command[0].startswith("-"):
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             parser.error(f"there is no file {command[0]!r}")
         command.insert(0, sys.executable)
     try:
-        return launch(num_ranks, command, environment)
+        return launch(num_ranks, command, environment, parsed.restarts)
     except OSError as error:
         hint = "; a script alone (train.py) gets Python before it" if command[0].startswith("python") else ""
         parser.error(f"cannot start {command[0]!r}: {error.strerror}{hint}")
@@ -88,12 +93,47 @@ def _parse_num_ranks(word: str) -> int:
     return int(word)
 
 
-def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> int:
+def _parse_restarts(word: str) -> int:
+    """Returns the number of restarts, or says in argparse's way what is wrong."""
+    if not (word.isdecimal() and word.isascii()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {word!r}")
+    return int(word)
+
+
+def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str], restarts: int = 0) -> int:
     """Runs a command as ranks 0 to `num_ranks` - 1 and returns the exit code for the launcher.
+
+    Args:
+        num_ranks: How many.
+        command: Of each.
+        environment: What the ranks' environment begins with.
+        restarts: How often all ranks are started again after a failure.
 
     Raises:
         OSError: The command cannot be started.
     """
+    environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
+    terminal = Terminal.standard()
+    for attempt in range(restarts + 1):
+        outcome = _launch_once(num_ranks, command, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
+        with contextlib.suppress(OSError):  # nobody reads our stderr any more
+            terminal.write_err(describe(outcome))
+            if outcome.stopped_by is not None or outcome.first_failure is None or outcome.unstoppable:
+                break
+            if attempt < restarts:
+                terminal.write_err(f"restart {attempt + 1} of {restarts}\n".encode())
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    if outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if outcome.first_failure is not None:
+        return outcome.first_failure.code
+    return 1 if outcome.unstoppable else 0
+
+
+def _launch_once(num_ranks: int, command: Sequence[str], environment: Mapping[str, str], terminal: Terminal) -> Outcome:
     port = environment.get("MASTER_PORT") or str(find_free_port())
     # Ranks let in only who knows it: no other user of this machine, and no rank of another run.
     environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
@@ -106,17 +146,9 @@ def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str
         )
         for rank in range(num_ranks)
     ]
-    terminal = Terminal.standard()
     supervisor = Supervisor(specs, terminal)
     with _stops_on_signals(supervisor):
-        outcome = supervisor.run()
-    with contextlib.suppress(OSError):  # nobody reads our stderr any more
-        terminal.write_err(describe(outcome))
-    if outcome.stopped_by is not None:
-        return 128 + outcome.stopped_by
-    if outcome.first_failure is not None:
-        return outcome.first_failure.code
-    return 1 if outcome.unstoppable else 0
+        return supervisor.run()
 
 
 def launch_environment(environment: Mapping[str, str], rank: int, num_ranks: int, port: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from xxhash import xxh3_64_digest
 
-from cyxtrain.errors import CyxtrainError, DamagedFrameError
+from cyxtrain.errors import CyxtrainError, DamagedFrameError, error_from_facts
 
 PROTOCOL_VERSION = 2
 _MAGIC = b"CX"
@@ -183,7 +183,7 @@ def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
     message = str(error)
     if here not in message:
         message = f"{message}{'' if message.endswith('.') else '.'} This rank was in {here}."
-    return type(error)(message, rank=error.rank, during=here)
+    return error_from_facts(error.to_facts() | {"message": message, "during": here})
 
 
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:

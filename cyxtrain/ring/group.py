@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
-from cyxtrain.errors import ConfigError, CyxtrainError, PeerLostError, PeerSilentError
+from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Span, Step, chunks, even_spans
 from cyxtrain.ring.combining import Combiner, Scratch
@@ -358,7 +358,7 @@ class Group:
     def loss(self, since: float) -> CyxtrainError | None:
         """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
         watch = None if self._ring is None else self._ring.watch
-        if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError)):
+        if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError, DistributedTrainingError)):
             return None
         return None if self._left and watch.failed_at < since else watch.failure
 
@@ -370,11 +370,12 @@ class Group:
         if self._ring is not None:
             self._ring.abandon()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str | CyxtrainError) -> None:
         """Ends the group because of an error of this rank's own, and tells all why."""
         if self._ring is not None:
             rank = self._names[self.rank]
-            self._ring.watch.fail(PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
+            ended = reason if isinstance(reason, CyxtrainError) else None
+            self._ring.watch.fail(ended or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
 
 
 _alive: weakref.WeakSet[Group] = weakref.WeakSet()

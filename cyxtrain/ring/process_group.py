@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cyxtrain import environment
 from cyxtrain.config import RingOptions
+from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.arguments import (
     as_list,
     as_lists,
@@ -294,8 +295,8 @@ class RingProcessGroup(NamedGroup):
         # Whoever still holds this group must not hold the port of the store with it.
         self._store = dist.HashStore()
 
-    def fail(self, reason: str) -> None:
-        """Ends the group because of an error of this rank's own, and tells all why."""
+    def fail(self, reason: str | CyxtrainError) -> None:
+        """Ends the group because of an error of this rank's own, and tells all why: what they raise, or its text."""
         self._group.fail(reason)
 
     def abort(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cyxtrain import runtime
-from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, error_from_facts
+from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, Failure, error_from_facts
 
 _Planned = TypeVar("_Planned")
 _SHOWN_CHARACTERS = 200
@@ -66,8 +66,8 @@ def raise_together(problem: Exception | None) -> None:
     """
     mine = ""
     if problem is not None:
-        ours = problem if isinstance(problem, CyxtrainError) else DistributedTrainingError(_text(problem))
-        mine = json.dumps(ours.to_facts())
+        failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, runtime.get_rank())])
+        mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
     everyone = runtime.gather_texts(mine)
     if problem is not None:
         raise problem

@@ -117,7 +117,7 @@ class Fit:
         except StoppedError:
             raise
         except BaseException as error:
-            runtime.tell(error)  # in the middle of a step the others would wait for this rank
+            runtime.tell(error, in_training=True)  # in the middle of a step the others would wait for this rank
             raise
         sums = step.totals.over_ranks(runtime.cpu_group())
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began

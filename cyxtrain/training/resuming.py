@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cyxtrain import runtime
+from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.training.randomness import set_generators
@@ -20,6 +19,7 @@ from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoi
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder
 from cyxtrain.training.saving.transport import read_on_all
+from cyxtrain.training.state import Position
 from cyxtrain.training.totals import Totals
 
 AUTO = "auto"
@@ -61,32 +61,44 @@ class Resumed:
 
 
 def find_checkpoint(
-    resume: str | os.PathLike[str], config: DistributedTrainingConfig
+    resume: str | None, config: DistributedTrainingConfig, call: int
 ) -> tuple[CheckpointState, str] | None:
-    """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none.
+    """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
     Args:
-        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path.
+        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path. None: where the
+            launcher has started all ranks again, the newest one that this launch has made.
         config: Of the fit.
+        call: Which call of `fit` it is, from 1. A program that runs again makes all its calls: what an earlier one
+            has left is no place to go on from.
 
     Raises:
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
     """
+    launched, attempt = environment.launched_run()
+    if resume is None and not attempt:
+        return None
 
     def read() -> tuple[bytes, str]:
-        if resume != AUTO:
-            return read_file(resume, "checkpoint"), os.fspath(resume)
-        return next(_intact(CheckpointFolder(config.checkpoint_dir)), (b"", ""))
+        if resume not in (AUTO, None):
+            return read_file(resume, "checkpoint"), resume
+        folder = CheckpointFolder(config.checkpoint_dir)
+        return next(_intact(folder, None if resume == AUTO else launched), (b"", ""))
 
-    return read_on_all(read)
+    found = read_on_all(read)
+    if found is None or resume not in (AUTO, None):
+        return found
+    return None if Position.from_json(found[0].position, found[1]).fits < call else found
 
 
-def _intact(folder: CheckpointFolder) -> Iterator[tuple[bytes, str]]:
-    """Gives (bytes, path) of checkpoints that are intact, the newest first."""
+def _intact(folder: CheckpointFolder, launched: str | None) -> Iterator[tuple[bytes, str]]:
+    """Gives (bytes, path) of checkpoints that are intact, the newest first; of one launch, or of any."""
     for found in folder.newest_first():
+        if launched is not None and found.run and found.run.get("launched") != launched:
+            continue
         try:
             data = read_file(found.path, "checkpoint")
-            unpack_checkpoint(data, str(found.path))
+            Position.from_json(unpack_checkpoint(data, str(found.path)).position, f"checkpoint {found.path}")
         except CheckpointError as error:
             warnings.warn(f"{error} It is skipped.", stacklevel=2)
             continue

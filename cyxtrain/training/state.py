@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from cyxtrain import runtime
+from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.history import TrainingHistory
@@ -40,6 +40,18 @@ class Position:
     effective_batch_size: int = 0
     """Samples per step over all ranks, in the latest call of `fit`."""
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
+        """Returns the position in a checkpoint.
+
+        Raises:
+            CheckpointError: It is none.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(values) != names or any(type(value) is not int or value < 0 for value in values.values()):
+            raise CheckpointError(f"Cannot load {source}: its position is {dict(values)}.")
+        return cls(**values)
+
 
 @dataclass
 class TrainingState:
@@ -51,7 +63,8 @@ class TrainingState:
         position: Where training is.
         history: Of the latest call of `fit`, so far.
         config: Of the latest call of `fit`.
-        run: Which run this is: "id", and "started" in seconds since 1970; the same on every rank.
+        run: Which run this is: "id", "started" in seconds since 1970, and of which "launched" command; the same on
+            every rank.
     """
 
     model: nn.Module
@@ -61,11 +74,18 @@ class TrainingState:
     config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
     run: dict[str, Any] = field(default_factory=dict)
 
-    def begin_fit(self, config: DistributedTrainingConfig, rows: int, effective_batch_size: int) -> None:
-        """Begins a fit where training is. All ranks call it."""
+    def begin_fit(self, config: DistributedTrainingConfig, number: int, rows: int, effective_batch_size: int) -> None:
+        """Begins a fit where training is. All ranks call it.
+
+        Args:
+            config: Of the fit.
+            number: Of the fit, from 1.
+            rows: Of its training data.
+            effective_batch_size: Samples per step over all ranks.
+        """
         position = self.position
         # What was left of an epoch that an earlier fit did not end is not this fit's.
-        position.samples, position.first_epoch, position.fits = 0, position.epoch, position.fits + 1
+        position.samples, position.first_epoch, position.fits = 0, position.epoch, number
         position.rows, position.effective_batch_size = rows, effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective_batch_size, world_size=runtime.get_world_size())
         self.config = config
@@ -85,7 +105,7 @@ class TrainingState:
         """Makes this a run of its own, which no earlier checkpoint belongs to."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
-        self.run = {"id": name, "started": float(started)}
+        self.run = {"id": name, "started": float(started), "launched": environment.launched_run()[0]}
 
     def to_checkpoint(self, ranks: Sequence[dict[str, Any]] = ()) -> CheckpointState:
         """Returns what a checkpoint holds; its tensors are the live ones, not copies.
@@ -116,10 +136,7 @@ class TrainingState:
         Raises:
             CheckpointError: It belongs to another model or optimizer; nothing has changed.
         """
-        try:
-            position = Position(**state.position)
-        except TypeError as error:
-            raise CheckpointError(f"Cannot load {source}: its position is {state.position}.") from error
+        position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
         # First, because it takes all or nothing, and the model has just been seen to fit.

@@ -33,11 +33,11 @@ from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows
 from cyxtrain.training.prediction import gather_rows
-from cyxtrain.training.resuming import Resumed, check_same_fit, find_checkpoint
+from cyxtrain.training.resuming import AUTO, Resumed, check_same_fit, find_checkpoint
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
 from cyxtrain.training.stopping import leave_for
 from cyxtrain.training.totals import loss_and_accuracy
@@ -85,6 +85,7 @@ class DistributedTrainer:
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
         self._device = checked_device(device)
         self._state = TrainingState(self.model, self.optimizer)
+        self._calls = 0
         Loss(loss_fn)  # refuses what is no loss, here and now
 
     @property
@@ -122,6 +123,9 @@ class DistributedTrainer:
         if any(other["_nan"] for other in everyone):
             warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
         resumed, says = self._begin(run)
+        if self._state.position.fits > self._calls:
+            run.display.header(says)
+            return self._state.history
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
@@ -140,12 +144,19 @@ class DistributedTrainer:
 
     def _begin(self, run: Run) -> tuple[Resumed | None, list[tuple[str, str]]]:
         """Goes to where the fit begins: where the model is, or where a checkpoint was made; says so for the header."""
-        found = None if run.resume is None else find_checkpoint(run.resume, run.config)
+        self._calls += 1
+        found = find_checkpoint(run.resume, run.config, self._calls)
         if found is None:
-            self._state.begin_fit(run.config, len(run.data), run.batches.effective_batch_size)
+            self._state.begin_fit(run.config, self._calls, len(run.data), run.batches.effective_batch_size)
             nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
             return None, [] if run.resume is None else [("resume", nothing)]
         state, name = found
+        fits = Position.from_json(state.position, name).fits
+        if run.resume not in (None, AUTO):
+            self._calls = fits
+        if fits > self._calls:  # a program that runs again: this call was complete
+            self._state.load(state, f"checkpoint {name}")
+            return None, [("resume", f"{name} is of a later fit: this one is complete")]
         check_same_fit(state, name, run.config, len(run.data))
         self._state.go_on(state, f"checkpoint {name}", run.config)
         run.go_on(self._state)
@@ -273,6 +284,7 @@ class DistributedTrainer:
         found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
         assert found is not None
         self._state.load(found[0], f"checkpoint {path}")
+        self._calls = self._state.position.fits
 
     def is_master(self) -> bool:
         """Returns whether this is rank 0; also before the world is joined, alone."""
