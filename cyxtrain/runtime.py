@@ -13,14 +13,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from cyxtrain import environment
+from cyxtrain import environment, talking
 from cyxtrain.config import BackendType, DistributedConfig, require
-from cyxtrain.errors import ConfigError, DistributedTrainingError, NotInitializedError
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, DistributedTrainingError, NotInitializedError
 from cyxtrain.joining import Joined, join
 from cyxtrain.ring import RingProcessGroup
 
@@ -79,10 +78,23 @@ def init(config: DistributedConfig | None = None) -> World:
 
 
 def finalize() -> None:
-    """Leaves the world, with a goodbye to the others. Idempotent; it also happens at interpreter exit."""
+    """Leaves the world, when all ranks do. Idempotent; it also happens at interpreter exit.
+
+    Raises:
+        CollectiveMismatchError: Other ranks still want something that needs all; this one has left all the same.
+    """
     global _joined
     joined, _joined = _joined, None
-    if joined is not None and _is_default(joined):
+    if joined is None or not _is_default(joined):
+        return
+    try:
+        if joined.config.world_size != 1:
+            talking.roll_call("finalize", joined.cpu_group)
+    except RuntimeError as error:
+        # Else the world has failed, and everybody has heard why; or others have left in another way.
+        if isinstance(error, CollectiveMismatchError) and error.during == talking.ROLL_CALL:
+            raise
+    finally:
         dist.destroy_process_group()
 
 
@@ -246,6 +258,8 @@ def reduce(
 def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Returns when all ranks have called it. See `torch.distributed.barrier`."""
     _require_world("barrier")
+    if group is None and not async_op and dist.get_world_size() > 1:
+        roll_call("barrier")
     return dist.barrier(group, async_op, device_ids)
 
 
@@ -262,22 +276,13 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
 
 
 def gather_texts(text: str, group: Any = None) -> list[str]:
-    """Returns the text of every rank, by rank: how ranks compare what they know. No pickle.
+    """Returns the text of every rank, by rank. See `cyxtrain.talking.gather_texts`."""
+    return talking.gather_texts(text, group or cpu_group())
 
-    Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
-    """
-    group = group or cpu_group()
-    # device: whatever the user has made the default, a small agreement goes over a CPU group.
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
-    own = torch.tensor([len(data)], device="cpu")
-    lengths = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, own, group=group)
-    sizes = [int(length) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    padded[: len(data)] = data
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=group)
-    return [bytes(found[:size].tolist()).decode() for found, size in zip(texts, sizes, strict=True)]
+
+def roll_call(call: str, *, works_alone: bool = False) -> bool:
+    """Opens a call that all ranks make together. See `cyxtrain.talking.roll_call`."""
+    return talking.roll_call(call, cpu_group(), works_alone=works_alone)
 
 
 def _named_or_0(rank: int | None, group_rank: int | None) -> int | None:

@@ -16,7 +16,7 @@ LAYERS = [
     {"config"},
     {"environment"},
     {"ring"},
-    {"joining"},
+    {"joining", "talking"},
     {"runtime"},
     {"data", "parallel", "models", "workers"},
     {"training"},

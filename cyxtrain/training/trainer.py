@@ -20,7 +20,7 @@ from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
@@ -118,7 +118,7 @@ class DistributedTrainer:
                 something else.
             CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
         """
-        _join_world()
+        self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         if any(other["_nan"] for other in everyone):
             warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
@@ -176,12 +176,14 @@ class DistributedTrainer:
             X: Rows, shape (n, ...).
             y: Targets, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
-            distributed: Share the work with the other ranks, which must call it too. False: this rank alone.
+            distributed: Share the work with the other ranks, which must call it too; or rank 0 does it alone, while
+                they wait in another call. False: this rank alone.
 
         Raises:
             ConfigError: The input is wrong.
+            CollectiveMismatchError: Ranks call different things.
         """
-        _join_world()
+        distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
         evaluation = self._evaluate(self._rows(X, y, batch_size, distributed=distributed), distributed=distributed)
         assert evaluation is not None
         return evaluation
@@ -204,15 +206,16 @@ class DistributedTrainer:
         Args:
             X: Rows, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
-            distributed: Share the work with the other ranks, which must call it too. False: this rank alone.
+            distributed: As in `evaluate`.
 
         Returns:
             Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU.
 
         Raises:
             ConfigError: The input is wrong, or the model does not return one tensor with a row per row.
+            CollectiveMismatchError: Ranks call different things.
         """
-        _join_world()
+        distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
         rows = self._rows(X, None, batch_size, distributed=distributed, predicting=True)
         step = PredictionStep(self.model)
         self._run_whole_batches(rows, step, distributed=distributed)
@@ -265,14 +268,22 @@ class DistributedTrainer:
         return complete
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Writes model, optimizer, epoch and history as one file. Rank 0 writes; the others return at once.
+        """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.
 
         Raises:
             CheckpointError: It could not be written; what was there before is still there.
+            CollectiveMismatchError: Ranks call different things.
         """
-        _join_world()
+        together, problem = self._call_roll("save_checkpoint", works_alone=True), None
         if runtime.is_master():
-            write_checkpoint(path, self._state.to_checkpoint())
+            try:
+                write_checkpoint(path, self._state.to_checkpoint())
+            except CheckpointError as error:
+                problem = error
+        if together:
+            raise_together(problem)
+        elif problem is not None:
+            raise problem
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
@@ -280,11 +291,16 @@ class DistributedTrainer:
         Raises:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
         """
-        _join_world()
+        self._call_roll("load_checkpoint", works_alone=False)
         found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
         assert found is not None
         self._state.load(found[0], f"checkpoint {path}")
         self._calls = self._state.position.fits
+
+    def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
+        """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
+        _join_world()
+        return distributed and runtime.roll_call(call, works_alone=works_alone)
 
     def is_master(self) -> bool:
         """Returns whether this is rank 0; also before the world is joined, alone."""

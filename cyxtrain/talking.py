@@ -1,0 +1,72 @@
+"""What ranks tell each other beside the data: texts, and which call each is about to make. No pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain.errors import CollectiveMismatchError
+
+ROLL_CALL = "roll call"
+"""What errors call it."""
+
+
+def gather_texts(text: str, group: Any) -> list[str]:
+    """Returns the text of every rank, by rank: how ranks compare what they know.
+
+    Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
+
+    Args:
+        text: Of this rank.
+        group: Of ranks, on CPUs.
+    """
+    content = text.encode()
+    # device: whatever the user has made the default, a small agreement goes over a CPU group.
+    own = torch.tensor([len(content)], device="cpu")
+    lengths = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, own, group=group)
+    sizes = [int(length) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    if content:
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [found[:size].numpy().tobytes().decode() for found, size in zip(texts, sizes, strict=True)]
+
+
+def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
+    """Opens a call that all ranks make together: they see what each of them is about to do.
+
+    Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they go on waiting meanwhile.
+
+    Cost: as `gather_texts`.
+
+    Args:
+        call: What this rank is about to do.
+        group: Of all ranks, on CPUs.
+        works_alone: Whether rank 0 can do it by itself.
+
+    Returns:
+        Whether all ranks make this call; False on rank 0: it makes it alone.
+
+    Raises:
+        CollectiveMismatchError: Ranks are about to do different things; on every rank, with both.
+    """
+    while True:
+        said = [json.loads(text) for text in gather_texts(json.dumps([call, works_alone]), group)]
+        calls = [name for name, _ in said]
+        if len(set(calls)) == 1:
+            return True
+        if not said[0][1] or len(set(calls[1:])) > 1:
+            other = next(rank for rank, name in enumerate(calls) if name != calls[0])
+            raise CollectiveMismatchError(
+                f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "
+                "evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in another call.",
+                rank=other,
+                during=ROLL_CALL,
+            )
+        if dist.get_rank(group) == 0:
+            return False

@@ -1,0 +1,90 @@
+"""Claims about calls that all ranks make together: rank 0 may evaluate, predict and save alone, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fitting import adam, make_model, make_rows
+from rank_processes import (
+    rank_server,  # noqa: F401 - a fixture
+    run_ranks,
+    values,
+)
+from torch import nn
+
+import cyxtrain as cx
+
+pytestmark = [pytest.mark.usefixtures("rank_server")]
+
+
+def make_trainer() -> cx.DistributedTrainer:
+    model = make_model()
+    return cx.DistributedTrainer(model, nn.CrossEntropyLoss(), adam(model))
+
+
+def evaluate_on_rank_0(folder: str, then: str) -> list[Any]:
+    cx.init()
+    trainer = make_trainer()
+    trainer.fit(*make_rows(20), epochs=1, verbose=False)
+    together = list(trainer.evaluate(*make_rows(31)))
+    predicted = trainer.predict(make_rows(31)[0])
+    found: list[Any] = []
+    if trainer.is_master():
+        found.append(list(trainer.evaluate(*make_rows(31))) == together)
+        found.append(torch.equal(trainer.predict(make_rows(31)[0]), predicted))
+        trainer.save_checkpoint(f"{folder}/alone.ckpt")
+    if then == "fit":
+        trainer.fit(*make_rows(20), epochs=1, verbose=False)
+    elif then == "barrier":
+        cx.barrier()
+    elif then == "evaluate":
+        found.append(list(trainer.evaluate(*make_rows(31))) == together)
+    elif then == "load":
+        trainer.load_checkpoint(f"{folder}/alone.ckpt")
+    if then != "the end of the program":
+        cx.finalize()
+    return found
+
+
+@pytest.mark.parametrize("then", ["fit", "barrier", "evaluate", "load", "finalize", "the end of the program"])
+def test_rank_0_evaluates_predicts_and_saves_while_the_others_wait_in(then, tmp_path):
+    first, *others = values(run_ranks(3, evaluate_on_rank_0, str(tmp_path), then))
+    assert first == [True] * (3 if then == "evaluate" else 2)
+    assert others == [[True] * (then == "evaluate")] * 2
+    assert (tmp_path / "alone.ckpt").exists()
+
+
+def call_different_things(first: str, second: str) -> str:
+    cx.init()
+    trainer = make_trainer()
+    calls = {
+        "fit": lambda: trainer.fit(*make_rows(20), epochs=1, verbose=False),
+        "evaluate": lambda: trainer.evaluate(*make_rows(20)),
+        "predict": lambda: trainer.predict(make_rows(20)[0]),
+        "load_checkpoint": lambda: trainer.load_checkpoint("none"),
+        "barrier": cx.barrier,
+        "finalize": cx.finalize,
+    }
+    try:
+        calls[first if cx.get_rank() == 0 else second]()
+    except cx.CollectiveMismatchError as error:
+        return str(error)
+    return "it went on"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("fit", "finalize"),
+        ("fit", "evaluate"),
+        ("barrier", "evaluate"),
+        ("finalize", "predict"),
+        ("load_checkpoint", "barrier"),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_every_rank_that_names_both_calls(first, second):
+    found = values(run_ranks(2, call_different_things, first, second))
+    assert found[0] == found[1]
+    assert found[0].startswith(f"rank 0 calls {first} and rank 1 calls {second}: all ranks must make the same calls")
