@@ -38,7 +38,7 @@ class World:
     ) -> None:
         if error is not None:
             tell(error)
-        finalize()
+        _leave(calls_roll=error is None)
 
     def __repr__(self) -> str:
         if not is_initialized():
@@ -83,12 +83,17 @@ def finalize() -> None:
     Raises:
         CollectiveMismatchError: Other ranks still want something that needs all; this one has left all the same.
     """
+    _leave(calls_roll=True)
+
+
+def _leave(*, calls_roll: bool) -> None:
     global _joined
     joined, _joined = _joined, None
     if joined is None or not _is_default(joined):
         return
     try:
-        if joined.config.world_size != 1:
+        # Over other backends ranks that call different things would hang.
+        if calls_roll and dist.get_world_size() > 1 and isinstance(joined.cpu_group, RingProcessGroup):
             talking.roll_call("finalize", joined.cpu_group)
     except RuntimeError as error:
         # Else the world has failed, and everybody has heard why; or others have left in another way.
@@ -258,7 +263,7 @@ def reduce(
 def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Returns when all ranks have called it. See `torch.distributed.barrier`."""
     _require_world("barrier")
-    if group is None and not async_op and dist.get_world_size() > 1:
+    if group is None and not async_op and dist.get_world_size() > 1 and isinstance(cpu_group(), RingProcessGroup):
         roll_call("barrier")
     return dist.barrier(group, async_op, device_ids)
 
@@ -331,7 +336,7 @@ def tell(error: BaseException, *, in_training: bool = False) -> None:
         in_training: Whether the others shall raise an error of training, with the traceback of this one.
     """
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = cpu_group() if dist.is_initialized() else None
     if isinstance(group, RingProcessGroup) and not ended_well:
         text = ": ".join(filter(None, (type(error).__name__, str(error))))
         group.fail(DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
@@ -342,9 +347,11 @@ def _at_exit() -> None:
     if _joined is None:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and not is_interactive():
+    if isinstance(error, BaseException) and not is_interactive():
         tell(error)
-    finalize()
+        _leave(calls_roll=False)
+    else:
+        _leave(calls_roll=True)
 
 
 def _forget() -> None:

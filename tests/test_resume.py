@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def steps_in(folder: Path) -> list[Path]:
 def resume_from_each(folder: str, seed: int) -> dict[str, dict[str, Any]]:
     paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix == ".ckpt"]
     return {path.name: train_anew(seed + number, folder, {"resume": path}) for number, path in enumerate(paths)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_resumed_between_two_epochs_draws_the_numbers_of_the_next_one(world_size, tmp_path):
+    whole = run_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_epochs": 1})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"epoch-000{epoch}.ckpt" for epoch in (1, 2, 3)]
+    resumed = run_world(world_size, resume_from_each, str(tmp_path), 10)
+    for name in resumed[0]:
+        for rank in range(world_size):
+            assert without(resumed[rank][name], "seen") == without(whole[rank], "seen"), (name, rank)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -238,7 +249,7 @@ def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
         ({"seed": 7}, "seed is 7 and was 42"),
         ({"batch_size": 4}, "batch_size is 4 and was 3"),
         ({"shuffle": False}, "shuffle is False and was True"),
-        ({"validation_split": 0.2}, "validation_split is 0.2 and was 0.0; there are 44 rows of data and were 55"),
+        ({"validation_split": 0.2}, "validation_split is 0.2 and was 0.0; the training data are others"),
     ],
 )
 def test_other_samples_than_the_checkpoints_are_refused(settings, message, tmp_path):
@@ -267,3 +278,45 @@ def test_a_resumed_fit_may_have_more_epochs_and_a_complete_one_has_nothing_to_do
         assert again == {**whole, "seen": []}
         more = train_quietly(str(tmp_path), {"resume": "auto", "epochs": 5})
         assert more == {**longer, "seen": longer["seen"][3 * ROWS :]}
+
+
+def test_what_a_user_has_put_beside_the_checkpoints_stays(tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "epochs": 2})
+        shutil.copy(tmp_path / "epoch-0001.ckpt", tmp_path / "mine.ckpt")
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "epochs": 4, "keep_last": 1, "resume": "auto"})
+    assert files(tmp_path) == ["epoch-0004.ckpt", "mine.ckpt"]
+
+
+def test_going_back_to_an_earlier_checkpoint_leaves_the_later_ones_behind(tmp_path):
+    settings = {"checkpoint_every_n_steps": 5, "keep_last": 2}
+    with one_process():
+        whole = train_quietly(str(tmp_path), {"checkpoint_every_n_steps": 5})
+        steps = sorted(tmp_path.glob("step-*"))
+        again = train_quietly(str(tmp_path), {**settings, "resume": steps[1], "epochs": 2})
+        assert again["losses"] == whole["losses"][:2]
+        newest = CheckpointFolder(tmp_path).newest_first()[0]
+        assert newest.position["epoch"] == 2
+        assert newest.path.name == "epoch-0002.ckpt"
+        more = train_quietly(str(tmp_path), {"resume": "auto"})
+        assert (more["weights"], more["losses"]) == (whole["weights"], whole["losses"])
+
+
+def test_other_data_are_refused(tmp_path):
+    with one_process():
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1})
+        model = quiet_model()
+        trainer = cx.DistributedTrainer(Watched(model), nn.CrossEntropyLoss())
+        with pytest.raises(cx.ConfigError, match="the training data are others"):
+            trainer.fit(*make_rows(ROWS, seed=3), batch_size=3, checkpoint_dir=str(tmp_path), resume="auto")
+
+
+def test_a_fit_that_was_refused_can_be_called_again_and_resumes(tmp_path):
+    with one_process():
+        whole = train_quietly(str(tmp_path), {"checkpoint_every_n_steps": 4, "epochs": 2})
+        trainer = cx.DistributedTrainer(Watched(quiet_model()), nn.CrossEntropyLoss())
+        given = {"epochs": 2, "batch_size": 3, "verbose": False, "checkpoint_dir": str(tmp_path), "resume": "auto"}
+        with pytest.raises(cx.ConfigError, match="seed is 7"):
+            trainer.fit(*make_rows(ROWS), **given, seed=7)
+        assert trainer.fit(*make_rows(ROWS), **given).train_losses == whole["losses"]
+        assert trainer.model.seen == []

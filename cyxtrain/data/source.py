@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -76,6 +77,10 @@ class ArraySource:
                 facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
                 facts[f"{label}: hash of its values"] = sampled_hash(tensor)
         return facts
+
+    def digest(self) -> str:
+        """Returns a digest of all facts: how a checkpoint knows the data that its run has seen."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.facts("data")).encode())
 
     def has_nan(self, part: int, parts: int) -> bool:
         """Returns whether X or y holds NaN in one of `parts` shares of the rows: each rank looks through one."""

@@ -116,12 +116,12 @@ def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str
     terminal = Terminal.standard()
     for attempt in range(restarts + 1):
         outcome = _launch_once(num_ranks, command, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
+        ends = outcome.stopped_by is not None or outcome.first_failure is None or bool(outcome.unstoppable)
+        says = b"" if ends or attempt == restarts else f"restart {attempt + 1} of {restarts}\n".encode()
         with contextlib.suppress(OSError):  # nobody reads our stderr any more
-            terminal.write_err(describe(outcome))
-            if outcome.stopped_by is not None or outcome.first_failure is None or outcome.unstoppable:
-                break
-            if attempt < restarts:
-                terminal.write_err(f"restart {attempt + 1} of {restarts}\n".encode())
+            terminal.write_err(describe(outcome) + says)
+        if ends:
+            break
     return _exit_code(outcome)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, training_batches
+from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
@@ -66,6 +67,7 @@ class Fit:
                     self._epoch()
             except StoppedError as error:
                 stopped = error.wish
+                self._wishes.heeded()
             self._keeper.finish(self._totals)
         return stopped
 
@@ -83,6 +85,7 @@ class Fit:
         if wish is not None and gave_up:
             raise StoppedError(wish)  # whoever resumes validates first
         position.epoch, position.samples, self._totals = position.epoch + 1, 0, None
+        self._state.ranks = []
         self._record(loss, accuracy, validation, seconds)
         self._keeper.after_epoch()
         if wish is not None:
@@ -114,8 +117,8 @@ class Fit:
         batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
         try:
             run_epoch(batches, step_and_listen)
-        except StoppedError:
-            raise
+        except (StoppedError, CheckpointError):
+            raise  # on every rank alike
         except BaseException as error:
             runtime.tell(error, in_training=True)  # in the middle of a step the others would wait for this rank
             raise

@@ -47,6 +47,10 @@ class Keeper:
         self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
         if self._writer is not None:
             self._writer.folder.remove_leftovers()
+            # Killed between a checkpoint and its second name.
+            last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
+            if state.history.epochs and last.exists() and self._is_best():
+                self._writer.folder.mark_best(last)
 
     def after_step(self, totals: Totals) -> None:
         """A step is done, in the middle of an epoch or at its end.
@@ -60,15 +64,22 @@ class Keeper:
 
     def save_step(self, totals: Totals) -> None:
         """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
-        if self._saved != self._here():
-            self._save(f"step-{self._state.position.step:08d}", totals.table.tolist())
+        if self.is_on and self._saved != self._here():
+            self.gather(totals)
+            self._save(f"step-{self._state.position.step:08d}")
+
+    def gather(self, totals: Totals) -> None:
+        """Takes into the state what belongs to each rank in the middle of an epoch."""
+        own = {"generators": generators_as_json(self._device), "sums": totals.table.tolist()}
+        texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
+        self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
 
     def after_epoch(self) -> None:
         """An epoch is complete, with its validation and its entry in the history."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
-            self._save(f"epoch-{epoch:04d}", [], is_best=is_best)
+            self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: Totals | None) -> None:
         """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
@@ -76,13 +87,17 @@ class Keeper:
         Args:
             totals: Of this rank in the epoch in which it stops; None: it stops between two.
         """
+        if totals is not None:
+            self.gather(totals)  # also for whoever saves by hand afterwards
         if not self.is_on:
             return
-        if totals is not None:
-            self.save_step(totals)
-        elif self._saved != self._here():
-            self._save(f"epoch-{self._state.position.epoch:04d}", [])
-        self._settle()
+        if self._saved != self._here():
+            position = self._state.position
+            self._save(f"epoch-{position.epoch:04d}" if totals is None else f"step-{position.step:08d}")
+        # No rank leaves before all is on the disk: its end could be that of the one that writes.
+        problem = self._take_problem()
+        raise_together(problem if self._config.on_save_error == "raise" else None)
+        self._complain(problem)
 
     def close(self) -> None:
         """Ends the writing thread, also after an error; what it has begun is written."""
@@ -103,11 +118,8 @@ class Keeper:
         # A first NaN is better than nothing; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
-    def _save(self, name: str, sums: list[list[float]], *, is_best: bool = False) -> None:
+    def _save(self, name: str, *, is_best: bool = False) -> None:
         self._settle()
-        own = {"generators": generators_as_json(self._device), "sums": sums}
-        texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-        ranks = [decode_tree(json.loads(text)) for text in texts]
         self._saved = self._here()
         if self._writer is None:
             return
@@ -117,11 +129,11 @@ class Keeper:
             if is_best:
                 folder.mark_best(folder.file(name))
             if keep_last:
-                folder.prune(run, keep_last)
+                folder.prune(run, keep_last, folder.file(name))
 
         try:
-            self._writer.write(name, self._state.to_checkpoint(ranks), afterwards)
-        except CheckpointError as error:
+            self._writer.write(name, self._state.to_checkpoint(), afterwards)
+        except (CheckpointError, ConfigError) as error:
             self._problem = error  # said with those that come later
 
     def _settle(self) -> None:

@@ -48,6 +48,8 @@ class Resumed:
         rank, world_size = runtime.get_rank(), runtime.get_world_size()
         try:
             tables = [each["sums"] for each in self.ranks]
+            if not any(tables):
+                return  # made between two epochs: the next one begins with generators of its own
             if len(self.ranks) == world_size:
                 set_generators(self.ranks[rank]["generators"], device)
                 totals.go_on_from(tables[rank])
@@ -61,52 +63,66 @@ class Resumed:
 
 
 def find_checkpoint(
-    resume: str | None, config: DistributedTrainingConfig, call: int
+    resume: str | None, config: DistributedTrainingConfig, call: int, trainer: int
 ) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
+    Where the launcher has started all ranks again, the newest one that this launch has made comes first, whatever
+    `resume` says.
+
     Args:
-        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path. None: where the
-            launcher has started all ranks again, the newest one that this launch has made.
+        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path, or None.
         config: Of the fit.
-        call: Which call of `fit` it is, from 1. A program that runs again makes all its calls: what an earlier one
-            has left is no place to go on from.
+        call: Which call of `fit` of this trainer it is, from 1. A program that runs again makes all its calls: what an
+            earlier one has left is no place to go on from.
+        trainer: Number of the trainer in the program.
 
     Raises:
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
     """
     launched, attempt = environment.launched_run()
-    if resume is None and not attempt:
+    folder = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
+    if attempt and resume != AUTO:
+        found = read_on_all(lambda: next(_intact(folder, launched, trainer), (b"", "")))
+        if found is not None:
+            return _unless_earlier(found, call)
+    if resume is None:
         return None
-
-    def read() -> tuple[bytes, str]:
-        if resume not in (AUTO, None):
-            return read_file(resume, "checkpoint"), resume
-        folder = CheckpointFolder(config.checkpoint_dir)
-        return next(_intact(folder, None if resume == AUTO else launched), (b"", ""))
-
-    found = read_on_all(read)
-    if found is None or resume not in (AUTO, None):
-        return found
-    return None if Position.from_json(found[0].position, found[1]).fits < call else found
+    if resume == AUTO:
+        return _unless_earlier(read_on_all(lambda: next(_intact(folder), (b"", ""))), call)
+    return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
 
 
-def _intact(folder: CheckpointFolder, launched: str | None) -> Iterator[tuple[bytes, str]]:
-    """Gives (bytes, path) of checkpoints that are intact, the newest first; of one launch, or of any."""
+def _unless_earlier(found: tuple[CheckpointState, str] | None, call: int) -> tuple[CheckpointState, str] | None:
+    """Returns a checkpoint, unless an earlier call of `fit` has made it."""
+    if found is None or Position.from_json(found[0].position, found[1]).fits < call:
+        return None
+    return found
+
+
+def _intact(folder: CheckpointFolder, launched: str = "", trainer: int = 0) -> Iterator[tuple[bytes, str]]:
+    """Gives (bytes, path) of checkpoints that are intact, the newest first; of one trainer of a launch, or of any."""
     for found in folder.newest_first():
-        if launched is not None and found.run and found.run.get("launched") != launched:
+        if launched and found.run and (found.run.get("launched"), found.run.get("trainer")) != (launched, trainer):
             continue
         try:
             data = read_file(found.path, "checkpoint")
-            Position.from_json(unpack_checkpoint(data, str(found.path)).position, f"checkpoint {found.path}")
+            state = unpack_checkpoint(data, str(found.path))
+            Position.from_json(state.position, f"checkpoint {found.path}")
         except CheckpointError as error:
             warnings.warn(f"{error} It is skipped.", stacklevel=2)
             continue
         yield data, str(found.path)
 
 
-def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainingConfig, rows: int) -> None:
+def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainingConfig, data: str) -> None:
     """Refuses to go on with other samples than those that the checkpoint would have seen.
+
+    Args:
+        state: The checkpoint.
+        name: Its name.
+        config: Of the fit.
+        data: A digest of the training data.
 
     Raises:
         ConfigError: With what differs.
@@ -117,8 +133,8 @@ def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainin
         for field in _SAME_FIELDS
         if now[field] != state.config.get(field)
     ]
-    if state.position.get("rows") != rows:
-        differences.append(f"there are {rows:,} rows of data and were {state.position.get('rows'):,}")
+    if state.run.get("data") != data:
+        differences.append("the training data are others")
     if differences:
         raise ConfigError(
             f"fit cannot resume from {name}: {'; '.join(differences)}. Give what was given before; or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.saving.checkpoint import CheckpointState
@@ -35,8 +36,6 @@ class Position:
     """Epochs that were complete when the latest call of `fit` began."""
     fits: int = 0
     """Calls of `fit` that have begun."""
-    rows: int = 0
-    """Samples of an epoch, in the latest call of `fit`."""
     effective_batch_size: int = 0
     """Samples per step over all ranks, in the latest call of `fit`."""
 
@@ -60,39 +59,53 @@ class TrainingState:
     Attributes:
         model: Not wrapped.
         optimizer: Of its parameters.
+        trainer: Number of the trainer in its program, from 1.
         position: Where training is.
         history: Of the latest call of `fit`, so far.
         config: Of the latest call of `fit`.
-        run: Which run this is: "id", "started" in seconds since 1970, and of which "launched" command; the same on
-            every rank.
+        run: Which run this is: "id"; "started", in seconds since 1970; the "launched" command, and the "trainer" in it;
+            and a digest of the "data". The same on every rank.
+        ranks: What belongs to each rank in the middle of an epoch; empty between two.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    trainer: int
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
     config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
     run: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
-    def begin_fit(self, config: DistributedTrainingConfig, number: int, rows: int, effective_batch_size: int) -> None:
+    def begin_fit(
+        self, config: DistributedTrainingConfig, number: int, data: str, batches: DistributedBatchIterator
+    ) -> None:
         """Begins a fit where training is. All ranks call it.
 
         Args:
             config: Of the fit.
             number: Of the fit, from 1.
-            rows: Of its training data.
-            effective_batch_size: Samples per step over all ranks.
+            data: A digest of its training data.
+            batches: Of an epoch.
         """
         position = self.position
         # What was left of an epoch that an earlier fit did not end is not this fit's.
         position.samples, position.first_epoch, position.fits = 0, position.epoch, number
-        position.rows, position.effective_batch_size = rows, effective_batch_size
-        self.history = TrainingHistory(effective_batch_size=effective_batch_size, world_size=runtime.get_world_size())
-        self.config = config
-        self._begin_run()
+        effective = position.effective_batch_size = batches.effective_batch_size
+        self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
+        self.config, self.ranks = config, []
+        self._begin_run(data)
 
-    def go_on(self, state: CheckpointState, source: str, config: DistributedTrainingConfig) -> None:
+    def go_on(
+        self, state: CheckpointState, source: str, config: DistributedTrainingConfig, *, is_new_run: bool
+    ) -> None:
         """Goes on with the fit that made a checkpoint. All ranks call it.
+
+        Args:
+            state: The checkpoint.
+            source: What it is, for messages.
+            config: Of the fit.
+            is_new_run: Whether later checkpoints of that fit are no part of what comes now.
 
         Raises:
             CheckpointError: As `load`.
@@ -100,25 +113,24 @@ class TrainingState:
         self.load(state, source)
         self.history.world_size = runtime.get_world_size()
         self.config = config
+        if is_new_run:
+            self._begin_run(str(self.run.get("data")))
 
-    def _begin_run(self) -> None:
+    def _begin_run(self, data: str) -> None:
         """Makes this a run of its own, which no earlier checkpoint belongs to."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
-        self.run = {"id": name, "started": float(started), "launched": environment.launched_run()[0]}
+        launched, _ = environment.launched_run()
+        self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, "data": data}
 
-    def to_checkpoint(self, ranks: Sequence[dict[str, Any]] = ()) -> CheckpointState:
-        """Returns what a checkpoint holds; its tensors are the live ones, not copies.
-
-        Args:
-            ranks: What belongs to each rank.
-        """
+    def to_checkpoint(self) -> CheckpointState:
+        """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
         state, groups = optimizer_state_by_name(self.optimizer, self.model)
         return CheckpointState(
             model=self.model.state_dict(),
             optimizer=state,
             optimizer_groups=groups,
-            ranks=list(ranks),
+            ranks=self.ranks,
             position=dataclasses.asdict(self.position),
             history=self.history.to_dict(),
             config=dataclasses.asdict(self.config),
@@ -142,4 +154,4 @@ class TrainingState:
         # First, because it takes all or nothing, and the model has just been seen to fit.
         load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
-        self.position, self.history, self.run = position, history, dict(state.run)
+        self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks

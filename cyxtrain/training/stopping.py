@@ -39,6 +39,10 @@ class Wish(enum.IntEnum):
 
 assert len(Wish) == NUM_SIGNALS
 _SIGNALS = {signal.SIGINT: Wish.INTERRUPT, signal.SIGTERM: Wish.TERMINATE}
+if sys.platform == "win32":
+    _SIGNALS[signal.SIGBREAK] = Wish.TERMINATE  # what the launcher sends there
+_PATIENCE_SECONDS = 8.0
+"""After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
 
 
 class StoppedError(Exception):
@@ -67,6 +71,7 @@ class Wishes:
         self._ends = None if limit is None else time.monotonic() + limit
         self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
         self._saved = time.monotonic()
+        self._timer: threading.Timer | None = None
 
     def own(self) -> list[float]:
         """Returns the wishes of this rank as signals."""
@@ -82,6 +87,12 @@ class Wishes:
         """A checkpoint has been made: the next one is due later."""
         self._saved = time.monotonic()
         self._wished.discard(Wish.SAVE)
+
+    def heeded(self) -> None:
+        """The fit stops for what any rank wishes: no wish is left to fulfil."""
+        self._cancel()
+        self._wished.clear()
+        self._ends = None
 
     @property
     def want_to_stop(self) -> bool:
@@ -106,6 +117,10 @@ class Wishes:
         def hear(number: int, _: FrameType | None) -> None:
             self._wished.add(_SIGNALS[signal.Signals(number)])
             signal.signal(number, before[signal.Signals(number)])
+            if number != signal.SIGINT:
+                self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
+                self._timer.daemon = True
+                self._timer.start()
             if number == signal.SIGINT and sys.stderr.isatty():
                 # Not print: a signal may come in the middle of one.
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
@@ -116,9 +131,18 @@ class Wishes:
                     signal.signal(number, hear)
             yield
         finally:
+            self._cancel()
             for number, handler in before.items():
                 if handler is not None:
                     signal.signal(number, handler)
+            # What came when no step was left to heed it is as if it came now.
+            for number, wish in _SIGNALS.items():
+                if wish in self._wished:
+                    signal.raise_signal(number)
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _look_at_the_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
@@ -41,6 +42,9 @@ from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
 from cyxtrain.training.stopping import leave_for
 from cyxtrain.training.totals import loss_and_accuracy
+
+_numbers = itertools.count(1)
+"""A program that is started again makes the same trainers in the same order."""
 
 
 class DistributedTrainer:
@@ -84,8 +88,8 @@ class DistributedTrainer:
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
         self._device = checked_device(device)
-        self._state = TrainingState(self.model, self.optimizer)
-        self._calls = 0
+        self._state = TrainingState(self.model, self.optimizer, next(_numbers))
+        self._calls = 0  # of fit, that are complete
         Loss(loss_fn)  # refuses what is no loss, here and now
 
     @property
@@ -123,7 +127,8 @@ class DistributedTrainer:
         if any(other["_nan"] for other in everyone):
             warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
         resumed, says = self._begin(run)
-        if self._state.position.fits > self._calls:
+        if self._state.position.fits > self._calls + 1:
+            self._calls += 1
             run.display.header(says)
             return self._state.history
         ddp = DistributedDataParallel(self.model, self.ddp_config)
@@ -139,26 +144,27 @@ class DistributedTrainer:
                 run.display.close()
                 ddp.close()
                 self.model.zero_grad()
+        if stopped is None:
+            self._calls = self._state.position.fits
         leave_for(stopped)
         return self._state.history
 
     def _begin(self, run: Run) -> tuple[Resumed | None, list[tuple[str, str]]]:
         """Goes to where the fit begins: where the model is, or where a checkpoint was made; says so for the header."""
-        self._calls += 1
-        found = find_checkpoint(run.resume, run.config, self._calls)
+        number, is_named = self._calls + 1, run.resume not in (None, AUTO)
+        found = find_checkpoint(run.resume, run.config, number, self._state.trainer)
         if found is None:
-            self._state.begin_fit(run.config, self._calls, len(run.data), run.batches.effective_batch_size)
+            self._state.begin_fit(run.config, number, run.data.source.digest(), run.batches)
             nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
             return None, [] if run.resume is None else [("resume", nothing)]
         state, name = found
-        fits = Position.from_json(state.position, name).fits
-        if run.resume not in (None, AUTO):
-            self._calls = fits
-        if fits > self._calls:  # a program that runs again: this call was complete
+        if is_named:
+            self._calls = Position.from_json(state.position, name).fits - 1
+        elif Position.from_json(state.position, name).fits > number:  # a program that runs again
             self._state.load(state, f"checkpoint {name}")
             return None, [("resume", f"{name} is of a later fit: this one is complete")]
-        check_same_fit(state, name, run.config, len(run.data))
-        self._state.go_on(state, f"checkpoint {name}", run.config)
+        check_same_fit(state, name, run.config, run.data.source.digest())
+        self._state.go_on(state, f"checkpoint {name}", run.config, is_new_run=is_named)
         run.go_on(self._state)
         return Resumed(state.ranks, name), [("resume", f"from {name}")]
 
@@ -274,11 +280,12 @@ class DistributedTrainer:
             CheckpointError: It could not be written; what was there before is still there.
             CollectiveMismatchError: Ranks call different things.
         """
-        together, problem = self._call_roll("save_checkpoint", works_alone=True), None
+        together = self._call_roll("save_checkpoint", works_alone=True)
+        problem: Exception | None = None
         if runtime.is_master():
             try:
                 write_checkpoint(path, self._state.to_checkpoint())
-            except CheckpointError as error:
+            except Exception as error:  # the others wait
                 problem = error
         if together:
             raise_together(problem)

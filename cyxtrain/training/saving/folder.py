@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         self.path = Path(path)
         self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
+        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST}){re.escape(self._suffix)}")
 
     def file(self, name: str) -> Path:
         """Returns the file of a checkpoint, such as "epoch-0003"."""
@@ -64,17 +66,22 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Found]:
         """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            files = [path for path in self.path.iterdir() if path.name.endswith(self._suffix)]
-            found = [_look_into(path) for path in sorted(files) if not path.name.startswith(".")]
+        with contextlib.suppress(OSError):
+            found = [_look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
             return sorted(found, key=lambda one: (not one.position, one.order), reverse=True)
         return []
 
-    def prune(self, run: object, keep_last: int) -> None:
-        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays."""
-        best = self.file(BEST)
-        own = [one for one in self.newest_first() if one.position and one.run.get("id") == run and one.path != best]
-        for one in own[keep_last:]:
+    def prune(self, run: object, keep_last: int, newest: Path) -> None:
+        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays.
+
+        Args:
+            run: Its id.
+            keep_last: How many stay.
+            newest: One that stays in any case.
+        """
+        kept = (newest, self.file(BEST))
+        own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
+        for one in [one for one in own if one.path not in kept][keep_last - 1 :]:
             with contextlib.suppress(OSError):
                 one.path.unlink()
 
@@ -99,7 +106,7 @@ class CheckpointFolder:
                     path.unlink()
 
     def _temporary(self) -> Iterator[Path]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(OSError):
             names = [path for path in self.path.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
             yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
 
