@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from cyxtrain.training.randomness import generators_as_json
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 from cyxtrain.training.saving.folder import CheckpointFolder
 
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [pytest.mark.usefixtures("rank_server")]
 
 ROWS, BATCH = 55, 5
@@ -85,7 +87,7 @@ def resume_from_each(folder: str, seed: int) -> dict[str, dict[str, Any]]:
     return {path.name: train_anew(seed + number, folder, {"resume": path}) for number, path in enumerate(paths)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_fit_resumed_between_two_epochs_draws_the_numbers_of_the_next_one(world_size, tmp_path):
     whole = run_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_epochs": 1})
     assert [path.name for path in sorted(tmp_path.iterdir())] == [f"epoch-000{epoch}.ckpt" for epoch in (1, 2, 3)]
@@ -95,7 +97,7 @@ def test_a_fit_resumed_between_two_epochs_draws_the_numbers_of_the_next_one(worl
             assert without(resumed[rank][name], "seen") == without(whole[rank], "seen"), (name, rank)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(3)])
 def test_a_fit_resumed_after_any_step_ends_as_the_one_that_was_not_interrupted(world_size, tmp_path):
     whole = run_world(world_size, train_anew, 1, str(tmp_path), {"checkpoint_every_n_steps": 1})
     plain = run_world(world_size, train_anew, 2, str(tmp_path / "none"), {})
@@ -161,7 +163,7 @@ def joined(ranks: list[dict[str, Any]], sizes: list[int]) -> list[list[float]]:
     return steps
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [by_night(1), by_night(2), 3])
 def test_on_another_number_of_ranks_the_same_samples_come_in_the_same_order(world_size, tmp_path):
     whole = run_world(4, train_quietly, str(tmp_path), {"checkpoint_every_n_steps": 1})
     assert whole[0]["size"] == 12

@@ -21,6 +21,7 @@ import cyxtrain as cx
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 from cyxtrain.training.saving.folder import CheckpointFolder
 
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.skipif(os.name == "nt", reason="these ranks get POSIX signals"),
@@ -82,9 +83,13 @@ def uninterrupted(world_size: int, folder: Path) -> list[dict[str, Any]]:
     return run_world(world_size, fit, str(folder), {}, {})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("number", "ended"), [(signal.SIGTERM, "SystemExit(143)"), (signal.SIGINT, "KeyboardInterrupt()")]
+    ("number", "ended", "world_size"),
+    [
+        (signal.SIGTERM, "SystemExit(143)", 2),
+        *(by_night(signal.SIGTERM, "SystemExit(143)", world_size) for world_size in (1, 3)),
+        *(by_night(signal.SIGINT, "KeyboardInterrupt()", world_size) for world_size in (1, 2, 3)),
+    ],
 )
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_fit_can_be_resumed(number, ended, world_size, tmp_path):
     whole = run_world(world_size, fit, str(tmp_path / "whole"), {}, {})
