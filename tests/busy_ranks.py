@@ -132,7 +132,7 @@ def raise_in(folder: str, where: str) -> Facts | None:
     with cx.init():
         try:
             globals()[where](folder)
-        except cx.PeerLostError as error:
+        except (cx.PeerLostError, cx.DistributedTrainingError) as error:
             return learnt(error)
     return None
 

@@ -59,6 +59,7 @@ def test_rank_0_evaluates_predicts_and_saves_while_the_others_wait_in(then, tmp_
     assert (tmp_path / "alone.ckpt").exists()
 
 
+@pytest.mark.nightly
 def test_the_end_of_the_program_waits_for_rank_0_too(tmp_path):
     (tmp_path / "train.py").write_text(
         """

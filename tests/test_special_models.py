@@ -215,7 +215,7 @@ def test_an_error_in_the_model_of_one_rank_that_it_catches_does_not_leave_the_ot
     assert texts[1] == "LookupError: no such word"
     for rank, text in enumerate(texts):
         if rank != 1:
-            assert text.startswith("PeerLostError: rank 1 has ended: LookupError: no such word")
+            assert text.startswith("DistributedTrainingError: rank 1 has failed: LookupError: no such word")
 
 
 class FailsWithOurError(FailsOnce):
@@ -248,7 +248,7 @@ def test_an_error_of_our_own_on_one_rank_does_not_leave_the_others_waiting(adopt
     run = run_ranks if adopts else run_world
     first, second = (getattr(end, "value", end) for end in run(2, catch_an_error_of_ours, adopts, seconds=20.0))
     assert second.startswith("ConfigError: there is no loss")
-    assert first.startswith("PeerLostError: rank 1 has ended: ConfigError: there is no loss")
+    assert first.startswith("DistributedTrainingError: rank 1 has failed: ConfigError: there is no loss")
 
 
 def train_after_a_step_by_hand() -> str:
