@@ -167,7 +167,7 @@ def drawn_flips(count: int, seed: int, traffic: list[Traffic], *roles: str) -> l
     return found
 
 
-@by_day_and_nightly(100, 5000)
+@by_day_and_nightly(50, 5000)
 def test_every_flipped_bit_is_found_and_the_link_named(count, seed):
     clean = run_world(3, everything, options=CHECKED)
     assert clean.errors == [None] * 3

@@ -29,7 +29,7 @@ ALL_CASES: list[Case] = list(itertools.product(SAMPLES, BATCH_SIZES, (False, Tru
 NIGHT_CASES: list[Case] = [case for case in ALL_CASES if case[0] == 1797 and case[1] < 64]
 DAY_CASES: list[Case] = [case for case in ALL_CASES if case not in NIGHT_CASES]
 AGAIN = [case for case in DAY_CASES if case[0] in (7, 100) and case[1] == 3]
-WORLDS = (2, 3, pytest.param(4, marks=pytest.mark.nightly))
+WORLDS = (2, *(pytest.param(world_size, marks=pytest.mark.nightly) for world_size in (3, 4)))
 
 
 def fit_adam(case: Case, world_size: int) -> dict[str, Any]:
