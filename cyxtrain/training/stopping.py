@@ -32,7 +32,7 @@ class Wish(enum.IntEnum):
     INTERRUPT = 1
     """SIGINT, that is Ctrl-C: who sits in front of it wants it to stop."""
     FINISH = 2
-    """The fit has done enough: time is over, or a callback says so."""
+    """The fit has done enough: time is over."""
     SAVE = 3
     """A checkpoint is due by the clock."""
 
@@ -75,13 +75,9 @@ class Wishes:
 
     def own(self) -> list[float]:
         """Returns the wishes of this rank as signals."""
-        if self._wished or self._ends is not None or self._save_seconds is not None:
+        if self._ends is not None or self._save_seconds is not None:
             self._look_at_the_clock(time.monotonic())
         return [float(wish in self._wished) for wish in Wish]
-
-    def finish(self) -> None:
-        """Wishes that the fit stops, as if this had been its last step."""
-        self._wished.add(Wish.FINISH)
 
     def saved(self) -> None:
         """A checkpoint has been made: the next one is due later."""

@@ -31,13 +31,11 @@ class Found:
     Attributes:
         path: The file.
         position: Where in its run it is; empty where the file is damaged.
-        history: Of its fit.
         run: Of which run it is.
     """
 
     path: Path
     position: dict[str, Any]
-    history: dict[str, Any]
     run: dict[str, Any]
 
     @property
@@ -124,10 +122,10 @@ def _look_into(path: Path) -> Found:
         values = {name: decode_tree(value) for name, value in json.loads(content).items() if name in _LOOKED_AT}
         return Found(path, **values)
     except Exception:  # whoever wants to load it hears why that is impossible
-        return Found(path, {}, {}, {})
+        return Found(path, {}, {})
 
 
-_LOOKED_AT = ("position", "history", "run")
+_LOOKED_AT = ("position", "run")
 
 
 def _number(value: object) -> float:
