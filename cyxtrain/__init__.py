@@ -24,10 +24,12 @@ from cyxtrain.errors import (
     CyxtrainError,
     DamagedFrameError,
     DistributedTrainingError,
+    NonFiniteError,
     NotInitializedError,
     PeerLostError,
     PeerSilentError,
     RendezvousError,
+    ReplicasDifferError,
 )
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.runtime import (
@@ -104,6 +106,8 @@ __all__ = [  # noqa: RUF022
     "DamagedFrameError",
     "CheckpointError",
     "DistributedTrainingError",
+    "NonFiniteError",
+    "ReplicasDifferError",
 ]
 
 ring.register()

@@ -75,6 +75,11 @@ def require_boolean(owner: str, name: str, value: object) -> None:
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
+def require_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuses what is none of the choices."""
+    require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.")
+
+
 class BackendType(str, enum.Enum):
     """What carries the collectives."""
 
@@ -251,6 +256,12 @@ class DistributedTrainingConfig:
     kept as "best.ckpt"."""
     on_save_error: str = "warn"
     """What happens where a checkpoint cannot be written: "warn": training goes on; "raise"."""
+    on_nonfinite: str = "raise"
+    """What happens where a loss or a gradient is NaN or infinite: "raise"; or "skip": the step is not taken, and
+    training goes on, unless that happens ten times in a row."""
+    check_replicas_every_n_steps: int | None = None
+    """Optimizer steps after which the parameters of all ranks are compared, bit for bit; None: after each epoch; 0:
+    never."""
 
     def validate(self) -> None:
         """Refuses what cannot work, before training starts.
@@ -271,6 +282,9 @@ class DistributedTrainingConfig:
         limit = self.max_time_seconds
         right = limit is None or (_is_number(limit) and limit > 0)
         require(right, f"{owner}.max_time_seconds must be a number of seconds above 0 or None, got {limit!r}.")
+        require_choice(owner, "on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        if self.check_replicas_every_n_steps is not None:
+            require_integer(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
         split = self.validation_split
         right = _is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
@@ -283,11 +297,8 @@ class DistributedTrainingConfig:
         right = _is_number(minutes) and 0 <= minutes < math.inf
         require(right, f"{owner}.checkpoint_every_n_minutes must be a number of at least 0, got {minutes!r}.")
         require_integer(owner, "keep_last", self.keep_last, 0)
-        known = (None, "loss", "accuracy", "val_loss", "val_accuracy")
-        require(self.keep_best in known, f"{owner}.keep_best must be one of {known}, got {self.keep_best!r}.")
-        choices = ("warn", "raise")
-        right = self.on_save_error in choices
-        require(right, f"{owner}.on_save_error must be one of {choices}, got {self.on_save_error!r}.")
+        require_choice(owner, "keep_best", self.keep_best, (None, "loss", "accuracy", "val_loss", "val_accuracy"))
+        require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
         if isinstance(self.checkpoint_dir, os.PathLike):
             self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
         named = isinstance(self.checkpoint_dir, str) and bool(self.checkpoint_dir.strip())

@@ -13,6 +13,8 @@
         DamagedFrameError           other bytes arrived than were sent (found by checksums, where they are on)
         CheckpointError             a checkpoint cannot be written, or cannot be trusted
         DistributedTrainingError    training ended because of an error on some rank
+          NonFiniteError            a loss or a gradient is NaN or infinite
+          ReplicasDifferError       ranks hold different parameters
 
 Each message says what happened, where ("rank 3", before any address) and what to do. Each error carries
 its facts as attributes, and travels between ranks as those facts, never as a pickled object.
@@ -144,6 +146,14 @@ class DistributedTrainingError(CyxtrainError):
         return cls(message, rank=rank, failures=[failure])
 
 
+class NonFiniteError(DistributedTrainingError):
+    """A loss or a gradient is NaN or infinite; every rank raises it at the same step, before anything has changed."""
+
+
+class ReplicasDifferError(DistributedTrainingError):
+    """Ranks hold different parameters, where all must hold the same; every rank raises it."""
+
+
 _BY_NAME: dict[str, type[CyxtrainError]] = {
     kind.__name__: kind
     for kind in (
@@ -159,6 +169,8 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
         DamagedFrameError,
         CheckpointError,
         DistributedTrainingError,
+        NonFiniteError,
+        ReplicasDifferError,
     )
 }
 

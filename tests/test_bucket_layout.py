@@ -56,7 +56,7 @@ def test_places_follow_each_other_and_the_flags_come_last(seed):
         ends = [offset + parameters[i].count for offset, i in zip(bucket.offsets, bucket.parameters, strict=True)]
         assert list(bucket.offsets) == [0, *ends[:-1]]
         assert bucket.flags_offset == ends[-1]
-        signals = NUM_SIGNALS if bucket is layout[-1] else 0
+        signals = NUM_SIGNALS + 1 if bucket is layout[-1] else 0  # and the loss
         assert bucket.count == ends[-1] + len(bucket.parameters) + 1 + signals
 
 

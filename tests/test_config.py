@@ -49,6 +49,8 @@ WRONG = {
         "checkpoint_every_n_steps": (-1, None, *WHOLE_NUMBERS),
         "checkpoint_every_n_minutes": (-1, math.nan, math.inf, True, "1", None),
         "max_time_seconds": (0, -1, math.nan, True, "1"),
+        "on_nonfinite": ("ignore", None, True),
+        "check_replicas_every_n_steps": (-1, 1.5, True, "1"),
         "keep_last": (-1, None, *WHOLE_NUMBERS),
         "keep_best": ("", "losses", 3, True),
         "on_save_error": ("", "ignore", None, True),

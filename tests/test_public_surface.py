@@ -31,7 +31,7 @@ ERRORS = [
     "CyxtrainError", "NotInitializedError", "ConfigError", "BackendUnavailableError", "RendezvousError",
     "PeerLostError", "PeerSilentError", "CollectiveTimeoutError", "CollectiveMismatchError",
     "DamagedFrameError", "CheckpointError",
-    "DistributedTrainingError",
+    "DistributedTrainingError", "NonFiniteError", "ReplicasDifferError",
 ]  # fmt: skip
 
 SIGNATURES = {
@@ -55,6 +55,7 @@ SIGNATURES = {
     "DistributedDataParallel.sync_gradients": "(self)",
     "DistributedDataParallel.update_parameters": "(self, optimizer)",
     "DistributedDataParallel.no_sync": "(self)",
+    "DistributedDataParallel.check_replicas": "(self)",
     "DistributedDataParallel.register_comm_hook": "(self, state, hook)",
     "DistributedDataParallel.get_model": "(self)",
     "DistributedDataParallel.get_rank": "(self)",
@@ -77,7 +78,8 @@ SIGNATURES = {
     "DistributedTrainingConfig": "(epochs=10, batch_size=64, effective_batch_size=None, shuffle=True, seed=42, "
     "verbose=True, log_every_n_batches=0, checkpoint_every_n_epochs=0, checkpoint_dir='./checkpoints', "
     "save_on_master_only=True, validation_split=0.0, checkpoint_every_n_steps=0, checkpoint_every_n_minutes=0.0, "
-    "max_time_seconds=None, keep_last=0, keep_best=None, on_save_error='warn')",
+    "max_time_seconds=None, keep_last=0, keep_best=None, on_save_error='warn', "
+    "on_nonfinite='raise', check_replicas_every_n_steps=None)",
     "save_weights": "(model, path)",
     "load_weights": "(model, path)",
 }

@@ -27,10 +27,12 @@ class Bucket:
         self._parameters = [parameters[i] for i in spec.parameters]
         self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device)
         self._flags = self._flat[spec.flags_offset :]
-        self._has_signals = spec.signals > 0
         self.heard: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self._gradients_end = spec.flags_offset
+        signals = self._flags[len(self._parameters) + 1 :]
+        self._signals = signals[:-1] if spec.has_signals else None
+        self._loss = signals[-1] if spec.has_signals else None
         self._views = [
             _slot(self._flat, offset, parameter)
             for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
@@ -96,6 +98,7 @@ class Bucket:
         *,
         absent: bool,
         signals: Sequence[float] = (),
+        loss: Tensor | None = None,
     ) -> None:
         """Sends the bucket on its way.
 
@@ -105,6 +108,7 @@ class Bucket:
             hook: (state, function) as PyTorch's comm hooks; None: all_reduce.
             absent: Whether this rank had no samples: then it has no say in what was used.
             signals: Of this rank; they travel with the last bucket.
+            loss: Of this rank, so that all see where it is not finite; it travels there too.
         """
         dist = torch.distributed
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
@@ -116,8 +120,10 @@ class Bucket:
         elif not self.complete:
             unused = [0.0 if ready else 1.0 for ready in self._ready]
             self._flags[:count] = torch.tensor(unused, device=self._flags.device)
-        if self._has_signals and any(signals):
-            self._flags[count + 1 :] = torch.tensor(signals, device=self._flags.device)
+        if self._signals is not None and any(signals):
+            self._signals.copy_(torch.tensor(signals))
+        if self._loss is not None and loss is not None:
+            self._loss.copy_(loss * 0)  # without asking the device what it is
         if hook is None:
             self._works = [dist.all_reduce(self._flat, op, group, async_op=True)]
             return
@@ -145,7 +151,7 @@ class Bucket:
         flags = self._flags.real if self._flags.is_complex() else self._flags
         numbers = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
         count = len(self._parameters)
-        shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 :]
+        shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 : -1]
         unused = []
         for slot, parameter in enumerate(self._parameters):
             # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
@@ -166,6 +172,11 @@ class Bucket:
         flat = result[0] if isinstance(result, (list, tuple)) else result
         if flat.data_ptr() != self._flat.data_ptr():
             self._flat[: self._gradients_end] = flat
+
+    @property
+    def numbers(self) -> Tensor:
+        """All that has travelled: gradients, flags, signals and loss."""
+        return self._flat
 
     # PyTorch's GradBucket.
 

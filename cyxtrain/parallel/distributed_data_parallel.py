@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig, require, unknown_name
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
+from cyxtrain.parallel.replicas import check_replicas
 
 _BROADCAST_BYTES = 25 << 20
 
@@ -59,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         self._reducer: Reducer | None = None
         self._last_input: weakref.ref[Tensor] | None = None
         self._last_output: weakref.ref[Tensor] | None = None
+        self._loss: Tensor | None = None
         if world_size > 1:
             _check_same_module(model)
             if self.config.broadcast_parameters:
@@ -165,6 +168,38 @@ class DistributedDataParallel(nn.Module):
             return lambda: list(signals)
         self._reducer.signals = list(signals)
         return lambda: self._reducer.heard if self._reducer is not None else list(signals)
+
+    def watch(self, loss: Tensor) -> None:
+        """Lets the loss take part in the next synchronisation: `is_finite` looks at it too.
+
+        Args:
+            loss: Of this rank, 0-dim.
+        """
+        # Those of several backwards, with accumulation, add up: what is not finite stays so.
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        if self._reducer is not None:
+            self._reducer.loss = self._loss
+
+    def is_finite(self) -> bool:
+        """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
+
+        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once.
+        """
+        loss, self._loss = self._loss, None
+        if self._reducer is not None:
+            return all_finite(self._reducer.numbers)
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return all_finite(gradients if loss is None else [*gradients, loss])
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.
+
+        Cost: a hash of all parameters, and two all_gathers of some bytes; nothing in a world of one.
+
+        Raises:
+            ReplicasDifferError: With the rank that differs from most, and the parameters; on every rank.
+        """
+        check_replicas([*self.module.named_parameters()], runtime.cpu_group())
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""

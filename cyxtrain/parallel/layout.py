@@ -3,7 +3,8 @@
 A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
 rank where that parameter took no part, and one that is 1 on a rank without samples; in the last bucket, then, some
 numbers that ranks tell each other for other purposes. All are summed with the gradients, so that all ranks know who
-used what, and what others want, without another message.
+used what, and what others want, without another message. The very last one is 0, and NaN on a rank whose loss is not
+finite: the sum is NaN then on every rank, as that of a gradient that is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 
 NUM_SIGNALS = 4
-"""Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket."""
+"""Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket; then its loss."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BucketSpec:
         flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
         dtype: Of the flat tensor.
         device: Of the flat tensor.
-        signals: How many signals stand behind the flags.
+        has_signals: Whether the signals, and the loss, stand behind the flags.
     """
 
     parameters: tuple[int, ...]
@@ -48,12 +49,12 @@ class BucketSpec:
     flags_offset: int
     dtype: torch.dtype
     device: torch.device
-    signals: int = 0
+    has_signals: bool = False
 
     @property
     def count(self) -> int:
         """Elements of the flat tensor, flags and signals included."""
-        return self.flags_offset + len(self.parameters) + 1 + self.signals
+        return self.flags_offset + len(self.parameters) + 1 + (NUM_SIGNALS + 1 if self.has_signals else 0)
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
@@ -82,7 +83,7 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
     # By the parameter that is ready last: the order in which buckets fill.
     finished.sort(key=lambda item: -item[0])
     buckets = [_bucket([*bucket], parameters) for _, bucket in finished]
-    return [*buckets[:-1], *(replace(bucket, signals=NUM_SIGNALS) for bucket in buckets[-1:])]
+    return [*buckets[:-1], *(replace(bucket, has_signals=True) for bucket in buckets[-1:])]
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:

@@ -49,6 +49,8 @@ class Reducer:
         """Whether backward shall accumulate locally."""
         self.signals = [0.0] * NUM_SIGNALS
         """What this rank tells the others in each synchronisation."""
+        self.loss: Tensor | None = None
+        """This rank's loss in the next synchronisation."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles = []
@@ -66,6 +68,11 @@ class Reducer:
     def heard(self) -> list[float]:
         """For each signal, something above 0 where any rank told it in the latest synchronisation."""
         return self._buckets[-1].heard
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """All that has travelled in the latest synchronisation, the same on every rank: gradients and losses."""
+        return [bucket.numbers for bucket in self._buckets]
 
     def close(self) -> None:
         """Removes the hooks; `.grad` stays as it is."""
@@ -125,7 +132,9 @@ class Reducer:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
-        bucket.launch(self._group, self._averages, self.comm_hook, absent=self._absent, signals=self.signals)
+        bucket.launch(
+            self._group, self._averages, self.comm_hook, absent=self._absent, signals=self.signals, loss=self.loss
+        )
         self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
@@ -139,7 +148,7 @@ class Reducer:
             for bucket in self._buckets:
                 unused += bucket.finish(world_size, self._averages, as_view=self._as_view)
         finally:
-            self._backward = None
+            self._backward = self.loss = None
         self.unsynced = False
         if check and unused:
             self._refuse_unused(unused)

@@ -13,6 +13,7 @@ from cyxtrain.data.batches import Batch, Placement
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.reducer import trained_parameters
+from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.step import call_model, modes_kept
 
@@ -124,18 +125,12 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Hands back modes, buffers and torch's generators as they were."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    buffers = BuffersKept(model)
     with modes_kept(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)  # changed in place
-                setattr(module, name, buffer)  # or replaced
+            buffers.bring_back()
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, training_batches
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, NonFiniteError, ReplicasDifferError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.keeping import Keeper
+from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.plan import Rows, Run
 from cyxtrain.training.randomness import generators_kept, seed_generators
 from cyxtrain.training.resuming import Resumed
@@ -77,6 +78,8 @@ class Fit:
         done = -(-position.samples // run.batches.effective_batch_size)  # only the last one may be smaller
         run.display.begin_epoch(position.epoch + 1, self._last_epoch, run.batches.num_batches - done)
         loss, accuracy, seconds = self._train(done)
+        if run.config.check_replicas_every_n_steps is None:
+            self._ddp.check_replicas()
         self._ddp.sync_buffers()
         validation = (
             None if run.validation is None else self._evaluate(run.validation, lambda: self._wishes.want_to_stop)
@@ -99,7 +102,9 @@ class Fit:
         """
         began = time.perf_counter()
         run, position, loss = self._run, self._state.position, self._run.data.loss
-        step = TrainingStep(self._ddp, loss, self._state.optimizer, self._device)
+        every = run.config.check_replicas_every_n_steps
+        guard = FiniteGuard(self._ddp, run.config.on_nonfinite, position, self._device)
+        step = TrainingStep(self._ddp, loss, self._state.optimizer, guard, self._device)
         self._totals = step.totals
         self._prepare(step)
 
@@ -109,6 +114,8 @@ class Fit:
             position.samples += batch.joined_rows
             position.step += 1
             self._show(batch, step.totals)
+            if every and position.step % every == 0:
+                self._ddp.check_replicas()
             self._keeper.after_step(step.totals)
             self._heed(heard(), step.totals)
 
@@ -117,7 +124,7 @@ class Fit:
         batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
         try:
             run_epoch(batches, step_and_listen)
-        except (StoppedError, CheckpointError):
+        except (StoppedError, CheckpointError, NonFiniteError, ReplicasDifferError):
             raise  # on every rank alike
         except BaseException as error:
             runtime.tell(error, in_training=True)  # in the middle of a step the others would wait for this rank

@@ -31,13 +31,15 @@ class Position:
     samples: int = 0
     """Samples of the running epoch's order that all ranks together have been trained on."""
     step: int = 0
-    """Optimizer steps, over all epochs."""
+    """Optimizer steps, over all epochs; those that were not taken count too."""
     first_epoch: int = 0
     """Epochs that were complete when the latest call of `fit` began."""
     fits: int = 0
     """Calls of `fit` that have begun."""
     effective_batch_size: int = 0
     """Samples per step over all ranks, in the latest call of `fit`."""
+    skipped: int = 0
+    """Latest steps in a row that were not taken, because a loss or a gradient was not finite."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
@@ -90,7 +92,7 @@ class TrainingState:
         """
         position = self.position
         # What was left of an epoch that an earlier fit did not end is not this fit's.
-        position.samples, position.first_epoch, position.fits = 0, position.epoch, number
+        position.samples, position.first_epoch, position.fits, position.skipped = 0, position.epoch, number, 0
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
         self.config, self.ranks = config, []

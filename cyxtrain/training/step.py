@@ -1,7 +1,7 @@
 """What happens with one batch.
 
 The order of a training step: zero the gradients; forward; the weight of the joined batch; backward, which averages
-gradients over ranks while it runs; step the optimizer; add to the sums of the epoch.
+gradients over ranks while it runs; finite?; step the optimizer; add to the sums of the epoch.
 
 Parameters change only after every collective of the step has succeeded.
 """
@@ -21,6 +21,7 @@ from cyxtrain.data.batches import Batch
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
+from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.totals import Totals, count_correct
 
 
@@ -38,27 +39,50 @@ class TrainingStep:
         ddp: The model.
         loss: Of a batch.
         optimizer: Of the model's parameters.
+        guard: Lets a step pass, or not.
         device: Where the model computes.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device
+        self,
+        ddp: DistributedDataParallel,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        guard: FiniteGuard,
+        device: torch.device,
     ) -> None:
         self._ddp = ddp
         self._loss = loss
         self._optimizer = optimizer
+        self._guard = guard
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device)
 
     def __call__(self, batch: Batch) -> None:
-        """Zero, forward, backward, step."""
-        for parameter in self._parameters:  # also those that the optimizer does not have: they would add up for ever
-            parameter.grad = None
+        """Zero, forward, backward, finite?, step."""
+        self._zero()
+        self._guard.before_step()
         output, loss = self._forward(batch)
         self._backward(loss, self._joined_weight(loss, batch))
+        if not self._guard.lets_pass(batch, lambda: self._run_alone(batch)):
+            return
         self._optimizer.step()
         if loss is not None:
             self.totals.add(0, loss, *count_correct(output, batch.targets, self._loss))
+
+    def _zero(self) -> None:
+        for parameter in self._parameters:  # also those that the optimizer does not have: they would add up for ever
+            parameter.grad = None
+
+    def _run_alone(self, batch: Batch) -> Tensor | None:
+        """Makes this rank's own gradients of a batch; returns its loss."""
+        self._zero()
+        if batch.rows == 0:
+            return None
+        _, loss = self._forward(batch)
+        assert loss is not None
+        loss.value.backward()
+        return loss.value.detach()
 
     def _forward(self, batch: Batch) -> tuple[Any, BatchLoss | None]:
         if batch.rows == 0:
@@ -91,6 +115,7 @@ class TrainingStep:
         # A batch in which nothing counts has no gradient.
         share = loss.terms * dist.get_world_size() / joined_weight if joined_weight else 0.0
         value = loss.value if share == 1 else loss.value * share
+        self._ddp.watch(value)
         value.backward()
 
 

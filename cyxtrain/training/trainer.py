@@ -125,7 +125,11 @@ class DistributedTrainer:
         self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         if any(other["_nan"] for other in everyone):
-            warnings.warn("X or y holds NaN: the loss will be NaN too. Fill or drop those rows first.", stacklevel=2)
+            warnings.warn(
+                "X or y holds NaN: where the loss is NaN too, on_nonfinite says what happens. Better fill or drop "
+                "those rows first.",
+                stacklevel=2,
+            )
         resumed, says = self._begin(run)
         if self._state.position.fits > self._calls + 1:
             self._calls += 1

@@ -1,0 +1,77 @@
+"""Whether all ranks hold the same parameters, bit for bit; if not, who is the odd one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from cyxtrain.errors import ReplicasDifferError
+from cyxtrain.talking import gather_texts
+
+_SHOWN_NAMES = 5
+
+
+def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
+    """Compares tensors over ranks. All ranks call it.
+
+    Cost: a hash of all bytes (xxh3; from a GPU they are copied first), and two all_gathers of some bytes.
+
+    Args:
+        named: (name, tensor), the same names on every rank.
+        group: Of all ranks, on CPUs.
+
+    Raises:
+        ReplicasDifferError: Some rank holds something else than most; on every rank, with the rank and the names.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    hashes = {name: _hash(tensor) for name, tensor in named}
+    whole = xxhash.xxh3_128_hexdigest("".join(hashes.values()).encode())
+    if len(set(gather_texts(whole, group))) == 1:
+        return
+    everyone = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
+    odd = _odd_ones(everyone)
+    ranks = sorted({rank for ranks in odd.values() for rank in ranks})
+    raise ReplicasDifferError(_words(odd, ranks, len(everyone)), rank=ranks[0] if len(ranks) == 1 else None)
+
+
+def _odd_ones(everyone: Sequence[dict[str, str]]) -> dict[str, list[int]]:
+    """Returns, for each name that differs, the ranks that are not of the majority; all of them where there is none."""
+    odd = {}
+    for name in everyone[0]:
+        found = [each[name] for each in everyone]
+        common, count = Counter(found).most_common(1)[0]
+        if count < len(found):
+            has_majority = count > len(found) / 2
+            odd[name] = [rank for rank, value in enumerate(found) if value != common or not has_majority]
+    return odd
+
+
+def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
+    names = [*odd]
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    numbers = ", ".join(map(str, ranks))
+    if len(ranks) == world_size:
+        who = f"ranks {numbers} differ from each other, and there is no majority that is right"
+    elif len(ranks) == 1:
+        who = f"rank {numbers} differs from the {world_size - 1} others"
+    else:
+        who = f"ranks {numbers} differ from most"
+    return (
+        f"{who} in {shown}{more}: parameters must be equal on all ranks, bit for bit. Either code changes them on some "
+        "ranks only, or memory is broken there. Go back to a checkpoint that was made before: "
+        'fit(..., resume="auto") takes the newest.'
+    )
+
+
+def _hash(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(content.numpy().data)

@@ -1,0 +1,146 @@
+"""What happens where a loss or a gradient is NaN or infinite: no step is taken, and who made it so is named.
+
+Gradients are averaged before anybody looks at them, and what one rank has spoilt is spoilt in the average: all ranks
+come to the same verdict without a message. Only then do they run their batches once more, each by itself, to see
+whose fault it was.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cyxtrain import runtime
+from cyxtrain.data.batches import Batch
+from cyxtrain.errors import NonFiniteError
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.buffers import BuffersKept
+from cyxtrain.training.randomness import generators_kept
+from cyxtrain.training.state import Position
+
+SKIP = "skip"
+MAX_SKIPPED = 10
+"""Steps in a row that are not taken before training gives up."""
+_SHOWN_NAMES, _SHOWN_RANKS = 5, 4
+
+
+class FiniteGuard:
+    """Lets no step pass whose loss or gradients are not finite.
+
+    Cost of a step: the gradients are read once, and buffers that change are copied.
+
+    Args:
+        ddp: The model.
+        on_nonfinite: "raise", or "skip": the step is not taken, and training goes on.
+        position: Where training is; counts the steps that were not taken.
+        device: Where the model computes.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, on_nonfinite: str, position: Position, device: torch.device
+    ) -> None:
+        self._ddp = ddp
+        self._skips = on_nonfinite == SKIP
+        self._position = position
+        self._device = device
+        self._buffers = BuffersKept(ddp.module)
+
+    def before_step(self) -> None:
+        """Keeps what a forward changes."""
+        self._buffers.keep()
+
+    def lets_pass(self, batch: Batch, again: Callable[[], Tensor | None]) -> bool:
+        """Returns whether the step may be taken; the same on every rank. All ranks call it, after backward.
+
+        Args:
+            batch: Of this rank.
+            again: Runs the batch once more, forward and backward, on this rank alone; returns its loss, or None
+                where it has no rows. `.grad` then holds this rank's own gradients.
+
+        Raises:
+            NonFiniteError: The loss or a gradient is not finite, and nobody wants to go on; the model is as it was.
+        """
+        if self._ddp.is_finite():
+            self._position.skipped = 0
+            return True
+        spoilt = self._spoilt_gradients()
+        with generators_kept(self._device), self._ddp.suspended():
+            loss = again()
+            own = {} if loss is None else self._facts(batch, loss)
+        self._buffers.bring_back()
+        everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
+        self._judge(_ranks_at_fault(everyone), _words(everyone, spoilt))
+        return False
+
+    def _judge(self, ranks: Sequence[int], words: str) -> None:
+        """Raises, or goes on to the next step and says so."""
+        position = self._position
+        where = f"epoch {position.epoch + 1}, step {position.step + 1}: {words}."
+        position.skipped += 1
+        if self._skips and position.skipped < MAX_SKIPPED:
+            if runtime.is_master():
+                count = "" if position.skipped == 1 else f", the {position.skipped}. in a row"
+                warnings.warn(f"{where} The step is skipped{count}.", stacklevel=2)
+            return
+        in_a_row = f"It is the {position.skipped}. step in a row. " if self._skips else ""
+        advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
+        raise NonFiniteError(
+            f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate, look for "
+            f"0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.",
+            rank=ranks[0] if len(ranks) == 1 else None,
+            during=f"step {position.step + 1}",
+        )
+
+    def _spoilt_gradients(self) -> list[str]:
+        named = ((name, parameter.grad) for name, parameter in self._ddp.module.named_parameters())
+        return [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
+
+    def _facts(self, batch: Batch, loss: Tensor) -> dict[str, Any]:
+        """Returns what is wrong on this rank: JSON values."""
+        parameters = self._ddp.module.named_parameters()
+        return {
+            "inputs": not _is_finite(batch.inputs),
+            "parameters": _shortened(name for name, value in parameters if not _is_finite(value)),
+            "loss": None if _is_finite(loss) else str(loss.item()),
+            "gradients": _shortened(self._spoilt_gradients()),
+        }
+
+
+def _ranks_at_fault(everyone: Sequence[dict[str, Any]]) -> list[int]:
+    return [rank for rank, facts in enumerate(everyone) if any(facts.values())]
+
+
+def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
+    """Returns who has what that is not finite."""
+    ranks = _ranks_at_fault(everyone)
+    if not ranks:
+        return (
+            f"the gradients of {_shortened(spoilt)} are not finite in the average over ranks, and were on each rank "
+            "when its batch was run once more: they are too large to be added, or chance decides, as in dropout"
+        )
+    texts = []
+    for rank in ranks[:_SHOWN_RANKS]:
+        facts = everyone[rank]
+        parts = [
+            "X holds NaN or infinities" if facts["inputs"] else "",
+            f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
+            f"the loss is {facts['loss']}" if facts["loss"] else "",
+            f"gradients are not finite ({facts['gradients']})" if facts["gradients"] else "",
+        ]
+        texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
+    return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
+
+
+def _shortened(names: Iterable[str]) -> str:
+    found = [*names]
+    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
+    return ", ".join(found[:_SHOWN_NAMES]) + more
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
