@@ -11,7 +11,7 @@ Importing opens no socket, starts no thread, logs nothing and reads no environme
 
 from torch.distributed import ReduceOp
 
-from cyxtrain import datasets, ring
+from cyxtrain import callbacks, datasets, ring
 from cyxtrain.config import BackendType, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.sampler import DistributedSampler
@@ -90,6 +90,7 @@ __all__ = [  # noqa: RUF022
     "DistributedDataParallel",
     "DistributedTrainingConfig",
     "DistributedTrainer",
+    "callbacks",
     "TrainingHistory",
     "DistributedTrainingHistory",
     "save_weights",

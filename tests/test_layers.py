@@ -22,7 +22,7 @@ LAYERS = [
     {"training"},
     {"experiment"},
     {"launch"},
-    {"datasets"},
+    {"datasets", "callbacks"},
     {"__init__"},  # the public names
     {"distributed"},  # the same names again
 ]

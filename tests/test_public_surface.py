@@ -24,7 +24,7 @@ PROCESSES = [
 DATA = ["datasets", "DistributedSampler", "DistributedBatchIterator"]
 GRADIENTS = ["DDPConfig", "DistributedDataParallel"]
 TRAINING = [
-    "DistributedTrainingConfig", "DistributedTrainer", "TrainingHistory", "DistributedTrainingHistory",
+    "DistributedTrainingConfig", "DistributedTrainer", "callbacks", "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip
 ERRORS = [

@@ -159,7 +159,7 @@ class DistributedDataParallel(nn.Module):
         """Lets numbers travel with the gradients of the next synchronisation, at no cost.
 
         Args:
-            signals: Four of this rank's, each 0 or 1.
+            signals: Five of this rank's, each 0 or 1.
 
         Returns:
             What to call after it: returns, for each signal, something above 0 where any rank gave 1.

@@ -18,7 +18,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that communication begins early in backward."""
 
 
-NUM_SIGNALS = 4
+NUM_SIGNALS = 5
 """Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket; then its loss."""
 
 

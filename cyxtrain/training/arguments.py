@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig, unknown_name
 from cyxtrain.errors import ConfigError
+from cyxtrain.training.callbacks import Callback, checked_callbacks
 
 # Keras's own letter for X is small.
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
@@ -25,6 +27,7 @@ class FitArguments:
         validation: (X_val, y_val), or None.
         config: Complete and valid.
         resume: "auto", the path of a checkpoint, or None.
+        callbacks: For this fit.
     """
 
     inputs: Any
@@ -32,6 +35,7 @@ class FitArguments:
     validation: tuple[Any, Any] | None
     config: DistributedTrainingConfig
     resume: str | None = None
+    callbacks: Sequence[Callback] = ()
 
 
 def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
@@ -49,13 +53,14 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
     arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
     resume = _path(keywords.pop("resume", None))
+    callbacks = checked_callbacks(keywords.pop("callbacks", None))
     if len(arrays) == 4:
         if validation is not None:
             raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
         validation = (arrays[2], arrays[3])
     settings = _settings(config, keywords)
     return FitArguments(
-        arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings, resume
+        arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings, resume, callbacks
     )
 
 
@@ -75,11 +80,11 @@ def _arrays(positional: list[Any], keywords: dict[str, Any]) -> list[Any]:
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
-    if keywords.pop("callbacks", None):
-        raise ConfigError("this version has no callbacks yet: leave callbacks out.")
     for name in keywords:
         if name not in _FIELDS:
-            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume"], "argument")
+            raise unknown_name(
+                "fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume", "callbacks"], "argument"
+            )
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,43 +56,80 @@ class Fit:
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
         self._keeper = Keeper(state, run.config, self._device)
-        self._wishes = Wishes(run.config, keeps_time=runtime.is_master())
+        self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
+        self._callbacks = state.callbacks = run.callbacks
+        state.stop_training = False
         self._totals: Totals | None = None
 
     def train(self) -> Wish | None:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
-        stopped = None
+        stopped, position = None, self._state.position
         with contextlib.closing(self._keeper), generators_kept(self._device), self._wishes.hearing_signals():
+            self._begin()
             try:
-                while self._state.position.epoch < self._last_epoch:
+                while position.epoch < self._last_epoch and not (position.stopped and position.samples == 0):
                     self._epoch()
             except StoppedError as error:
                 stopped = error.wish
                 self._wishes.heeded()
             self._keeper.finish(self._totals)
+            with _telling():
+                self._callbacks.call("on_train_end", self._logs())
         return stopped
+
+    def gather(self) -> None:
+        """Takes into the state what belongs to each rank, if this is the middle of an epoch. All ranks call it."""
+        if self._totals is not None:
+            self._keeper.gather(self._totals)
+
+    def _begin(self) -> None:
+        """Lets callbacks begin, or go on."""
+        with _telling():
+            self._callbacks.call("set_params", self._run.params(self._last_epoch))
+            self._callbacks.call("on_train_begin", {})
+            if self._resumed is not None:
+                self._callbacks.load_state_dict(self._resumed.callbacks, self._resumed.source)
+        if self._resumed is not None:
+            self._state.stop_training = self._resumed.stop_training
 
     def _epoch(self) -> None:
         """Trains for one epoch, or for what is left of it, validates, records, saves."""
         run, position = self._run, self._state.position
-        done = -(-position.samples // run.batches.effective_batch_size)  # only the last one may be smaller
-        run.display.begin_epoch(position.epoch + 1, self._last_epoch, run.batches.num_batches - done)
+        done = run.steps_done(position)
+        epoch = position.epoch
+        with _telling():
+            self._callbacks.call("on_epoch_begin", epoch, {})
+        run.display.begin_epoch(epoch + 1, self._last_epoch, run.batches.num_batches - done)
         loss, accuracy, seconds = self._train(done)
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
-        validation = (
-            None if run.validation is None else self._evaluate(run.validation, lambda: self._wishes.want_to_stop)
-        )
-        wish, gave_up = self._wishes.agree(gave_up=validation is None and run.validation is not None)
-        if wish is not None and gave_up:
-            raise StoppedError(wish)  # whoever resumes validates first
-        position.epoch, position.samples, self._totals = position.epoch + 1, 0, None
+        validation = None if run.validation is None else self._validate(run.validation)
+        position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.ranks = []
         self._record(loss, accuracy, validation, seconds)
+        with _telling():
+            self._callbacks.call("on_epoch_end", epoch, self._logs())
+        heard, _ = self._wishes.agree()
+        self._heed_end(heard)
         self._keeper.after_epoch()
+        wish = first_reason_to_stop(heard)
         if wish is not None:
             raise StoppedError(wish)
+
+    def _validate(self, rows: Rows) -> Evaluation:
+        """Evaluates the epoch; whoever resumes one that stops here validates first."""
+        with _telling():
+            self._callbacks.call("on_test_begin", {})
+        found = self._evaluate(rows, lambda: self._wishes.want_to_stop)
+        heard, gave_up = self._wishes.agree(gave_up=found is None)
+        wish = first_reason_to_stop(heard)
+        if wish is not None and gave_up:
+            raise StoppedError(wish)
+        assert found is not None
+        with _telling():
+            self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
+        return found
 
     def _train(self, done: int) -> tuple[float, float, float]:
         """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds), the first two over all ranks.
@@ -104,15 +141,19 @@ class Fit:
         run, position, loss = self._run, self._state.position, self._run.data.loss
         every = run.config.check_replicas_every_n_steps
         guard = FiniteGuard(self._ddp, run.config.on_nonfinite, position, self._device)
-        step = TrainingStep(self._ddp, loss, self._state.optimizer, guard, self._device)
+        step = TrainingStep(self._ddp, loss, self._state.optimizer, self._state.scheduler, guard, self._device)
         self._totals = step.totals
         self._prepare(step)
 
         def step_and_listen(batch: Batch) -> None:
+            self._callbacks.on_train_batch_begin(batch.number)
             heard = self._ddp.exchange_signals(self._wishes.own())
             step(batch)
             position.samples += batch.joined_rows
             position.step += 1
+            self._state.ranks = []
+            self._heed_end(heard())
+            self._callbacks.on_train_batch_end(batch.number, lambda: self._here(step.totals))
             self._show(batch, step.totals)
             if every and position.step % every == 0:
                 self._ddp.check_replicas()
@@ -122,13 +163,9 @@ class Fit:
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
-        try:
-            run_epoch(batches, step_and_listen)
-        except (StoppedError, CheckpointError, NonFiniteError, ReplicasDifferError):
-            raise  # on every rank alike
-        except BaseException as error:
-            runtime.tell(error, in_training=True)  # in the middle of a step the others would wait for this rank
-            raise
+        with _telling():
+            if not position.stopped:
+                run_epoch(batches, step_and_listen, give_up=lambda: bool(position.stopped))
         sums = step.totals.over_ranks(runtime.cpu_group())
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
 
@@ -140,6 +177,19 @@ class Fit:
         if every and (batch.number + 1) % every == 0:
             text = numbers(*loss_and_accuracy(totals.over_ranks(runtime.cpu_group()), weighting))
             run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
+
+    def _here(self, totals: Totals) -> dict[str, float]:
+        loss, accuracy = loss_and_accuracy(totals.here(), self._run.data.loss.weighting)
+        return {"loss": loss} if math.isnan(accuracy) else {"loss": loss, "accuracy": accuracy}
+
+    def _logs(self) -> dict[str, float]:
+        """Returns the numbers of the last epoch, under Keras's names."""
+        return {name: values[-1] for name, values in self._state.history.history.items()}
+
+    def _heed_end(self, heard: Sequence[float]) -> None:
+        """Makes this epoch the last one, where a callback on any rank wants it."""
+        if any(heard) and heard[Wish.COMPLETE] > 0:
+            self._state.position.stopped = 1
 
     def _heed(self, heard: Sequence[float], totals: Totals) -> None:
         """Does what any rank wishes."""
@@ -180,6 +230,18 @@ class Fit:
         history.total_time_seconds = total_seconds
         history.samples_per_second = len(run.data) * len(history.epochs) / run.training_seconds
         run.display.end_epoch(f"{text}  {len(run.data) / epoch_seconds:,.0f} samples/s")
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """Within, what fails on this rank alone ends the group: the others would wait for it."""
+    try:
+        yield
+    except (StoppedError, CheckpointError, NonFiniteError, ReplicasDifferError):
+        raise  # on every rank alike
+    except BaseException as error:
+        runtime.tell(error, in_training=True)
+        raise
 
 
 def run_epoch(batches: Iterable[Batch], step: Step, give_up: Callable[[], bool] = lambda: False) -> bool:

@@ -70,7 +70,11 @@ class Keeper:
 
     def gather(self, totals: Totals) -> None:
         """Takes into the state what belongs to each rank in the middle of an epoch."""
-        own = {"generators": generators_as_json(self._device), "sums": totals.table.tolist()}
+        own = {
+            "generators": generators_as_json(self._device),
+            "sums": totals.table.tolist(),
+            "stop": self._state.stop_training,
+        }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
         self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
 

@@ -23,11 +23,12 @@ from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.arguments import FitArguments
+from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import Position, TrainingState
 
 LossLike = nn.Module | Callable[..., Any] | str | None
 
@@ -62,7 +63,30 @@ class Run:
     batches: DistributedBatchIterator
     display: Display
     resume: str | None
+    callbacks: Callbacks
     training_seconds: float = 0.0
+
+    def params(self, last_epoch: int) -> dict[str, Any]:
+        """Returns what callbacks are told.
+
+        Args:
+            last_epoch: Counted from 1.
+        """
+        return {
+            "epochs": last_epoch,
+            "steps": self.batches.num_batches,
+            "verbose": self.config.verbose,
+            "validation": self.validation is not None,
+        }
+
+    def steps_done(self, position: Position) -> int:
+        """Returns how many steps of the running epoch have been taken."""
+        return -(-position.samples // self.batches.effective_batch_size)  # only the last one may be smaller
+
+    def steps_left(self, position: Position) -> int:
+        """Returns how many steps there are to the end of the last epoch."""
+        epochs = position.first_epoch + self.config.epochs - position.epoch
+        return epochs * self.batches.num_batches - self.steps_done(position)
 
     def go_on(self, state: TrainingState) -> None:
         """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with."""
@@ -110,7 +134,8 @@ def plan_fit(
         "_nan": source.has_nan(rank, world_size),
     }
     display = make_display(config.verbose and rank == 0)
-    return Run(config, data, validation, batches, display, arguments.resume), facts
+    callbacks = Callbacks(arguments.callbacks)
+    return Run(config, data, validation, batches, display, arguments.resume, callbacks), facts
 
 
 def plan_rows(

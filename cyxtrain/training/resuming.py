@@ -14,12 +14,14 @@ import torch
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.training.arithmetic import differences
+from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder
 from cyxtrain.training.saving.transport import read_on_all
-from cyxtrain.training.state import Position
+from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
 AUTO = "auto"
@@ -33,11 +35,18 @@ class Resumed:
 
     Attributes:
         ranks: What belonged to each rank that wrote it.
+        callbacks: The states of callbacks, by name.
         source: The checkpoint, for messages.
     """
 
     ranks: Sequence[dict[str, Any]]
+    callbacks: dict[str, Any]
     source: str
+
+    @property
+    def stop_training(self) -> bool:
+        """Whether a callback had asked for the end, and the ranks had not heard of it yet."""
+        return any(each.get("stop") is True for each in self.ranks)
 
     def hand_over(self, totals: Totals, device: torch.device) -> None:
         """Gives this rank its generators, where there are as many ranks as there were, and its sums of the epoch.
@@ -91,6 +100,56 @@ def find_checkpoint(
     if resume == AUTO:
         return _unless_earlier(read_on_all(lambda: next(_intact(folder), (b"", ""))), call)
     return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
+
+
+def begin_or_go_on(
+    state: TrainingState, run: Run, arithmetic: dict[str, Any]
+) -> tuple[Resumed | None, list[tuple[str, str]]]:
+    """Goes to where a fit begins: where the model is, or where a checkpoint was made. All ranks call it.
+
+    Args:
+        state: What is trained. Where the checkpoint is of a later call of `fit`, it tells: this one is complete.
+        run: What is asked for.
+        arithmetic: In use.
+
+    Returns:
+        What of the checkpoint belongs to this rank, or None; and what the header says of it.
+
+    Raises:
+        CheckpointError: It cannot be read, or does not fit.
+        ConfigError: It is of a fit with other samples.
+    """
+    number, is_named = state.complete_fits + 1, run.resume not in (None, AUTO)
+    found = find_checkpoint(run.resume, run.config, number, state.trainer)
+    data = run.data.source.digest()
+    if found is None:
+        state.begin_fit(run.config, number, data, run.batches)
+        state.arithmetic = arithmetic
+        nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
+        return None, [] if run.resume is None else [("resume", nothing)]
+    checkpoint, name = found
+    source = f"checkpoint {name}"
+    fits = Position.from_json(checkpoint.position, source).fits
+    if is_named:
+        state.complete_fits = fits - 1
+    elif fits > number:  # a program that runs again
+        state.load(checkpoint, source)
+        return None, [("resume", f"{name} is of a later fit: this one is complete")]
+    check_same_fit(checkpoint, name, run.config, data)
+    state.go_on(checkpoint, source, run.config, is_new_run=is_named)
+    run.go_on(state)
+    _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
+    state.arithmetic = arithmetic
+    return Resumed(checkpoint.ranks, checkpoint.others.get("callbacks", {}), name), [("resume", f"from {name}")]
+
+
+def _say_what_is_different(name: str, found: Sequence[str]) -> None:
+    if found and runtime.is_master():
+        warnings.warn(
+            f"what is resumed from {name} was computed otherwise: {'; '.join(found)}. The numbers may differ in their "
+            "last bits, or more.",
+            stacklevel=4,
+        )
 
 
 def _unless_earlier(found: tuple[CheckpointState, str] | None, call: int) -> tuple[CheckpointState, str] | None:

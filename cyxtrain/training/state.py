@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.errors import CheckpointError
+from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.saving.checkpoint import CheckpointState
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
+from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Position:
     """Samples per step over all ranks, in the latest call of `fit`."""
     skipped: int = 0
     """Latest steps in a row that were not taken, because a loss or a gradient was not finite."""
+    stopped: int = 0
+    """1 where a callback has ended the latest call of `fit`: it is complete, whatever `epochs` says."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
@@ -62,22 +67,37 @@ class TrainingState:
         model: Not wrapped.
         optimizer: Of its parameters.
         trainer: Number of the trainer in its program, from 1.
+        scheduler: Of the optimizer's learning rate, or None.
         position: Where training is.
         history: Of the latest call of `fit`, so far.
         config: Of the latest call of `fit`.
         run: Which run this is: "id"; "started", in seconds since 1970; the "launched" command, and the "trainer" in it;
             and a digest of the "data". The same on every rank.
-        ranks: What belongs to each rank in the middle of an epoch; empty between two.
+        ranks: What belongs to each rank in the middle of an epoch; empty between two, and where nobody asked them.
+        callbacks: Of the latest call of `fit`.
+        stop_training: Whether a callback on this rank wants the fit to end.
+        arithmetic: In use in the latest call of `fit`.
+        complete_fits: Calls of `fit` in this program that are complete.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     trainer: int
+    scheduler: LRScheduler | None = None
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
     config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
     run: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    stop_training: bool = False
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+    complete_fits: int = 0
+
+    @property
+    def is_of_later_fit(self) -> bool:
+        """Whether a program that runs again is in a call of `fit` that was complete when its checkpoint was made."""
+        return self.position.fits > self.complete_fits + 1
 
     def begin_fit(
         self, config: DistributedTrainingConfig, number: int, data: str, batches: DistributedBatchIterator
@@ -92,7 +112,8 @@ class TrainingState:
         """
         position = self.position
         # What was left of an epoch that an earlier fit did not end is not this fit's.
-        position.samples, position.first_epoch, position.fits, position.skipped = 0, position.epoch, number, 0
+        position.samples, position.first_epoch, position.fits = 0, position.epoch, number
+        position.skipped = position.stopped = 0
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
         self.config, self.ranks = config, []
@@ -132,28 +153,34 @@ class TrainingState:
             model=self.model.state_dict(),
             optimizer=state,
             optimizer_groups=groups,
+            others={"scheduler": scheduler_state(self.scheduler), "callbacks": self.callbacks.state_dict()},
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
             history=self.history.to_dict(),
             config=dataclasses.asdict(self.config),
             run=self.run,
+            arithmetic=self.arithmetic,
             world_size=runtime.get_world_size(),
         )
 
     def load(self, state: CheckpointState, source: str) -> None:
-        """Takes over what a checkpoint holds, but for the config.
+        """Takes over what a checkpoint holds, but for the config and the callbacks.
 
         Args:
             state: The checkpoint.
             source: What it is, for messages, such as "checkpoint run/epoch-0003.ckpt".
 
         Raises:
-            CheckpointError: It belongs to another model or optimizer; nothing has changed.
+            CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.
         """
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
+        scheduler = state.others.get("scheduler", {})
+        check_scheduler_state(self.scheduler, scheduler, source)
         # First, because it takes all or nothing, and the model has just been seen to fit.
         load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
+        load_scheduler_state(self.scheduler, scheduler)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
+        self.arithmetic = state.arithmetic

@@ -1,7 +1,7 @@
 """What happens with one batch.
 
 The order of a training step: zero the gradients; forward; the weight of the joined batch; backward, which averages
-gradients over ranks while it runs; finite?; step the optimizer; add to the sums of the epoch.
+gradients over ranks while it runs; finite?; step the optimizer, then its schedule; add to the sums of the epoch.
 
 Parameters change only after every collective of the step has succeeded.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
@@ -39,6 +40,7 @@ class TrainingStep:
         ddp: The model.
         loss: Of a batch.
         optimizer: Of the model's parameters.
+        scheduler: Of its learning rate, or None.
         guard: Lets a step pass, or not.
         device: Where the model computes.
     """
@@ -48,18 +50,20 @@ class TrainingStep:
         ddp: DistributedDataParallel,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
         guard: FiniteGuard,
         device: torch.device,
     ) -> None:
         self._ddp = ddp
         self._loss = loss
         self._optimizer = optimizer
+        self._scheduler = scheduler
         self._guard = guard
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device)
 
     def __call__(self, batch: Batch) -> None:
-        """Zero, forward, backward, finite?, step."""
+        """Zero, forward, backward, finite?, step, and the learning rate of the next one."""
         self._zero()
         self._guard.before_step()
         output, loss = self._forward(batch)
@@ -67,6 +71,8 @@ class TrainingStep:
         if not self._guard.lets_pass(batch, lambda: self._run_alone(batch)):
             return
         self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         if loss is not None:
             self.totals.add(0, loss, *count_correct(output, batch.targets, self._loss))
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.parallel.layout import NUM_SIGNALS
+from cyxtrain.training.state import TrainingState
 
 
 class Wish(enum.IntEnum):
@@ -33,7 +34,9 @@ class Wish(enum.IntEnum):
     """SIGINT, that is Ctrl-C: who sits in front of it wants it to stop."""
     FINISH = 2
     """The fit has done enough: time is over."""
-    SAVE = 3
+    COMPLETE = 3
+    """A callback has ended the fit: it is complete."""
+    SAVE = 4
     """A checkpoint is due by the clock."""
 
 
@@ -62,10 +65,12 @@ class Wishes:
 
     Args:
         config: Time limits.
+        state: Of the training; in it callbacks say that it shall stop.
         keeps_time: Whether this rank's clock decides when a checkpoint is due.
     """
 
-    def __init__(self, config: DistributedTrainingConfig, *, keeps_time: bool) -> None:
+    def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
+        self._state = state
         self._wished: set[Wish] = set()
         limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
         self._ends = None if limit is None else time.monotonic() + limit
@@ -77,6 +82,8 @@ class Wishes:
         """Returns the wishes of this rank as signals."""
         if self._ends is not None or self._save_seconds is not None:
             self._look_at_the_clock(time.monotonic())
+        if self._state.stop_training:
+            self._wished.add(Wish.COMPLETE)
         return [float(wish in self._wished) for wish in Wish]
 
     def saved(self) -> None:
@@ -93,14 +100,14 @@ class Wishes:
     @property
     def want_to_stop(self) -> bool:
         """Whether this rank wishes that the fit stops."""
-        return any(self.own()[: Wish.SAVE])
+        return first_reason_to_stop(self.own()) is not None
 
-    def agree(self, *, gave_up: bool) -> tuple[Wish | None, bool]:
-        """Returns (why to stop, whether any rank gave up its validation), the same on every rank. All ranks call it."""
+    def agree(self, *, gave_up: bool = False) -> tuple[list[float], bool]:
+        """Returns (what any rank wishes, whether any gave up its validation), the same on every rank. All call it."""
         numbers = torch.tensor([*self.own(), float(gave_up)], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
         *heard, any_gave_up = numbers.tolist()
-        return first_reason_to_stop(heard), any_gave_up > 0
+        return heard, any_gave_up > 0
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
@@ -148,8 +155,8 @@ class Wishes:
 
 
 def first_reason_to_stop(heard: Sequence[float]) -> Wish | None:
-    """Returns the weightiest wish to stop that any rank has; None: nobody has one."""
-    return next((wish for wish in Wish if wish is not Wish.SAVE and heard[wish] > 0), None)
+    """Returns the weightiest wish to stop before the end that any rank has; None: nobody has one."""
+    return next((wish for wish in (Wish.TERMINATE, Wish.INTERRUPT, Wish.FINISH) if heard[wish] > 0), None)
 
 
 def leave_for(wish: Wish | None) -> None:

@@ -25,6 +25,8 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
+from cyxtrain.training.arithmetic import arithmetic
+from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
 from cyxtrain.training.fitting import Fit, run_epoch
@@ -34,11 +36,12 @@ from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows
 from cyxtrain.training.prediction import gather_rows
-from cyxtrain.training.resuming import AUTO, Resumed, check_same_fit, find_checkpoint
+from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
-from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.schedules import SchedulerLike, check_schedule, make_scheduler, scheduler_facts
+from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
 from cyxtrain.training.stopping import leave_for
 from cyxtrain.training.totals import loss_and_accuracy
@@ -57,13 +60,14 @@ class DistributedTrainer:
         loss_fn: A module of torch.nn, a callable of (output, target), a name, or None: the model returns its loss.
         optimizer: From torch.optim, a factory, or a name.
         metrics: Reserved; accuracy comes by itself where targets are classes.
-        scheduler: Reserved.
-        callbacks: Reserved.
+        scheduler: Of the learning rate: one of `torch.optim.lr_scheduler`, or a function of the optimizer that makes
+            one. It is stepped once per optimizer step.
+        callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
         ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
         device: "auto": where the model is on CUDA; else the rank's GPU under NCCL; else the CPU.
 
     Raises:
-        ConfigError: A loss, an optimizer or a device that cannot be used.
+        ConfigError: A loss, an optimizer, a scheduler, a callback or a device that cannot be used.
     """
 
     def __init__(
@@ -73,14 +77,13 @@ class DistributedTrainer:
         optimizer: OptimizerLike = "adam",
         *,
         metrics: Sequence[Any] | None = None,
-        scheduler: Any = None,
-        callbacks: Sequence[Any] = (),
+        scheduler: SchedulerLike = None,
+        callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
         device: str | torch.device = "auto",
     ) -> None:
-        for name, value in (("metrics", metrics), ("scheduler", scheduler), ("callbacks", callbacks)):
-            if value:
-                raise ConfigError(f"this version has no {name} yet: leave {name} out.")
+        if metrics:
+            raise ConfigError("this version has no metrics yet: leave metrics out.")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         self._wrappers, self.model = unwrap(model)
@@ -88,8 +91,11 @@ class DistributedTrainer:
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
         self._device = checked_device(device)
-        self._state = TrainingState(self.model, self.optimizer, next(_numbers))
-        self._calls = 0  # of fit, that are complete
+        self.callbacks = checked_callbacks(callbacks)
+        self._state = TrainingState(
+            self.model, self.optimizer, next(_numbers), make_scheduler(scheduler, self.optimizer)
+        )
+        self._fit: Fit | None = None
         Loss(loss_fn)  # refuses what is no loss, here and now
 
     @property
@@ -102,6 +108,15 @@ class DistributedTrainer:
         """The numbers of the latest fit, also of one that has been stopped."""
         return self._state.history
 
+    @property
+    def stop_training(self) -> bool:
+        """Whether a callback on this rank has asked for the end of the fit; setting it to True asks."""
+        return self._state.stop_training
+
+    @stop_training.setter
+    def stop_training(self, value: bool) -> None:
+        self._state.stop_training = bool(value)
+
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
 
@@ -109,9 +124,9 @@ class DistributedTrainer:
 
         Args:
             *data: NumPy arrays or tensors with a row per sample; then a `DistributedTrainingConfig`, or none.
-            **keywords: Fields of `DistributedTrainingConfig`; `validation_data=(X_val, y_val)`; and `resume="auto"`
-                (the newest intact checkpoint in `checkpoint_dir`, or a fresh start) or the path of a checkpoint: the
-                fit that made it goes on, to the end of its `epochs`.
+            **keywords: Fields of `DistributedTrainingConfig`; `validation_data=(X_val, y_val)`; `callbacks=[...]`; and
+                `resume="auto"` (the newest intact checkpoint in `checkpoint_dir`, or a fresh start) or the path of a
+                checkpoint: the fit that made it goes on, to the end of its `epochs`.
 
         Returns:
             The numbers of each epoch, the same on every rank.
@@ -122,6 +137,8 @@ class DistributedTrainer:
                 something else.
             CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
         """
+        if self._fit is not None:
+            raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         if any(other["_nan"] for other in everyone):
@@ -130,11 +147,12 @@ class DistributedTrainer:
                 "those rows first.",
                 stacklevel=2,
             )
-        resumed, says = self._begin(run)
-        if self._state.position.fits > self._calls + 1:
-            self._calls += 1
+        resumed, says = begin_or_go_on(self._state, run, self._arithmetic(run))
+        if self._state.is_of_later_fit:
+            self._state.complete_fits += 1
             run.display.header(says)
             return self._state.history
+        check_schedule(self._state.scheduler, run.steps_left(self._state.position))
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
@@ -143,34 +161,17 @@ class DistributedTrainer:
                 stack.enter_context(wrapper.suspended())
             try:
                 run.display.header([*self._header(run), *says])
-                stopped = Fit(self._state, run, ddp, self._validate, resumed).train()
+                self._fit = Fit(self._state, run, ddp, self._validate, resumed)
+                stopped = self._fit.train()
             finally:
+                self._fit = None
                 run.display.close()
                 ddp.close()
                 self.model.zero_grad()
         if stopped is None:
-            self._calls = self._state.position.fits
+            self._state.complete_fits = self._state.position.fits
         leave_for(stopped)
         return self._state.history
-
-    def _begin(self, run: Run) -> tuple[Resumed | None, list[tuple[str, str]]]:
-        """Goes to where the fit begins: where the model is, or where a checkpoint was made; says so for the header."""
-        number, is_named = self._calls + 1, run.resume not in (None, AUTO)
-        found = find_checkpoint(run.resume, run.config, number, self._state.trainer)
-        if found is None:
-            self._state.begin_fit(run.config, number, run.data.source.digest(), run.batches)
-            nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
-            return None, [] if run.resume is None else [("resume", nothing)]
-        state, name = found
-        if is_named:
-            self._calls = Position.from_json(state.position, name).fits - 1
-        elif Position.from_json(state.position, name).fits > number:  # a program that runs again
-            self._state.load(state, f"checkpoint {name}")
-            return None, [("resume", f"{name} is of a later fit: this one is complete")]
-        check_same_fit(state, name, run.config, run.data.source.digest())
-        self._state.go_on(state, f"checkpoint {name}", run.config, is_new_run=is_named)
-        run.go_on(self._state)
-        return Resumed(state.ranks, name), [("resume", f"from {name}")]
 
     def evaluate(
         self,
@@ -285,6 +286,8 @@ class DistributedTrainer:
             CollectiveMismatchError: Ranks call different things.
         """
         together = self._call_roll("save_checkpoint", works_alone=True)
+        if together and self._fit is not None:
+            self._fit.gather()  # a callback calls this
         problem: Exception | None = None
         if runtime.is_master():
             try:
@@ -306,7 +309,7 @@ class DistributedTrainer:
         found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
         assert found is not None
         self._state.load(found[0], f"checkpoint {path}")
-        self._calls = self._state.position.fits
+        self._state.complete_fits = self._state.position.fits
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
@@ -331,11 +334,17 @@ class DistributedTrainer:
     def _plan(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments = parse_fit(data, dict(keywords))
+        arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device)
+        facts |= scheduler_facts(self._state.scheduler)
+        run.callbacks.meet(self, run.params(self.epoch + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in dataclasses.asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             own |= value_facts(self.model)
         return run, {**facts, **own, "the number of epochs trained before": self.epoch}
+
+    def _arithmetic(self, run: Run) -> dict[str, Any]:
+        return arithmetic(self.model, run.data.placement.device, self.ddp_config)
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
         rows = len(run.data), 0 if run.validation is None else len(run.validation)

@@ -1,0 +1,31 @@
+"""What decides the last bits of a training's numbers, beside model, data and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain.config import DDPConfig
+
+
+def arithmetic(model: nn.Module, device: torch.device, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Returns the arithmetic in use, by what people call it: JSON values."""
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the device": device.type,
+        "the backend": dist.get_backend(),
+        "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the size of buckets": ddp_config.bucket_size_mb,
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns, in words, what has another value than before; what was not known then is passed over."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

@@ -1,0 +1,206 @@
+"""What a user hangs into a fit: Keras's hooks, called on every rank at the same points.
+
+on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_train_batch_end
+               -> on_test_begin, on_test_end (validation) -> on_epoch_end -> ... -> on_train_end
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cyxtrain import runtime
+from cyxtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+Logs = Mapping[str, float]
+
+
+class Callback:
+    """Hooks of a fit, under Keras's names and with its arguments; a subclass overrides those that it wants.
+
+    Every rank has its own and calls it at the same points. `self.trainer.stop_training = True`, on any rank, ends the
+    fit on all of them: from `on_epoch_end` after that epoch; from `on_train_batch_end` after the step that follows,
+    with which the ranks hear of it, and the epoch is closed as if it were over. Whatever else one decides on one rank
+    alone is its own affair: a collective that it calls, such as `trainer.evaluate`, must be called on all.
+
+    Epochs and batches count from 0, as Keras's do; epochs of a second fit go on counting. Logs of an epoch have "loss",
+    "accuracy" and, with validation, "val_loss" and "val_accuracy" (accuracy for class targets), over all ranks and the
+    same on each. Logs of a batch are the means of this rank's part of the epoch so far; nothing is computed unless they
+    are read.
+
+    Attributes:
+        trainer: Which calls it.
+        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "verbose", and whether there is
+            "validation".
+    """
+
+    trainer: DistributedTrainer
+    params: dict[str, Any]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, not wrapped."""
+        return self.trainer.model
+
+    def set_trainer(self, trainer: DistributedTrainer) -> None:
+        """Meets the trainer, before anything else is called."""
+        self.trainer = trainer
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Is told what will happen; may refuse it with a ConfigError, before anything starts."""
+        self.params = params
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """A fit begins, or goes on: then `load_state_dict` comes next."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """It is complete, or stops in good order. Logs are those of the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch begins, or goes on after a checkpoint in its middle."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch is complete, with its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A step begins."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """A step is done."""
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Validation begins."""
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Validation is over; logs have its "loss" and "accuracy"."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it: tensors, numbers, text, lists, tuples and dictionaries. Rank 0's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, where a fit goes on."""
+
+
+class BatchLogs(Mapping[str, float]):
+    """Logs that are computed when somebody reads them.
+
+    Args:
+        compute: Gives them.
+    """
+
+    def __init__(self, compute: Callable[[], dict[str, float]]) -> None:
+        self._compute = compute
+        self._found: dict[str, float] | None = None
+
+    @property
+    def _values(self) -> dict[str, float]:
+        if self._found is None:
+            self._found = self._compute()
+        return self._found
+
+    def __getitem__(self, name: str) -> float:
+        """Returns a number."""
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Gives the names."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        return len(self._values)
+
+
+class Callbacks:
+    """The callbacks of a fit on this rank, in the order in which they were given.
+
+    Args:
+        callbacks: Each one a `Callback`.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        self._callbacks = list(callbacks)
+        self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
+        self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
+
+    def meet(self, trainer: DistributedTrainer, params: dict[str, Any]) -> None:
+        """Introduces them to a trainer."""
+        for callback in self._callbacks:
+            callback.set_trainer(trainer)
+            callback.set_params(dict(params))
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook, by its name, of each."""
+        for callback in self._callbacks:
+            getattr(callback, hook)(*arguments)
+
+    def on_train_batch_begin(self, batch: int) -> None:
+        """Calls the hook of those that have one: a step costs the others nothing."""
+        for callback in self._batch_begin:
+            callback.on_train_batch_begin(batch, {})
+
+    def on_train_batch_end(self, batch: int, compute: Callable[[], dict[str, float]]) -> None:
+        """Calls the hook of those that have one, with logs that `compute` gives."""
+        if self._batch_end:
+            logs = BatchLogs(compute)
+            for callback in self._batch_end:
+                callback.on_train_batch_end(batch, logs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of each that has one, by its class and, from the second of a class on, its number."""
+        states = {name: callback.state_dict() for name, callback in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any], source: str) -> None:
+        """Takes over the states in a checkpoint; says which are nobody's.
+
+        Args:
+            states: What `state_dict` gave.
+            source: The checkpoint, for messages.
+        """
+        left = dict(states)
+        for name, callback in self._named():
+            if name in left:
+                callback.load_state_dict(left.pop(name))
+        if left and runtime.is_master():
+            warnings.warn(
+                f"{source} has the state of {', '.join(left)}, and fit was given no such callback: without it the run "
+                "may go on differently.",
+                stacklevel=2,
+            )
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        counts: Counter[str] = Counter()
+        for callback in self._callbacks:
+            kind = type(callback).__name__
+            counts[kind] += 1
+            yield kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback
+
+
+def checked_callbacks(callbacks: Any) -> list[Callback]:
+    """Returns what a user gave as callbacks: one, several, or None.
+
+    Raises:
+        ConfigError: Something else is among them.
+    """
+    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    for callback in found:
+        if not isinstance(callback, Callback):
+            what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigError(
+                f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}. Derive yours from it: hooks "
+                "and their arguments are Keras's."
+            )
+    return found
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)

@@ -1,0 +1,120 @@
+"""Learning-rate schedules: PyTorch's, stepped once per optimizer step, and kept in checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.training.saving.tree import encode_tree
+
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
+
+
+def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """Returns a scheduler of the optimizer, or None.
+
+    Args:
+        scheduler: One of `torch.optim.lr_scheduler` that is built, or a function of the optimizer that builds one.
+        optimizer: Whose learning rate it sets.
+
+    Raises:
+        ConfigError: It is none, of another optimizer, or wants something else than steps.
+    """
+    if scheduler is None:
+        return None
+    made: Any = scheduler
+    if not isinstance(made, LRScheduler):
+        made = scheduler(optimizer) if callable(scheduler) else None
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            "scheduler must be one of torch.optim.lr_scheduler, or a function that makes one of the optimizer, got "
+            f"{scheduler!r}."
+        )
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped once per optimizer step: "
+            "use another, such as CosineAnnealingLR."
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
+    return made
+
+
+def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:
+    """Refuses a schedule that ends before the fit does.
+
+    Args:
+        scheduler: Of the fit.
+        steps: That are still to be taken.
+
+    Raises:
+        ConfigError: With the number of steps that it should have.
+    """
+    if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
+        raise ConfigError(
+            f"OneCycleLR ends after {scheduler.total_steps:,} steps, and this fit would end after "
+            f"{scheduler.last_epoch + steps:,}. It is stepped once per optimizer step: build it with as many "
+            "total_steps."
+        )
+
+
+def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
+    """Returns what must be the same on every rank.
+
+    Raises:
+        ConfigError: No checkpoint could hold its state.
+    """
+    if scheduler is None:
+        return {"the scheduler": None}
+    try:
+        state = encode_tree(scheduler.state_dict(), "scheduler")
+    except CheckpointError as error:
+        raise ConfigError(
+            f"the scheduler {type(scheduler).__name__} has a state that cannot be kept: {error}"
+        ) from error
+    return {"the scheduler": type(scheduler).__name__, "the scheduler's state": state}
+
+
+def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:
+    """Returns what a checkpoint holds of it; nothing where there is none."""
+    return {} if scheduler is None else {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
+
+
+def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any], source: str) -> None:
+    """Refuses the state of another kind of scheduler, or of none.
+
+    Raises:
+        CheckpointError: With both.
+    """
+    own, other = (None if scheduler is None else type(scheduler).__name__), saved.get("type")
+    if own != other:
+        raise CheckpointError(
+            f"Cannot load {source}: it was written with {_named(other)}, and this trainer has {_named(own)}. Build the "
+            "trainer as it was."
+        )
+
+
+def load_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
+    """Takes over what `scheduler_state` gave; `check_scheduler_state` has seen it."""
+    if scheduler is not None:
+        scheduler.load_state_dict(_like(saved["state"], scheduler.state_dict()))
+
+
+def _like(saved: Any, own: Any) -> Any:
+    """Returns a copy in which counters are counters again: to a checkpoint they are dictionaries."""
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        return {name: _like(value, own.get(name)) for name, value in saved.items()}
+    if isinstance(saved, list) and isinstance(own, Sequence) and len(saved) == len(own):
+        return [_like(value, other) for value, other in zip(saved, own, strict=True)]
+    return saved
+
+
+def _named(kind: str | None) -> str:
+    return "no scheduler" if kind is None else f"the scheduler {kind}"

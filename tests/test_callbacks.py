@@ -1,0 +1,433 @@
+"""Claims about what a user hangs into a fit: called at the same points on every rank, heeded by all, and resumed."""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.callbacks import Callback, EarlyStopping
+from cyxtrain.training.callbacks import BatchLogs
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+INPUTS, TARGETS = make_rows(24)
+VALIDATION = make_rows(10, seed=1)
+QUIET = {"effective_batch_size": 12, "verbose": False}
+
+
+def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
+    """Calls a function on every rank; alone in this process."""
+    if world_size > 1:
+        return run_world(world_size, function, *arguments)
+    with one_process():
+        return [function(*arguments)]
+
+
+def trainer_with(*callbacks: Callback, **more: Any) -> cx.DistributedTrainer:
+    model = make_model()
+    return cx.DistributedTrainer(model, "cross_entropy", adam(model), callbacks=callbacks, **more)
+
+
+class Recorder(Callback):
+    """Writes down what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logs: dict[str, dict[str, float]] = {}
+
+    def note(self, hook: str, logs: Any, number: int | None = None) -> None:
+        self.calls.append(hook if number is None else f"{hook} {number}")
+        self.logs[self.calls[-1]] = dict(logs)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.note("train begin", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.note("train end", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch begin", logs, epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch end", logs, epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.note("batch begin", logs, batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note("batch end", logs, batch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.note("test begin", logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.note("test end", logs)
+
+
+def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
+    recorder = Recorder()
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), learning_rate))
+    history = trainer.fit(INPUTS, TARGETS, *VALIDATION, epochs=2, callbacks=[recorder], **QUIET)
+    trainer.fit(INPUTS, TARGETS, epochs=1, callbacks=recorder, **QUIET)
+    assert recorder.trainer is trainer
+    assert recorder.model is model
+    assert recorder.params == {"epochs": 3, "steps": 2, "verbose": False, "validation": False}
+    return [recorder.calls, recorder.logs, history.history]
+
+
+STEPS = ["batch begin 0", "batch end 0", "batch begin 1", "batch end 1"]
+VALIDATED = [*STEPS, "test begin", "test end"]
+CALLS = [
+    *["train begin", "epoch begin 0", *VALIDATED, "epoch end 0"],
+    *["epoch begin 1", *VALIDATED, "epoch end 1", "train end"],
+    *["train begin", "epoch begin 2", *STEPS, "epoch end 2", "train end"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_come_in_keras_order_on_every_rank_with_the_numbers_of_all(world_size):
+    ranks = everywhere(world_size, fit_recorded)
+    for calls, logs, history in ranks:
+        assert calls == CALLS
+        for epoch in (0, 1):
+            assert logs[f"epoch end {epoch}"] == {name: values[epoch] for name, values in history.items()}
+        assert logs["test end"] == {"loss": history["val_loss"][1], "accuracy": history["val_accuracy"][1]}
+        assert logs["train end"] == logs["epoch end 2"]
+        assert logs["batch begin 0"] == logs["train begin"] == logs["epoch begin 1"] == {}
+    epoch_ends = [{name: values for name, values in logs.items() if "epoch end" in name} for _, logs, _ in ranks]
+    assert all(each == epoch_ends[0] for each in epoch_ends)
+
+
+def test_logs_of_a_batch_are_the_means_of_the_epoch_so_far():
+    with one_process():
+        _, logs, _ = fit_recorded(0.0)
+    assert logs["batch end 1"] == logs["epoch end 2"]
+    assert logs["batch end 0"] != logs["batch end 1"]
+
+
+def test_logs_of_a_batch_cost_nothing_unless_they_are_read():
+    asked = []
+    logs = BatchLogs(lambda: asked.append(1) or {"loss": 0.5})
+    assert asked == []
+    assert (logs["loss"], len(logs), list(logs), logs.get("accuracy")) == (0.5, 1, ["loss"], None)
+    assert asked == [1]
+
+
+class Stopper(Callback):
+    """Asks for the end on one rank, after a step or an epoch."""
+
+    def __init__(self, rank: int, *, epoch: int | None = None, step: int | None = None) -> None:
+        self.rank, self.epoch, self.step, self.steps = rank, epoch, step, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if cx.get_rank() == self.rank and self.steps == self.step:
+            self.trainer.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if cx.get_rank() == self.rank and epoch == self.epoch:
+            self.trainer.stop_training = True
+
+
+def fit_stopped(rank: int, where: dict[str, int]) -> list[Any]:
+    trainer = trainer_with(Stopper(rank, **where))
+    first = trainer.fit(INPUTS, TARGETS, *VALIDATION, epochs=9, effective_batch_size=6, verbose=False)
+    steps = trainer._state.position.step
+    again = trainer.fit(INPUTS, TARGETS, epochs=1, **QUIET)  # goes on as ever
+    return [steps, first.epochs, len(first.val_losses), again.epochs, fingerprint(trainer.model)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("where", "steps"), [({"epoch": 1}, 8), ({"step": 5}, 6), ({"step": 8}, 8)])
+def test_what_one_rank_decides_all_do(world_size, where, steps):
+    found = everywhere(world_size, fit_stopped, world_size - 1, where)
+    epochs = -(-steps // 4)
+    assert found == found[:1] * world_size
+    assert found[0][:4] == [steps, [*range(1, epochs + 1)], epochs, [epochs + 1]]
+
+
+class Failing(Callback):
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def fail(self) -> None:
+        if cx.get_rank() == 1:
+            raise ValueError(f"no {self.hook}")
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.hook == "beginning":
+            self.fail()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.hook == "end of an epoch":
+            self.fail()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.hook == "end of a batch":
+            self.fail()
+
+
+def fit_failing(hook: str) -> None:
+    with cx.init():
+        trainer_with(Failing(hook)).fit(INPUTS, TARGETS, epochs=2, **QUIET)
+
+
+@pytest.mark.parametrize("hook", ["beginning", "end of an epoch", "end of a batch"])
+def test_an_error_in_a_callback_of_one_rank_ends_all(hook):
+    first, second = run_ranks(2, fit_failing, hook, seconds=20.0)
+    assert (second.kind, second.message) == ("ValueError", f"no {hook}")
+    assert first.kind == "DistributedTrainingError"
+    assert f"ValueError: no {hook}" in first.message
+
+
+# --- EarlyStopping -------------------------------------------------------------------------------------------------
+
+
+def follow(values: list[float], **arguments: Any) -> tuple[int | None, int]:
+    """Returns (the epoch after which it stops, or None; the best one), both from 0."""
+    callback = EarlyStopping("loss", **arguments)
+    trainer: Any = types.SimpleNamespace(stop_training=False, model=nn.Linear(1, 1))
+    callback.set_trainer(trainer)
+    callback.on_train_begin()
+    for epoch, value in enumerate(values):
+        callback.on_epoch_end(epoch, {"loss": value})
+        if trainer.stop_training:
+            return epoch, callback.best_epoch
+    return None, callback.best_epoch
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "stopped", "best"),
+    [
+        ([3, 2, 1], {}, None, 2),
+        ([3, 2, 2], {}, 2, 1),  # as good is not better
+        ([3, 2, 2.5, 1], {}, 2, 1),
+        ([3, 2, 2.5, 1, 2, 2], {"patience": 2}, 5, 3),
+        ([3, 2.95, 2.85, 2.8], {"min_delta": 0.1}, 1, 0),
+        ([3, 2.95, 2.85, 2.8], {"min_delta": -0.1, "patience": 2}, None, 2),
+        ([1, 2, 3, 3], {"mode": "max"}, 3, 2),
+        ([3, 2, 1.5, 1.4, 1.3], {"baseline": 1.0, "patience": 2}, None, 4),  # getting better is waited for
+        ([3, 2, 2, 1], {"baseline": 1.0, "patience": 2}, 2, 1),
+        ([1, 5, 4, 4], {"start_from_epoch": 1}, 3, 2),
+        ([math.nan, math.nan, 1], {"patience": 2}, 1, 0),
+        ([1, math.nan], {"patience": 1}, 1, 0),
+        ([math.nan], {"restore_best_weights": True}, None, 0),
+    ],
+)
+def test_early_stopping_counts_as_keras_does(values, arguments, stopped, best):
+    assert follow(values, **arguments) == (stopped, best)
+
+
+class Keeping(Callback):
+    """Remembers the fingerprint after each epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found.append(fingerprint(self.model))
+
+
+def fit_until_worse(folder: str) -> list[Any]:
+    keeping = Keeping()
+    early = EarlyStopping("val_accuracy", patience=2, restore_best_weights=True)
+    trainer = trainer_with(early, keeping)
+    history = trainer.fit(INPUTS, TARGETS, *VALIDATION, epochs=50, **QUIET)
+    best = max(range(len(history.epochs)), key=lambda epoch: history.val_accuracies[epoch])
+    return [len(history.epochs), best, fingerprint(trainer.model) == keeping.found[best], keeping.found[best]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_best_weights_come_back_on_every_rank(world_size, tmp_path):
+    found = everywhere(world_size, fit_until_worse, str(tmp_path))
+    assert found == found[:1] * world_size
+    epochs, best, are_best, _ = found[0]
+    assert epochs == best + 3 < 50
+    assert are_best
+
+
+# --- kept, and resumed ---------------------------------------------------------------------------------------------
+
+
+class Counting(Callback):
+    """Counts steps, and asks for the end after so many, on the last rank alone; has a tensor, too."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.steps, self.sums = limit, 0, torch.zeros(2)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        self.sums += torch.tensor([1.0, float(batch)])
+        if self.steps == self.limit and cx.get_rank() == cx.get_world_size() - 1:
+            self.trainer.stop_training = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.sums = state["steps"], state["sums"]
+
+
+class Saving(Callback):
+    """Saves by hand after each step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.trainer.save_checkpoint(self.folder / f"by-hand-{self.trainer._state.position.step:03d}.ckpt")
+
+
+def make_noisy() -> nn.Module:
+    with seeded():
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def fit_noisy(limit: int, folder: str, resume: str | None = None, *more: Callback) -> list[Any]:
+    model = make_noisy()
+    counting, early = Counting(limit), EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    trainer = cx.DistributedTrainer(
+        model,
+        "cross_entropy",
+        torch.optim.Adam(model.parameters(), 0.1),
+        callbacks=[counting, early],
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+    )
+    history = trainer.fit(
+        INPUTS,
+        TARGETS,
+        *VALIDATION,
+        cx.DistributedTrainingConfig(epochs=6, effective_batch_size=8, verbose=False, checkpoint_dir=folder),
+        checkpoint_every_n_steps=0 if resume else 1,
+        checkpoint_every_n_epochs=0 if resume else 1,
+        resume=resume,
+        callbacks=more,
+    )
+    [group] = trainer.optimizer.param_groups
+    return [
+        fingerprint(model),
+        history.history,
+        history.epochs,
+        counting.steps,
+        counting.sums.tolist(),
+        early.best_epoch,
+        group["lr"],
+    ]
+
+
+def fit_and_resume(limit: int, folder: str) -> list[Any]:
+    found = [fit_noisy(limit, folder, None, Saving(folder))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found += [fit_noisy(limit, folder, str(path)) for path in sorted(Path(folder).glob("*.ckpt"))]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("limit", [4, 1000])
+def test_resumed_after_any_step_it_ends_with_the_same_callbacks_and_weights(limit, world_size, tmp_path):
+    for found in everywhere(world_size, fit_and_resume, limit, str(tmp_path)):
+        first = found[0]
+        steps = 5 if limit == 4 else 3 * len(first[2])
+        assert first[3] == steps
+        assert len(found) == 1 + 2 * steps + len(first[2])  # after each step two, and one after each epoch
+        for number, each in enumerate(found):
+            assert each == first, number
+
+
+def resume_two(folder: str) -> list[Any]:
+    """Resumes from a checkpoint that was made by hand, with other ranks' generators in it; and when all is over."""
+    first = fit_noisy(7, folder, None, Saving(folder))
+    return [first == fit_noisy(7, folder, f"{folder}/by-hand-004.ckpt"), first == fit_noisy(7, folder, "auto")]
+
+
+def test_the_same_on_two_ranks(tmp_path):
+    assert run_world(2, resume_two, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_a_state_that_is_nobodys_is_said(tmp_path):
+    with one_process():
+        trainer = trainer_with(Counting(100), Counting(100))
+        trainer.fit(INPUTS, TARGETS, epochs=1, checkpoint_dir=str(tmp_path), checkpoint_every_n_epochs=1, **QUIET)
+        [path] = tmp_path.glob("*.ckpt")
+        with pytest.warns(UserWarning, match="has the state of Counting 2, and fit was given no such callback"):
+            trainer_with(Counting(100)).fit(INPUTS, TARGETS, epochs=2, resume=str(path), **QUIET)
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        ([EarlyStopping], "got the class EarlyStopping"),
+        ([print], "got a builtin_function_or_method"),
+        (["early"], "got a str"),
+    ],
+)
+def test_what_is_no_callback_is_refused(callbacks, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        trainer_with(*callbacks)
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer_with().fit(INPUTS, TARGETS, callbacks=callbacks)
+
+
+def refuse_on_one_rank() -> list[Any]:
+    callbacks = [EarlyStopping("val_loss")] if cx.get_rank() == 1 else []
+    trainer = trainer_with()
+    with pytest.raises(cx.ConfigError) as caught:
+        trainer.fit(INPUTS, TARGETS, epochs=1, callbacks=callbacks, **QUIET)
+    trainer.fit(INPUTS, TARGETS, epochs=1, **QUIET)
+    return [str(caught.value)]
+
+
+def test_early_stopping_without_validation_is_refused_on_every_rank_before_anything_starts():
+    [[first], [second]] = run_world(2, refuse_on_one_rank)
+    assert first.startswith("rank 1 refuses to start: EarlyStopping looks at 'val_loss', and there are no validation")
+    assert second.startswith("EarlyStopping looks at 'val_loss', and there are no validation data")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"monitor": "f1"}, "monitor must be one of"),
+        ({"mode": "up"}, "mode must be one of"),
+        ({"patience": -1}, "patience must be a whole number"),
+        ({"min_delta": "1"}, "min_delta must be a number"),
+        ({"baseline": "1"}, "baseline must be a number"),
+        ({"restore_best_weights": 1}, "restore_best_weights must be True or False"),
+        ({"start_from_epoch": 0.5}, "start_from_epoch must be a whole number"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        EarlyStopping(**arguments)
+
+
+class Nested(Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.fit(INPUTS, TARGETS, epochs=1, verbose=False)
+
+
+def test_a_fit_within_a_fit_is_refused():
+    with one_process(), pytest.raises(cx.ConfigError, match="fit was called within fit"):
+        trainer_with(Nested()).fit(INPUTS, TARGETS, epochs=1, **QUIET)
+
+
+def test_a_number_that_a_fit_does_not_have_is_refused_with_those_that_it_has():
+    model = nn.Linear(FEATURES, 1)
+    trainer = cx.DistributedTrainer(model, "mse", adam(model))
+    words = "looks at 'accuracy', which this fit does not measure: it has loss"
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer.fit(INPUTS, torch.randn(24, 1), epochs=1, callbacks=EarlyStopping("accuracy"), **QUIET)

@@ -1,0 +1,196 @@
+"""Claims about schedules of the learning rate: PyTorch's, once per optimizer step, resumed, the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch.optim import lr_scheduler as schedulers
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+INPUTS, TARGETS = make_rows(20)
+STEPS = 10  # in two epochs of five
+SETTINGS = {"epochs": 2, "effective_batch_size": 4, "verbose": False}
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, 3, 0.5),
+    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, [2, 5, 5, 8], 0.5),
+    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
+    "ConstantLR": lambda optimizer: schedulers.ConstantLR(optimizer, 0.3, 4),
+    "LinearLR": lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 6),
+    "PolynomialLR": lambda optimizer: schedulers.PolynomialLR(optimizer, 8, 2.0),
+    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, STEPS),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 3, 2),
+    "CyclicLR": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, 3, cycle_momentum=False),
+    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, STEPS),
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.LinearLR(optimizer, 0.1, 1.0, 3), schedulers.MultiStepLR(optimizer, [1, 3], 0.5)], [4]
+    ),
+    "ChainedScheduler": lambda optimizer: schedulers.ChainedScheduler(
+        [schedulers.ExponentialLR(optimizer, 0.9), schedulers.MultiStepLR(optimizer, [3, 6], 0.5)]
+    ),
+}
+
+
+class Trace(cx.callbacks.Callback):
+    """The learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = state["rates"]
+
+
+def make_trainer(name: str) -> cx.DistributedTrainer:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=SCHEDULES[name])
+
+
+def traced(name: str, **more: Any) -> list[float]:
+    trace = Trace()
+    make_trainer(name).fit(INPUTS, TARGETS, callbacks=trace, **{**SETTINGS, **more})
+    return trace.rates
+
+
+def by_hand(name: str) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9)
+    scheduler, rates = SCHEDULES[name](optimizer), []
+    for _ in range(STEPS):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_it_is_stepped_once_per_step_and_resumes(name, tmp_path):
+    with one_process():
+        expected = by_hand(name)
+        assert len(set(expected)) > 1
+        assert traced(name, checkpoint_every_n_steps=1, checkpoint_dir=str(tmp_path)) == expected
+        paths = sorted(Path(tmp_path).glob("step-*.ckpt"))
+        assert len(paths) == STEPS
+        for path in paths:
+            assert traced(name, resume=str(path)) == expected
+
+
+def test_every_rank_of_every_world_has_the_same_rates():
+    with one_process():
+        alone = traced("OneCycleLR")
+    for world_size in (2, 3):
+        assert run_world(world_size, traced, "OneCycleLR") == [alone] * world_size
+
+
+def test_a_step_that_is_skipped_is_none():
+    inputs = INPUTS.clone()
+    inputs[:, 0] = torch.where(torch.arange(20) == 7, math.nan, inputs[:, 0])
+    trace = Trace()
+    with one_process(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer("ExponentialLR").fit(
+            inputs, TARGETS, callbacks=trace, on_nonfinite="skip", **{**SETTINGS, "epochs": 1}, shuffle=False
+        )
+    assert trace.rates == pytest.approx([0.1, 0.09, 0.09, 0.081, 0.0729])
+
+
+def test_what_is_no_schedule_of_this_optimizer_is_refused():
+    model = make_model()
+    optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    for wrong, words in (
+        (schedulers.StepLR(other, 3), "StepLR is of another optimizer"),
+        (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau looks at a number after each epoch"),
+        (lambda optimizer: None, "scheduler must be one of torch.optim.lr_scheduler"),
+        ("cosine", "scheduler must be one of torch.optim.lr_scheduler"),
+    ):
+        with pytest.raises(cx.ConfigError, match=words):
+            cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=wrong)
+
+
+def test_a_cycle_that_ends_before_the_fit_is_refused():
+    with one_process():
+        trainer = make_trainer("OneCycleLR")
+        with pytest.raises(cx.ConfigError, match="ends after 10 steps, and this fit would end after 15"):
+            trainer.fit(INPUTS, TARGETS, **{**SETTINGS, "epochs": 3})
+        trainer.fit(INPUTS, TARGETS, **SETTINGS)
+        with pytest.raises(cx.ConfigError, match="ends after 10 steps, and this fit would end after 20"):
+            trainer.fit(INPUTS, TARGETS, **SETTINGS)
+
+
+def fit_with_other_schedules() -> str:
+    name = "StepLR" if cx.get_rank() == 0 else "ExponentialLR"
+    with pytest.raises(cx.ConfigError) as caught:
+        make_trainer(name).fit(INPUTS, TARGETS, **SETTINGS)
+    return str(caught.value)
+
+
+def test_ranks_with_other_schedules_are_refused():
+    for text in run_world(2, fit_with_other_schedules):
+        assert text.startswith("rank 1 differs from rank 0 in the scheduler: ExponentialLR on rank 1, StepLR on rank 0")
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(tmp_path):
+    path = tmp_path / "one.ckpt"
+    with one_process():
+        make_trainer("StepLR").save_checkpoint(path)
+        with pytest.raises(cx.CheckpointError, match="written with the scheduler StepLR, and this trainer has the"):
+            make_trainer("ExponentialLR").load_checkpoint(path)
+        model = make_model()
+        bare = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        with pytest.raises(cx.CheckpointError, match="written with the scheduler StepLR, and this trainer has no"):
+            bare.load_checkpoint(path)
+        bare.save_checkpoint(path)
+        with pytest.raises(cx.CheckpointError, match="written with no scheduler, and this trainer has the scheduler"):
+            make_trainer("StepLR").load_checkpoint(path)
+
+
+class Odd(schedulers.LRScheduler):
+    """A schedule with a state that no checkpoint can hold."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.anything = object()
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+
+def test_a_schedule_that_cannot_be_kept_is_refused_before_anything_starts():
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd", scheduler=Odd)
+    with (
+        one_process(),
+        pytest.raises(cx.ConfigError, match="Odd has a state that cannot be kept"),
+    ):
+        trainer.fit(INPUTS, TARGETS, **SETTINGS)
+    assert trainer.epoch == 0
+
+
+def test_what_is_computed_otherwise_is_said(tmp_path):
+    with one_process():
+        traced("StepLR", checkpoint_every_n_steps=5, checkpoint_dir=str(tmp_path))
+        path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            traced("StepLR", resume=path)
+        torch.set_num_threads(2)
+        with pytest.warns(UserWarning, match="computed otherwise: the number of threads per rank was 1 and is 2"):
+            traced("StepLR", resume=path)
