@@ -57,11 +57,17 @@ class Model(nn.Module):
 def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
     """Fits, from the newest checkpoint on, and dies at the moment, if it comes."""
     counts = dict.fromkeys(("training", "validation", "save"), 0)
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(cx.get_world_size())]
+    cx.all_gather(found, torch.tensor([os.getpid()]))
+    processes = [int(process) for process in found]
 
     def before(where: str) -> None:
         counts[where] += 1
         is_now = moment is not None and (where, counts[where]) == (moment.where, moment.count)
-        if is_now and cx.get_rank() in moment.victims:
+        if is_now and where == "save" and cx.is_master():  # the only one that saves
+            for victim in sorted(moment.victims, reverse=True):
+                os.kill(processes[victim], signal.SIGKILL)
+        elif is_now and where != "save" and cx.get_rank() in moment.victims:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for name in ("fsync", "replace"):

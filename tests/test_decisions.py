@@ -117,7 +117,6 @@ def fit(trainer: cx.DistributedTrainer, deciding: Deciding, common: random.Rando
     "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 102))]
 )
 def test_whatever_ranks_decide_all_do_the_same_and_none_hangs(seed, tmp_path):
-
     first, *others = values(run_ranks(2 + seed % 3, decide, seed, str(tmp_path), seconds=90.0))
     assert first[-1][0] == "complete", first
     for together in zip(first, *others, strict=True):
