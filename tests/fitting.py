@@ -90,6 +90,14 @@ def run_world(world_size: int, function: Callable[..., Any], *arguments: Any, se
     return values(run_ranks(world_size, _in_world, name, arguments, seconds=seconds))
 
 
+def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
+    """Calls a function on every rank, as `run_world` does; alone in this process."""
+    if world_size > 1:
+        return run_world(world_size, function, *arguments)
+    with one_process():
+        return [function(*arguments)]
+
+
 def _in_world(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
     with cx.init():
         return getattr(importlib.import_module(name[0]), name[1])(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -18,12 +19,16 @@ import cyxtrain as cx
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import checkpoint  # noqa: E402
 import collective_ranks  # noqa: E402
 import ddp_step  # noqa: E402
+import fit_ranks  # noqa: E402
 import launches  # noqa: E402
 import limits  # noqa: E402
 import raw_ranks  # noqa: E402
 import ring_vs_gloo  # noqa: E402
+import save_ranks  # noqa: E402
+import saving_ways  # noqa: E402
 from text_tables import Table  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -88,6 +93,33 @@ def test_steps_of_all_ways_are_compared(tmp_path):
     assert "0 of 0 rows" in printed
 
 
+@pytest.mark.nightly
+def test_saves_of_all_ways_are_compared(tmp_path):
+    printed, results = run_benchmark(
+        *("checkpoint.py", tmp_path, "--parts", "save", "--megabytes", "1", "--rounds", "1", "--folder", str(tmp_path))
+    )
+    rows = {row["way"]: row for row in results["saves"]}
+    assert list(rows) == list(saving_ways.WAYS)
+    for row in rows.values():
+        assert row["file_bytes"] > 1e6
+        ratio = row["stall_seconds"] / rows["writer"]["stall_seconds"]
+        assert row["times_writer_quartiles"] == pytest.approx([ratio] * 3)
+        assert row["way"] in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.nightly
+def test_fits_with_checkpoints_and_without_are_compared(tmp_path):
+    printed, results = run_benchmark(
+        *("checkpoint.py", tmp_path, "--parts", "fit", "--models", "small", "--ranks", "2", "--rounds", "1"),
+        *("--seconds", "0.1", "--epochs", "2", "--floors"),
+    )
+    assert [(row["ranks"], row["switch"]) for row in results["fits"]] == [(2, "checkpoints"), (2, "replica checks")]
+    for row in results["fits"]:
+        assert row["on_off_quartiles"][1] == pytest.approx(row["on_seconds"] / row["off_seconds"])
+    assert printed.splitlines()[-1] == checkpoint.verdict(results["fits"])
+
+
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +146,11 @@ def test_ways_take_turns_in_another_order_each_round():
 def test_ratio_is_taken_between_neighbours_and_then_the_median():
     # The machine became ten times slower in the second round, for both.
     assert launches.paired_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == 3.0
+
+
+def test_quartiles_are_those_of_the_ratios_of_neighbours():
+    assert launches.paired_quartiles([2.0, 30.0, 4.0, 5.0, 1.0], [1.0, 10.0, 1.0, 1.0, 1.0]) == (2.0, 3.0, 4.0)
+    assert launches.paired_quartiles([3.0], [2.0]) == (1.5, 1.5, 1.5)
 
 
 def test_a_row_counts_on_the_rank_where_it_is_slowest():
@@ -182,6 +219,37 @@ def test_raw_exchange_moves_every_byte_both_ways():
     worlds.join_threads([threading.Thread(target=run, args=(rank,)) for rank in range(2)], 20)
     for link in links:
         link.close()
+
+
+@pytest.mark.parametrize("name", saving_ways.WAYS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_way_saves_is_what_it_reads_though_training_goes_on(tmp_path, name):
+    training = saving_ways.Training(0.01)
+    with contextlib.ExitStack() as at_end:
+        way = saving_ways.WAYS[name](training, tmp_path / name, at_end)
+        for _ in range(2):
+            figures = save_ranks.measure(way)
+            assert figures["file_bytes"] > 0.01e6
+            assert figures["complete_seconds"] > 0
+            assert figures["stall_seconds"] > 0
+            assert not way.folder.exists()
+
+
+def test_a_save_that_reads_otherwise_ends_a_benchmark(tmp_path, monkeypatch):
+    way = saving_ways.WAYS["write-checkpoint"](saving_ways.Training(0.01), tmp_path / "way", contextlib.ExitStack())
+    read = way.load
+    monkeypatch.setattr(way, "load", lambda: {name: value + 1 for name, value in read().items() if name != "0.bias"})
+    with pytest.raises(AssertionError, match=r"(?s)other values than were saved: \['0.bias', '0.weight'"):
+        save_ranks.measure(way)
+
+
+def test_a_fit_with_checkpoints_ends_as_one_without(tmp_path):
+    task = {"model": "small", "batch_size": 4, "steps": 2, "epochs": 2, "check_replicas_every_n_steps": None}
+    with cx.init():
+        found = [fit_ranks.train(task | {"folder": folder}) for folder in (None, str(tmp_path / "fit"))]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert all(0 < figures["outside_seconds"] < figures["seconds"] for figures in found)
+    assert not (tmp_path / "fit").exists()
 
 
 # --- limits and floors ----------------------------------------------------------------------------------------------
@@ -278,6 +346,46 @@ def test_step_ratios_and_floors():
     assert ddp_step.floor_of("mlp", 64, 2, "cyxtrain-tcp") == 1.15
     assert ddp_step.floor_of("mlp", 64, 2, "cyxtrain-auto") == 1.3
     assert ddp_step.floor_of("mlp", 256, 2, "cyxtrain-auto") is None
+
+
+def saved(*stalls):
+    return [
+        {f"{name}_seconds": stall for name in ("stall", "lost", "complete", "load")} | {"file_bytes": 8}
+        for stall in stalls
+    ]
+
+
+def test_stalls_are_compared_with_the_writers(capsys):
+    found = {"writer": saved(1.0, 10.0, 1.0), "dcp": saved(2.0, 30.0, 4.0)}
+    rows = checkpoint.summaries_of_saves(1, found)
+    assert [row["times_writer_quartiles"] for row in rows] == [(1, 1, 1), (2.5, 3, 3.5)]
+    assert rows[1]["stall_seconds"] == 4.0
+    checkpoint.table_of_saves(rows).show()
+    assert "2.50 .. 3.50" in capsys.readouterr().out
+
+
+def fitted(*seconds, digest="a"):
+    return [{"seconds": value, "outside_seconds": value / 2, "digest": digest} for value in seconds]
+
+
+def test_what_costs_a_fit_too_much_is_counted_and_marked(capsys):
+    task = {"model": "small", "steps": 5, "epochs": 2}
+    found = {"plain": fitted(1.0, 2.0, 1.0), "checkpoints": fitted(1.03, 2.06, 1.0), "unchecked": fitted(1.0, 2.0, 1.0)}
+    saving, checking = checkpoint.summaries_of_fits(task, 2, found)
+    assert saving["on_off_quartiles"] == pytest.approx((1.015, 1.03, 1.03))
+    assert (saving["each_seconds"], saving["end_seconds"]) == (pytest.approx(0.015), pytest.approx(0.015))
+    assert (saving["falls_short"], checking["falls_short"]) == (True, False)
+    assert checkpoint.verdict([saving, checking]) == "1 of 2 rows fall short of their floors"
+    checkpoint.table_of_fits([saving, checking], floors=True).show()
+    assert capsys.readouterr().out.count("1.02") == 1
+    alone = checkpoint.summaries_of_fits(task, 1, found)
+    assert [row["floor"] for row in alone] == [1.02, None]
+
+
+def test_fits_that_end_differently_end_a_benchmark():
+    found = {"plain": fitted(1.0), "checkpoints": fitted(1.0, digest="b"), "unchecked": fitted(1.0)}
+    with pytest.raises(AssertionError, match="ended with different weights"):
+        checkpoint.summaries_of_fits({"model": "small", "steps": 5, "epochs": 2}, 2, found)
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, ""), (4, "4 B"), (16 * KIB, "16 KiB"), (100 * MIB, "100 MiB")])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from fitting import FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
@@ -23,14 +23,6 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 INPUTS, TARGETS = make_rows(24)
 VALIDATION = make_rows(10, seed=1)
 QUIET = {"effective_batch_size": 12, "verbose": False}
-
-
-def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
-    """Calls a function on every rank; alone in this process."""
-    if world_size > 1:
-        return run_world(world_size, function, *arguments)
-    with one_process():
-        return [function(*arguments)]
 
 
 def trainer_with(*callbacks: Callback, **more: Any) -> cx.DistributedTrainer:
@@ -354,6 +346,25 @@ def resume_two(folder: str) -> list[Any]:
 
 def test_the_same_on_two_ranks(tmp_path):
     assert run_world(2, resume_two, str(tmp_path)) == [[True, True]] * 2
+
+
+def fit_compiled(folder: str, resume: str | None, *, compiled: bool) -> list[Any]:
+    model: Any = make_model()
+    optimizer = adam(model)
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    early = EarlyStopping("loss", patience=5, restore_best_weights=True)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, callbacks=[early])
+    settings = {"epochs": 3, "checkpoint_every_n_epochs": 0 if resume else 1, "checkpoint_dir": folder}
+    history = trainer.fit(INPUTS, TARGETS, resume=resume, **settings, **QUIET)
+    return [history.history, fingerprint(model)]
+
+
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path):
+    with one_process():
+        whole = fit_compiled(str(tmp_path), None, compiled=True)
+        for compiled in (True, False):
+            assert fit_compiled(str(tmp_path), str(tmp_path / "epoch-0002.ckpt"), compiled=compiled) == whole
 
 
 def test_a_state_that_is_nobodys_is_said(tmp_path):

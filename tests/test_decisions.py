@@ -30,9 +30,11 @@ class Deciding(cx.callbacks.Callback):
 
     def __init__(self, draw: random.Random, few: bool) -> None:
         self.steps = 0
-        self.plan = {
-            draw.randrange(1, STEPS + 1): draw.choice(DECISIONS) for _ in range(draw.randrange(2 if few else 5))
-        }
+        steps = draw.sample(range(1, STEPS + 1), draw.randrange(2 if few else 5))
+        self.plan = {step: draw.choice(DECISIONS) for step in steps}
+        signals = [step for step, decision in self.plan.items() if decision.startswith("SIG")]
+        for step in signals[1:]:  # the second would not wait for the step
+            del self.plan[step]
         self.stops = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import FEATURES, adam, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from fitting import FEATURES, adam, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -101,14 +101,6 @@ def fit_first(batches: int) -> dict[str, Any]:
 def fit_without(batch: int) -> dict[str, Any]:
     kept = [row for row in range(len(INPUTS)) if row // BATCH != batch]
     return fit(INPUTS[kept], TARGETS[kept])
-
-
-def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
-    """Calls a function on every rank; alone in this process."""
-    if world_size > 1:
-        return run_world(world_size, function, *arguments)
-    with one_process():
-        return [function(*arguments)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -119,3 +119,25 @@ def test_what_is_no_weights_file_is_refused(tmp_path, content):
         load_weights(model(), path)
     with pytest.raises(CheckpointError, match="There is no weights"):
         load_weights(model(), tmp_path / "absent")
+
+
+def compiled_parts(seed):
+    """A model of which a part was compiled, and then all of it."""
+    net = model(seed)
+    net[0] = torch.compile(net[0], backend="eager")
+    return torch.compile(net, backend="eager")
+
+
+def test_a_compiled_models_weights_are_the_models_own(tmp_path):
+    first, plain, second = compiled_parts(1), model(0), compiled_parts(2)
+    save_weights(first, tmp_path / "w.safetensors")
+    assert set(safetensors.torch.load_file(tmp_path / "w.safetensors")) == set(plain.state_dict())
+    load_weights(plain, tmp_path / "w.safetensors")
+    load_weights(second, tmp_path / "w.safetensors")
+    rows = torch.randn(4, 4)
+    for net in (first, plain, second):
+        net.eval()
+    assert torch.equal(plain(rows), first(rows))
+    assert torch.equal(second(rows), first(rows))
+    save_weights(plain, tmp_path / "plain.safetensors")
+    load_weights(second, tmp_path / "plain.safetensors")

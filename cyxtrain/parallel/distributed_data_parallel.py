@@ -62,6 +62,7 @@ class DistributedDataParallel(nn.Module):
         self._last_input: weakref.ref[Tensor] | None = None
         self._last_output: weakref.ref[Tensor] | None = None
         self._loss: Tensor | None = None
+        self._all_parameters = list(model.parameters())
         if world_size > 1:
             _check_same_module(model)
             if self.config.broadcast_parameters:
@@ -188,7 +189,7 @@ class DistributedDataParallel(nn.Module):
         loss, self._loss = self._loss, None
         if self._reducer is not None:
             return all_finite(self._reducer.numbers)
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def check_replicas(self) -> None:

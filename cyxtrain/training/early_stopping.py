@@ -11,6 +11,7 @@ from cyxtrain import runtime
 from cyxtrain.config import require, require_boolean, require_choice, require_integer
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.training.saving.names import load_plain_state, plain_state
 
 
 class EarlyStopping(Callback):
@@ -120,7 +121,7 @@ class EarlyStopping(Callback):
         if self.best_weights is not None:
             if speaks:
                 print(f"the model has the weights of epoch {self.best_epoch + 1}")
-            self.model.load_state_dict(self.best_weights)
+            load_plain_state(self.model, self.best_weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what it has seen."""
@@ -141,7 +142,7 @@ class EarlyStopping(Callback):
     def _remember(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            weights = self.model.state_dict()
+            weights = plain_state(self.model)
             self.best_weights = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in weights.items()

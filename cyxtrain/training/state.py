@@ -20,6 +20,7 @@ from cyxtrain.errors import CheckpointError
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.saving.checkpoint import CheckpointState
+from cyxtrain.training.saving.names import plain_state
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
 from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
@@ -150,7 +151,7 @@ class TrainingState:
         """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
         state, groups = optimizer_state_by_name(self.optimizer, self.model)
         return CheckpointState(
-            model=self.model.state_dict(),
+            model=plain_state(self.model),
             optimizer=state,
             optimizer_groups=groups,
             others={"scheduler": scheduler_state(self.scheduler), "callbacks": self.callbacks.state_dict()},

@@ -1,6 +1,7 @@
 """Starts a set of ranks, watches them, and leaves nothing of them behind.
 
     start all -> wait -> (a failure: 2 s for the others to say what they think) -> ask -> 5 s -> SIGKILL -> all gone
+                      -> (asked to stop: a step and a checkpoint may be under way)  -> ask -> 9 s -> SIGKILL -> all gone
 
 What happens when a rank ends is a policy: a function from the exit to a `Reaction`. A new reaction, such as
 starting the rank again, is a member of `Reaction` and a branch in `Supervisor._take`.
@@ -24,6 +25,8 @@ from cyxtrain.workers.process import DRAIN_SECONDS, RankExit, RankGone, RankProc
 
 OWN_END_SECONDS = 2.0
 """Seconds after a failure in which the other ranks may end by themselves, so that their own errors appear."""
+ASKED_SECONDS = 9.0
+"""Seconds for ranks that a user stops: they end their step and write a checkpoint; within 10 s nothing is left."""
 KILLED_SECONDS = DRAIN_SECONDS + 3.0
 """Seconds after SIGKILL until a rank counts as one that cannot be ended."""
 _SLICE_SECONDS = 0.5  # Windows hands us a Ctrl-C only between two waits
@@ -146,7 +149,7 @@ class Supervisor:
         heard = len(self._requests)
         interrupted = self._requests[:1] == [signal.SIGINT]
         self._tell(Stop.INTERRUPT if interrupted else Stop.TERMINATE)
-        self._wait(GRACE_SECONDS, lambda: len(self._requests) > heard)
+        self._wait(ASKED_SECONDS if heard else GRACE_SECONDS, lambda: len(self._requests) > heard)
         self._tell(Stop.KILL)
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.training.saving.names import plain_parameters
 
 # Names inside a group that are not hyper-parameters.
 _PARAMETERS = ("params", "param_names")
@@ -52,7 +53,7 @@ def optimizer_state_by_name(
                 "it cannot be saved by name."
             )
         state[names[index]] = dict(values)
-    ordered = {name: state[name] for name, _ in model.named_parameters() if name in state}
+    ordered = {name: state[name] for name, _ in plain_parameters(model) if name in state}
     groups = [
         {**_hyper_parameters(group), "params": list(group_names)}
         for group, group_names in zip(saved["param_groups"], name_groups, strict=True)
@@ -99,7 +100,7 @@ def load_optimizer_state_by_name(
 
 def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
     """Returns the names of each group's parameters; one without a name is an error."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in plain_parameters(model)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -12,6 +12,7 @@ import torch
 
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.files import read_file, replacing
+from cyxtrain.training.saving.names import load_plain_state, plain_name, plain_state
 from cyxtrain.training.saving.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
 from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
@@ -26,13 +27,13 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     The file has no checksums: a checkpoint has.
 
     Args:
-        model: Its names are those in the file; nothing is put before them.
+        model: Its names are those in the file; nothing is put before them, also where it is compiled.
         path: The file; its folder is made where it is missing. Cost: memory for the weights once more, on the CPU.
 
     Raises:
         CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
     """
-    state = model.state_dict()
+    state = plain_state(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     values = {name: encode_tree(value, name) for name, value in state.items() if name not in tensors}
     stored, layout = encode_tensors(tensors, "model")
@@ -75,18 +76,18 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
     """
     given = fitting_state(model, state, source)
     try:
-        model.load_state_dict(given)
+        load_plain_state(model, given)
     except RuntimeError as error:
         raise CheckpointError(f"Cannot load {source}: {error}. Build the model as it was when it was saved.") from error
 
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns a `state_dict` with all of the model's names, tied ones too; nothing is loaded.
+    """Returns a state with all of the model's plain names, tied ones too; nothing is loaded.
 
     Raises:
         CheckpointError: Other names or shapes, with everything that differs.
     """
-    expected, given = model.state_dict(), dict(state)
+    expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
     ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
     for name, kept in ties.items():
         # Other writers keep any one of the tied names.
