@@ -120,7 +120,15 @@ def take_turns(ways: Sequence[str], launches: int, run: Callable[[str], Any]) ->
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Returns the median of the ratios of what was measured in the same round."""
-    return statistics.median(n / d for n, d in zip(numerators, denominators, strict=True))
+    return paired_quartiles(numerators, denominators)[1]
+
+
+def paired_quartiles(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
+    """Returns lower quartile, median and upper quartile of the ratios of what was measured in the same round."""
+    ratios = [n / d for n, d in zip(numerators, denominators, strict=True)]
+    # One is not enough for Python's quantiles before 3.13.
+    lower, median, upper = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return lower, median, upper
 
 
 def slowest(reports: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
