@@ -25,10 +25,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 # Together below what the text of a message between ranks may have.
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
+_ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class CyxtrainError(RuntimeError):
@@ -152,6 +154,17 @@ class NonFiniteError(DistributedTrainingError):
 
 class ReplicasDifferError(DistributedTrainingError):
     """Ranks hold different parameters, where all must hold the same; every rank raises it."""
+
+
+def on_all_ranks(error: _Error) -> _Error:
+    """Marks an error that every rank raises at this point, and returns it: nobody needs to be told."""
+    error.__dict__[_ON_ALL_RANKS] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Returns whether every rank raises this error."""
+    return _ON_ALL_RANKS in error.__dict__
 
 
 _BY_NAME: dict[str, type[CyxtrainError]] = {

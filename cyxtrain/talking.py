@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cyxtrain.errors import CollectiveMismatchError
+from cyxtrain.errors import CollectiveMismatchError, on_all_ranks
 
 ROLL_CALL = "roll call"
 """What errors call it."""
@@ -62,11 +62,12 @@ def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
             return True
         if not said[0][1] or len(set(calls[1:])) > 1:
             other = next(rank for rank, name in enumerate(calls) if name != calls[0])
-            raise CollectiveMismatchError(
+            mismatch = CollectiveMismatchError(
                 f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "
                 "evaluate, predict and save_checkpoint work on rank 0 alone, while the others wait in another call.",
                 rank=other,
                 during=ROLL_CALL,
             )
+            raise on_all_ranks(mismatch)
         if dist.get_rank(group) == 0:
             return False

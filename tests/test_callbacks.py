@@ -149,13 +149,23 @@ def test_what_one_rank_decides_all_do(world_size, where, steps):
     assert found[0][:4] == [steps, [*range(1, epochs + 1)], epochs, [epochs + 1]]
 
 
+KINDS: dict[str, type[Exception]] = {
+    "beginning": cx.ConfigError,
+    "end of an epoch": cx.NonFiniteError,
+    "end of a batch": cx.CheckpointError,
+    "state": ValueError,
+}
+
+
 class Failing(Callback):
+    """Fails on one rank, also with errors that elsewhere are those of all ranks."""
+
     def __init__(self, hook: str) -> None:
         self.hook = hook
 
     def fail(self) -> None:
         if cx.get_rank() == 1:
-            raise ValueError(f"no {self.hook}")
+            raise KINDS[self.hook](f"no {self.hook}")
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.hook == "beginning":
@@ -169,18 +179,24 @@ class Failing(Callback):
         if self.hook == "end of a batch":
             self.fail()
 
+    def state_dict(self) -> dict[str, Any]:
+        if self.hook == "state" and self.trainer.epoch == 1:
+            self.fail()
+        return {}
 
-def fit_failing(hook: str) -> None:
+
+def fit_failing(hook: str, folder: str) -> None:
     with cx.init():
-        trainer_with(Failing(hook)).fit(INPUTS, TARGETS, epochs=2, **QUIET)
+        saving = {"checkpoint_every_n_epochs": 1, "save_on_master_only": False, "checkpoint_dir": folder}
+        trainer_with(Failing(hook)).fit(INPUTS, TARGETS, epochs=2, **saving, **QUIET)
 
 
-@pytest.mark.parametrize("hook", ["beginning", "end of an epoch", "end of a batch"])
-def test_an_error_in_a_callback_of_one_rank_ends_all(hook):
-    first, second = run_ranks(2, fit_failing, hook, seconds=20.0)
-    assert (second.kind, second.message) == ("ValueError", f"no {hook}")
+@pytest.mark.parametrize("hook", KINDS)
+def test_an_error_in_a_callback_of_one_rank_ends_all(hook, tmp_path):
+    first, second = run_ranks(2, fit_failing, hook, str(tmp_path), seconds=20.0)
+    assert (second.kind, second.message) == (KINDS[hook].__name__, f"no {hook}")
     assert first.kind == "DistributedTrainingError"
-    assert f"ValueError: no {hook}" in first.message
+    assert f"{KINDS[hook].__name__}: no {hook}" in first.message
 
 
 # --- EarlyStopping -------------------------------------------------------------------------------------------------
@@ -271,14 +287,39 @@ class Counting(Callback):
         self.steps, self.sums = state["steps"], state["sums"]
 
 
+class Warming(Callback):
+    """Changes the rate when something begins: a fit that goes on must not do so twice."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+class Evaluating(Callback):
+    """Evaluates after each step: all ranks have the same model then, running means too."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(self.trainer.evaluate(*VALIDATION).loss)
+
+
 class Saving(Callback):
-    """Saves by hand after each step."""
+    """Saves by hand after each step and each epoch."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.trainer.save_checkpoint(self.folder / f"by-hand-{self.trainer._state.position.step:03d}.ckpt")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.save_checkpoint(self.folder / f"by-hand-after-{epoch + 1}.ckpt")
 
 
 def make_noisy() -> nn.Module:
@@ -293,7 +334,7 @@ def fit_noisy(limit: int, folder: str, resume: str | None = None, *more: Callbac
         model,
         "cross_entropy",
         torch.optim.Adam(model.parameters(), 0.1),
-        callbacks=[counting, early],
+        callbacks=[Warming(), counting, early],
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
     )
     history = trainer.fit(
@@ -333,7 +374,7 @@ def test_resumed_after_any_step_it_ends_with_the_same_callbacks_and_weights(limi
         first = found[0]
         steps = 5 if limit == 4 else 3 * len(first[2])
         assert first[3] == steps
-        assert len(found) == 1 + 2 * steps + len(first[2])  # after each step two, and one after each epoch
+        assert len(found) == 1 + 2 * steps + 2 * len(first[2])  # after each step two, and two after each epoch
         for number, each in enumerate(found):
             assert each == first, number
 
@@ -341,11 +382,45 @@ def test_resumed_after_any_step_it_ends_with_the_same_callbacks_and_weights(limi
 def resume_two(folder: str) -> list[Any]:
     """Resumes from a checkpoint that was made by hand, with other ranks' generators in it; and when all is over."""
     first = fit_noisy(7, folder, None, Saving(folder))
-    return [first == fit_noisy(7, folder, f"{folder}/by-hand-004.ckpt"), first == fit_noisy(7, folder, "auto")]
+    paths = [f"{folder}/by-hand-004.ckpt", f"{folder}/by-hand-after-1.ckpt", "auto"]
+    return [first == fit_noisy(7, folder, path) for path in paths]
 
 
 def test_the_same_on_two_ranks(tmp_path):
-    assert run_world(2, resume_two, str(tmp_path)) == [[True, True]] * 2
+    assert run_world(2, resume_two, str(tmp_path)) == [[True, True, True]] * 2
+
+
+def fit_evaluating() -> list[Any]:
+    model, evaluating = make_noisy(), Evaluating()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+    trainer.fit(INPUTS, TARGETS, epochs=2, callbacks=evaluating, **QUIET)
+    return evaluating.losses
+
+
+def test_a_callback_may_evaluate_in_the_middle_of_an_epoch():
+    first, second = run_world(2, fit_evaluating)
+    assert first == second
+    assert len(set(first)) == 4
+
+
+def interrupted(folder: str) -> list[Any]:
+    """Returns what a fit of no time and the one that goes on come to, and one that is not interrupted."""
+    found = []
+    for limits in ({"max_time_seconds": 1e-9}, {"resume": "auto"}, {}):
+        model = make_noisy()
+        early = EarlyStopping("loss", patience=9, restore_best_weights=True)
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 3.0))
+        trainer.fit(INPUTS, TARGETS, epochs=4, callbacks=early, checkpoint_dir=folder, **limits, **QUIET)
+        if not found:
+            trainer.save_checkpoint(f"{folder}/epoch-0001.ckpt")
+        found.append(fingerprint(model))
+    return found
+
+
+def test_a_fit_that_is_interrupted_keeps_its_weights(tmp_path):
+    with one_process():
+        first, resumed, whole = interrupted(str(tmp_path))
+    assert first != resumed == whole
 
 
 def fit_compiled(folder: str, resume: str | None, *, compiled: bool) -> list[Any]:
@@ -442,3 +517,92 @@ def test_a_number_that_a_fit_does_not_have_is_refused_with_those_that_it_has():
     words = "looks at 'accuracy', which this fit does not measure: it has loss"
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         trainer.fit(INPUTS, torch.randn(24, 1), epochs=1, callbacks=EarlyStopping("accuracy"), **QUIET)
+
+
+class Habits(Callback):
+    """Asks for the end as Keras's callbacks do."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == 1
+
+
+def test_the_end_may_be_asked_of_the_model():
+    with one_process():
+        trainer = trainer_with(Habits())
+        assert trainer.fit(INPUTS, TARGETS, epochs=5, **QUIET).epochs == [1, 2]
+        assert trainer.fit(INPUTS, TARGETS, epochs=2, **QUIET).epochs == [3, 4]
+
+
+def test_hooks_may_be_given_to_an_instance():
+    called, callback = [], Callback()
+    callback.on_train_batch_end = lambda batch, logs=None: called.append(batch)
+    with one_process():
+        trainer_with(callback).fit(INPUTS, TARGETS, epochs=1, **QUIET)
+    assert called == [0, 1]
+
+
+class Old(Callback):
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise AssertionError
+
+
+def test_a_hook_that_nobody_calls_is_refused():
+    with pytest.raises(cx.ConfigError, match=r"Old has no hook that anybody calls: 'on_batch_end'\. Did you mean"):
+        trainer_with(Old())
+
+
+class Unfreezing(Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model[0].requires_grad_(True)
+
+
+def test_what_is_trained_changes_between_fits_only():
+    with one_process():
+        trainer = trainer_with(Unfreezing())
+        trainer.model[0].requires_grad_(False)
+        with pytest.raises(cx.ConfigError, match=r"requires_grad of 0\.weight, 0\.bias has changed"):
+            trainer.fit(INPUTS, TARGETS, epochs=3, **QUIET)
+        trainer.fit(INPUTS, TARGETS, epochs=1, **QUIET)
+
+
+class Loading(Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.load_checkpoint("any")
+
+
+def test_loading_within_a_fit_is_refused():
+    with one_process(), pytest.raises(cx.ConfigError, match="load_checkpoint was called within fit"):
+        trainer_with(Loading()).fit(INPUTS, TARGETS, epochs=1, **QUIET)
+
+
+class Unkeepable(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"anything": object()} if cx.is_master() else {}
+
+
+def fit_unkeepable(folder: str) -> list[Any]:
+    trainer = trainer_with(Unkeepable())
+    with pytest.raises(cx.ConfigError) as caught:
+        trainer.fit(INPUTS, TARGETS, epochs=1, checkpoint_dir=folder, checkpoint_every_n_epochs=1, **QUIET)
+    trainer.fit(INPUTS, TARGETS, epochs=1, **QUIET)  # nothing is to be kept
+    return [str(caught.value), trainer._state.position.step]
+
+
+def test_a_state_that_cannot_be_kept_is_refused_before_the_first_step(tmp_path):
+    first, second = run_world(2, fit_unkeepable, str(tmp_path))
+    assert first[0].startswith("the state of a callback cannot be kept: 'callbacks.Unkeepable.anything' is a object")
+    assert second[0] == f"rank 0: {first[0]}"
+    assert first[1] == second[1] == 2
+
+
+def test_logs_of_a_batch_are_not_those_of_a_later_time():
+    kept = []
+    callback = Callback()
+    callback.on_train_batch_end = lambda batch, logs=None: kept.append((logs, repr(logs) if batch else ""))
+    with one_process():
+        trainer_with(callback).fit(INPUTS, TARGETS, epochs=1, **QUIET)
+    (early, _), (late, text) = kept
+    with pytest.raises(cx.ConfigError, match="are read while its hook runs"):
+        early["loss"]
+    assert text == str(dict(late))

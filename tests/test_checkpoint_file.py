@@ -9,6 +9,8 @@ import torch
 
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.checkpoint import CheckpointState, pack_checkpoint, read_checkpoint, write_checkpoint
+from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.writer import Writer
 
 
 def state(**fields):
@@ -100,3 +102,14 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path):
         read_checkpoint(tmp_path / "7.ckpt")
     with pytest.raises(CheckpointError, match="Cannot read checkpoint"):
         read_checkpoint(tmp_path)
+
+
+def test_writes_that_follow_each_other_do_not_mix(tmp_path):
+    writer = Writer(CheckpointFolder(tmp_path))
+    tensor = torch.zeros(2_000_000)
+    for step in range(4):
+        writer.write(f"step-{step}", CheckpointState(model={"weight": tensor.fill_(step)}), lambda: None)
+    assert writer.wait() is None
+    writer.close()
+    for step in range(4):
+        assert read_checkpoint(tmp_path / f"step-{step}.ckpt").model["weight"].unique().tolist() == [step]

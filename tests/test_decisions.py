@@ -59,7 +59,8 @@ class Model(nn.Module):
     def __init__(self, deciding: Deciding) -> None:
         super().__init__()
         with seeded():
-            self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+            layers = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES)
+            self.layers = nn.Sequential(*layers)
         self.deciding = deciding
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
+from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory, record_epoch
 
 
 def history(num_epochs=3, first=1):
@@ -49,6 +49,15 @@ def test_numbers_that_are_not_finite_survive_strict_json():
     assert math.isnan(read.train_losses[0])
     assert read.train_losses[1:] == [math.inf, -math.inf, 1.0]
     assert read.samples_per_second == math.inf
+
+
+def test_an_epoch_of_which_no_row_counted_leaves_the_lists_alike():
+    history = TrainingHistory()
+    for epoch, (loss, accuracy) in enumerate([(math.nan, math.nan), (0.5, 0.25), (math.nan, math.nan)], 1):
+        record_epoch(history, epoch, {"loss": loss, "accuracy": accuracy, "val_loss": 1.0, "val_accuracy": math.nan})
+    assert [str(value) for value in history.train_accuracies] == ["nan", "0.25", "nan"]
+    assert [str(value) for value in history.train_losses] == ["nan", "0.5", "nan"]
+    assert (history.epochs, history.val_losses, history.val_accuracies) == ([1, 2, 3], [1.0] * 3, [])
 
 
 def test_files_hold_what_the_calls_return(tmp_path):

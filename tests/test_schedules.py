@@ -128,10 +128,10 @@ def test_what_is_no_schedule_of_this_optimizer_is_refused():
 def test_a_cycle_that_ends_before_the_fit_is_refused():
     with one_process():
         trainer = make_trainer("OneCycleLR")
-        with pytest.raises(cx.ConfigError, match="ends after 10 steps, and this fit would end after 15"):
+        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit would end after 15"):
             trainer.fit(INPUTS, TARGETS, **{**SETTINGS, "epochs": 3})
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
-        with pytest.raises(cx.ConfigError, match="ends after 10 steps, and this fit would end after 20"):
+        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit would end after 20"):
             trainer.fit(INPUTS, TARGETS, **SETTINGS)
 
 
@@ -182,6 +182,62 @@ def test_a_schedule_that_cannot_be_kept_is_refused_before_anything_starts():
     ):
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
     assert trainer.epoch == 0
+
+
+def test_a_rate_that_is_a_tensor_is_kept(tmp_path):
+    def fit(**more: Any) -> list[float]:
+        model, trace = make_model(), Trace()
+        optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.1))
+        schedule = schedulers.StepLR(optimizer, 3, 0.5)
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=schedule)
+        trainer.fit(INPUTS, TARGETS, callbacks=trace, checkpoint_dir=str(tmp_path), **{**SETTINGS, **more})
+        return trace.rates
+
+    with one_process():
+        whole = fit(checkpoint_every_n_steps=4)
+        assert fit(resume=str(tmp_path / "step-00000004.ckpt")) == whole
+        assert len(set(whole)) > 2
+
+
+def test_a_schedule_of_other_parts_is_refused_and_nothing_has_changed(tmp_path):
+    path = tmp_path / "one.ckpt"
+    with one_process():
+        make_trainer("SequentialLR").save_checkpoint(path)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        parts = [schedulers.ConstantLR(optimizer, 1.0, 1) for _ in range(3)]
+        schedule = schedulers.SequentialLR(optimizer, parts, [2, 4])
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=schedule)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        with pytest.raises(cx.CheckpointError, match="SequentialLR is made of other schedules"):
+            trainer.load_checkpoint(path)
+        assert not model[0].weight.any()
+
+
+def test_a_fit_that_is_refused_for_its_schedule_has_changed_nothing():
+    with one_process():
+        trainer = make_trainer("OneCycleLR")
+        trainer.fit(INPUTS, TARGETS, **SETTINGS)
+        before = trainer._state.position
+        with pytest.raises(cx.ConfigError, match="OneCycleLR ends"):
+            trainer.fit(INPUTS, TARGETS, **SETTINGS)
+        assert (trainer.history.epochs, trainer._state.position) == ([1, 2], before)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_either_way_of_setting_the_precision_of_products_is_fine(new):
+    cuda = torch.backends.cuda.matmul
+    before = torch.backends.mkldnn.matmul.fp32_precision, cuda.fp32_precision
+    try:
+        if new:
+            cuda.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        with one_process():
+            traced("StepLR")
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision, cuda.fp32_precision = before
 
 
 def test_what_is_computed_otherwise_is_said(tmp_path):

@@ -58,6 +58,7 @@ class DistributedDataParallel(nn.Module):
         self.module = model
         world_size = runtime.get_world_size()
         named = trained_parameters(model)
+        self._trained = {id(parameter) for _, parameter in named}
         self._reducer: Reducer | None = None
         self._last_input: weakref.ref[Tensor] | None = None
         self._last_output: weakref.ref[Tensor] | None = None
@@ -191,6 +192,23 @@ class DistributedDataParallel(nn.Module):
             return all_finite(self._reducer.numbers)
         gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
+
+    def check_trained(self) -> None:
+        """Refuses parameters that have begun or ceased to be trained since the wrapper was made.
+
+        Raises:
+            ConfigError: With their names.
+        """
+        changed = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad != (id(parameter) in self._trained)
+        ]
+        if changed:
+            raise ConfigError(
+                f"requires_grad of {', '.join(changed)} has changed while the model is wrapped: the ranks average what "
+                "was trained when it was. Freeze and unfreeze between two calls of fit, or wrap the model anew."
+            )
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DDPConfig
-from cyxtrain.errors import ConfigError, DistributedTrainingError
+from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.layout import NUM_SIGNALS, ParameterSpec, bucket_layout
 
@@ -156,10 +156,11 @@ class Reducer:
     def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         # Every rank has seen the same flags, so every rank raises.
         names = ", ".join(self._names[parameter] for parameter in parameters)
-        raise DistributedTrainingError(
+        error = DistributedTrainingError(
             f"these parameters took no part in the loss on at least one rank: {names}. If that is intended, set "
             "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
         )
+        raise on_all_ranks(error)
 
     @property
     def _averages(self) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from cyxtrain.errors import ReplicasDifferError
+from cyxtrain.errors import ReplicasDifferError, on_all_ranks
 from cyxtrain.talking import gather_texts
 
 _SHOWN_NAMES = 5
@@ -39,7 +39,8 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     everyone = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
     odd = _odd_ones(everyone)
     ranks = sorted({rank for ranks in odd.values() for rank in ranks})
-    raise ReplicasDifferError(_words(odd, ranks, len(everyone)), rank=ranks[0] if len(ranks) == 1 else None)
+    error = ReplicasDifferError(_words(odd, ranks, len(everyone)), rank=ranks[0] if len(ranks) == 1 else None)
+    raise on_all_ranks(error)
 
 
 def _odd_ones(everyone: Sequence[dict[str, str]]) -> dict[str, list[int]]:
@@ -67,8 +68,8 @@ def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
         who = f"ranks {numbers} differ from most"
     return (
         f"{who} in {shown}{more}: parameters must be equal on all ranks, bit for bit. Either code changes them on some "
-        "ranks only, or memory is broken there. Go back to a checkpoint that was made before: "
-        'fit(..., resume="auto") takes the newest.'
+        "ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
+        "fit(..., resume=path); the newest may hold it already."
     )
 
 

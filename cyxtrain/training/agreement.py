@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cyxtrain import runtime
-from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, Failure, error_from_facts
+from cyxtrain.errors import (
+    ConfigError,
+    CyxtrainError,
+    DistributedTrainingError,
+    Failure,
+    error_from_facts,
+    on_all_ranks,
+)
 
 _Planned = TypeVar("_Planned")
 _SHOWN_CHARACTERS = 200
@@ -48,11 +55,12 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
     """
     text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
     everyone = [json.loads(found) for found in runtime.gather_texts(text)]
+    refused = next((rank for rank, other in enumerate(everyone) if other["problem"] is not None), None)
     if problem is not None:
-        raise problem
-    for rank, other in enumerate(everyone):
-        if other["problem"] is not None:
-            raise ConfigError(f"rank {rank} refuses to start: {other['problem']}", rank=rank)
+        raise on_all_ranks(problem)
+    if refused is not None:
+        error = ConfigError(f"rank {refused} refuses to start: {everyone[refused]['problem']}", rank=refused)
+        raise on_all_ranks(error)
     for rank, other in enumerate(everyone):
         _compare(everyone[0]["facts"], other["facts"], rank)
     return [other["facts"] for other in everyone]
@@ -70,11 +78,11 @@ def raise_together(problem: Exception | None) -> None:
         mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
     everyone = runtime.gather_texts(mine)
     if problem is not None:
-        raise problem
+        raise on_all_ranks(problem)
     for rank, text in enumerate(everyone):
         if text:
             facts = json.loads(text)
-            raise error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank})
+            raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))
 
 
 def _text(problem: Exception) -> str:
@@ -84,11 +92,12 @@ def _text(problem: Exception) -> str:
 def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name in {**first, **other}:
         if not name.startswith("_") and first.get(name) != other.get(name):
-            raise ConfigError(
+            error = ConfigError(
                 f"rank {rank} differs from rank 0 in {name}: {_shown(other.get(name))} on rank {rank}, "
                 f"{_shown(first.get(name))} on rank 0. Every rank must be given the same.",
                 rank=rank,
             )
+            raise on_all_ranks(error)
 
 
 def _shown(value: Any) -> str:

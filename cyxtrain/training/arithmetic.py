@@ -21,9 +21,15 @@ def arithmetic(model: nn.Module, device: torch.device, ddp_config: DDPConfig) ->
         "the device": device.type,
         "the backend": dist.get_backend(),
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the precision of float32 products": _product_precision(device),
         "the size of buckets": ddp_config.bucket_size_mb,
     }
+
+
+def _product_precision(device: torch.device) -> str:
+    """Returns how matrices of float32 are multiplied, whichever of PyTorch's two ways has set it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return str(backend.fp32_precision)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -32,14 +32,19 @@ class BuffersKept:
 
     def keep(self) -> None:
         """Keeps them as they are now."""
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._kept:
             kept.buffer = now = kept.module._buffers.get(kept.name)
             if now is None:
                 continue
             if (now.shape, now.dtype, now.device) != (kept.copy.shape, kept.copy.dtype, kept.copy.device):
                 kept.copy = torch.empty_like(now)
-            # All of them: PyTorch's batch norm writes to its own without a change of their version.
-            kept.copy.copy_(now)
+            copies, buffers = kinds.setdefault((now.device, now.dtype), ([], []))
+            copies.append(kept.copy)
+            buffers.append(now)
+        # All of them: PyTorch's batch norm, and code that writes to .data, change one without a change of its version.
+        for copies, buffers in kinds.values():
+            torch._foreach_copy_(copies, buffers)
 
     def bring_back(self) -> None:
         """Makes them what they were when they were kept."""

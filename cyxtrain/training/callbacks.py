@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cyxtrain import runtime
+from cyxtrain.config import unknown_name
 from cyxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Callback:
     Every rank has its own and calls it at the same points. `self.trainer.stop_training = True`, on any rank, ends the
     fit on all of them: from `on_epoch_end` after that epoch; from `on_train_batch_end` after the step that follows,
     with which the ranks hear of it, and the epoch is closed as if it were over. Whatever else one decides on one rank
-    alone is its own affair: a collective that it calls, such as `trainer.evaluate`, must be called on all.
+    alone is its own affair: a collective that it calls, such as `trainer.evaluate`, must be called on all. One that
+    saves goes last: what comes after it has not seen the epoch yet.
 
     Epochs and batches count from 0, as Keras's do; epochs of a second fit go on counting. Logs of an epoch have "loss",
     "accuracy" and, with validation, "val_loss" and "val_accuracy" (accuracy for class targets), over all ranks and the
@@ -58,13 +60,13 @@ class Callback:
         self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """A fit begins, or goes on: then `load_state_dict` comes next."""
+        """A fit begins, or goes on: then model and optimizer become again what they were; `load_state_dict` is next."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """It is complete, or stops in good order. Logs are those of the last epoch."""
+        """It is complete; not where it is interrupted, or its time is over. Logs are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """An epoch begins, or goes on after a checkpoint in its middle."""
+        """An epoch begins; not where it goes on after a checkpoint in its middle."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """An epoch is complete, with its validation."""
@@ -106,6 +108,14 @@ class BatchLogs(Mapping[str, float]):
             self._found = self._compute()
         return self._found
 
+    def close(self) -> None:
+        """From now on there is nothing to compute: the epoch goes on."""
+        if self._found is None:
+            self._compute = _refuse_late_reading
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
     def __getitem__(self, name: str) -> float:
         """Returns a number."""
         return self._values[name]
@@ -141,6 +151,7 @@ class Callbacks:
         """Calls a hook, by its name, of each."""
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
+            self._heed_keras(callback)
 
     def on_train_batch_begin(self, batch: int) -> None:
         """Calls the hook of those that have one: a step costs the others nothing."""
@@ -153,6 +164,14 @@ class Callbacks:
             logs = BatchLogs(compute)
             for callback in self._batch_end:
                 callback.on_train_batch_end(batch, logs)
+                self._heed_keras(callback)
+            logs.close()
+
+    @staticmethod
+    def _heed_keras(callback: Callback) -> None:
+        """Does what `self.model.stop_training = True` asks for, as Keras writes it."""
+        if vars(callback.model).pop("stop_training", False):
+            callback.trainer.stop_training = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of each that has one, by its class and, from the second of a class on, its number."""
@@ -199,8 +218,18 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
                 f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}. Derive yours from it: hooks "
                 "and their arguments are Keras's."
             )
+        for name in dir(callback):
+            if name.startswith("on_") and name not in _HOOKS:
+                raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook that anybody calls:")
     return found
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    return getattr(type(callback), hook) is not getattr(Callback, hook)
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
+
+
+def _refuse_late_reading() -> dict[str, float]:
+    raise ConfigError("logs of a batch are read while its hook runs; keep a copy, dict(logs), of what is needed later.")
+
+
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]

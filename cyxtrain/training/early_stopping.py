@@ -114,7 +114,7 @@ class EarlyStopping(Callback):
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Gives the model the best weights, where they are wanted."""
+        """Gives the model the best weights, where they are wanted. A fit that is interrupted keeps its own."""
         speaks = bool(self.verbose) and runtime.is_master()
         if self.stopped_epoch and speaks:
             print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was best in {self.best_epoch + 1}")

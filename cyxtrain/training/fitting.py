@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, training_batches
-from cyxtrain.errors import CheckpointError, NonFiniteError, ReplicasDifferError
+from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.plan import Rows, Run
@@ -64,7 +65,11 @@ class Fit:
     def train(self) -> Wish | None:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
         stopped, position = None, self._state.position
-        with contextlib.closing(self._keeper), generators_kept(self._device), self._wishes.hearing_signals():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_telling(self._ddp))
+            stack.enter_context(contextlib.closing(self._keeper))
+            stack.enter_context(generators_kept(self._device))
+            stack.enter_context(self._wishes.hearing_signals())
             self._begin()
             try:
                 while position.epoch < self._last_epoch and not (position.stopped and position.samples == 0):
@@ -72,44 +77,56 @@ class Fit:
             except StoppedError as error:
                 stopped = error.wish
                 self._wishes.heeded()
+                self._ddp.sync_buffers()
             self._keeper.finish(self._totals)
-            with _telling():
+            if stopped is None:
                 self._callbacks.call("on_train_end", self._logs())
         return stopped
 
-    def gather(self) -> None:
-        """Takes into the state what belongs to each rank, if this is the middle of an epoch. All ranks call it."""
+    def prepare_to_save(self) -> None:
+        """Takes into the state what belongs to each rank, and what a callback on any has decided. All ranks call it."""
         if self._totals is not None:
             self._keeper.gather(self._totals)
+        else:
+            self._heed_end(self._wishes.agree()[0])
+
+    def prepare_to_evaluate(self) -> None:
+        """Makes the model the same on every rank. All ranks call it."""
+        self._ddp.sync_buffers()
 
     def _begin(self) -> None:
         """Lets callbacks begin, or go on."""
-        with _telling():
-            self._callbacks.call("set_params", self._run.params(self._last_epoch))
-            self._callbacks.call("on_train_begin", {})
-            if self._resumed is not None:
-                self._callbacks.load_state_dict(self._resumed.callbacks, self._resumed.source)
-        if self._resumed is not None:
-            self._state.stop_training = self._resumed.stop_training
+        self._callbacks.call("set_params", self._run.params(self._last_epoch))
+        self._callbacks.call("on_train_begin", {})
+        resumed = self._resumed
+        if resumed is not None:
+            # Once more: what a callback does to a model or a rate when training begins was done before.
+            self._state.load_values(resumed.checkpoint, resumed.source)
+            self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
+            self._state.stop_training |= resumed.stop_training
+        self._keeper.check_callbacks()
 
     def _epoch(self) -> None:
         """Trains for one epoch, or for what is left of it, validates, records, saves."""
         run, position = self._run, self._state.position
         done = run.steps_done(position)
         epoch = position.epoch
-        with _telling():
+        if position.samples == 0:
             self._callbacks.call("on_epoch_begin", epoch, {})
+        self._ddp.check_trained()
         run.display.begin_epoch(epoch + 1, self._last_epoch, run.batches.num_batches - done)
+        before = position.samples
         loss, accuracy, seconds = self._train(done)
+        rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         validation = None if run.validation is None else self._validate(run.validation)
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.ranks = []
-        self._record(loss, accuracy, validation, seconds)
-        with _telling():
-            self._callbacks.call("on_epoch_end", epoch, self._logs())
+        self._record(loss, accuracy, validation, seconds, rows)
+        self._callbacks.call("on_epoch_end", epoch, self._logs())
+        self._ddp.check_trained()
         heard, _ = self._wishes.agree()
         self._heed_end(heard)
         self._keeper.after_epoch()
@@ -119,16 +136,14 @@ class Fit:
 
     def _validate(self, rows: Rows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
-        with _telling():
-            self._callbacks.call("on_test_begin", {})
+        self._callbacks.call("on_test_begin", {})
         found = self._evaluate(rows, lambda: self._wishes.want_to_stop)
         heard, gave_up = self._wishes.agree(gave_up=found is None)
         wish = first_reason_to_stop(heard)
         if wish is not None and gave_up:
             raise StoppedError(wish)
         assert found is not None
-        with _telling():
-            self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
+        self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
     def _train(self, done: int) -> tuple[float, float, float]:
@@ -163,9 +178,8 @@ class Fit:
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
-        with _telling():
-            if not position.stopped:
-                run_epoch(batches, step_and_listen, give_up=lambda: bool(position.stopped))
+        if not position.stopped:
+            run_epoch(batches, step_and_listen, give_up=lambda: bool(position.stopped))
         sums = step.totals.over_ranks(runtime.cpu_group())
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
 
@@ -210,37 +224,37 @@ class Fit:
         if resumed is not None:
             resumed.hand_over(step.totals, self._device)
 
-    def _record(self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float) -> None:
+    def _record(self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float, rows: int) -> None:
         """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
         times = torch.tensor([seconds, time.perf_counter() - self._began], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
         run, history = self._run, self._state.history
-        history.epochs.append(self._state.position.epoch)
-        history.train_losses.append(loss)
-        text = numbers(loss, accuracy)
-        if not math.isnan(accuracy):
-            history.train_accuracies.append(accuracy)
+        measured, text = {"loss": loss, "accuracy": accuracy}, numbers(loss, accuracy)
         if validation is not None:
-            history.val_losses.append(validation.loss)
-            if not math.isnan(validation.accuracy):
-                history.val_accuracies.append(validation.accuracy)
+            measured |= {"val_loss": validation.loss, "val_accuracy": validation.accuracy}
             text += f"  {numbers(validation.loss, validation.accuracy, 'val_')}"
+        record_epoch(history, self._state.position.epoch, measured)
         run.training_seconds += epoch_seconds
+        run.training_rows += rows
         history.total_time_seconds = total_seconds
-        history.samples_per_second = len(run.data) * len(history.epochs) / run.training_seconds
-        run.display.end_epoch(f"{text}  {len(run.data) / epoch_seconds:,.0f} samples/s")
+        history.samples_per_second = run.training_rows / run.training_seconds
+        run.display.end_epoch(f"{text}  {rows / epoch_seconds:,.0f} samples/s")
 
 
 @contextlib.contextmanager
-def _telling() -> Iterator[None]:
-    """Within, what fails on this rank alone ends the group: the others would wait for it."""
+def _telling(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Within, what fails on this rank alone ends the group: the others would wait for it.
+
+    After what fails on all alike, the group goes on, and the model is the same on all.
+    """
     try:
         yield
-    except (StoppedError, CheckpointError, NonFiniteError, ReplicasDifferError):
-        raise  # on every rank alike
     except BaseException as error:
-        runtime.tell(error, in_training=True)
+        if is_on_all_ranks(error):
+            ddp.sync_buffers()
+        else:
+            runtime.tell(error, in_training=True)
         raise
 
 

@@ -185,3 +185,20 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
         with open(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)
     return text
+
+
+def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, float]) -> None:
+    """Adds the numbers of an epoch.
+
+    Args:
+        history: Its lists have an entry per epoch, or none at all.
+        epoch: Its number, from 1.
+        measured: Under Keras's names. An accuracy that is NaN is none, unless other epochs have one: then not one row
+            of this epoch counted.
+    """
+    history.epochs.append(epoch)
+    for name, value in measured.items():
+        values = getattr(history, _KERAS_NAMES[name])
+        if values or not (math.isnan(value) and name.endswith("accuracy")):
+            values += [math.nan] * (len(history.epochs) - 1 - len(values))
+            values.append(value)

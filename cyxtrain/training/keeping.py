@@ -52,6 +52,20 @@ class Keeper:
             if state.history.epochs and last.exists() and self._is_best():
                 self._writer.folder.mark_best(last)
 
+    def check_callbacks(self) -> None:
+        """Refuses callbacks whose state no checkpoint could hold. All ranks call it, before the first step.
+
+        Raises:
+            ConfigError: With the callback and what it has, on every rank.
+        """
+        problem: Exception | None = None
+        if self._writer is not None:
+            try:
+                encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
+            except CheckpointError as error:
+                problem = ConfigError(f"the state of a callback cannot be kept: {error}")
+        raise_together(problem)
+
     def after_step(self, totals: Totals) -> None:
         """A step is done, in the middle of an epoch or at its end.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
-from cyxtrain.errors import NonFiniteError
+from cyxtrain.errors import NonFiniteError, on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.randomness import generators_kept
@@ -32,7 +32,7 @@ _SHOWN_NAMES, _SHOWN_RANKS = 5, 4
 class FiniteGuard:
     """Lets no step pass whose loss or gradients are not finite.
 
-    Cost of a step: the gradients are read once, and buffers that change are copied.
+    Cost of a step: the gradients are read once, and the buffers are copied.
 
     Args:
         ddp: The model.
@@ -73,6 +73,7 @@ class FiniteGuard:
             loss = again()
             own = {} if loss is None else self._facts(batch, loss)
         self._buffers.bring_back()
+        self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
         self._judge(_ranks_at_fault(everyone), _words(everyone, spoilt))
         return False
@@ -89,12 +90,13 @@ class FiniteGuard:
             return
         in_a_row = f"It is the {position.skipped}. step in a row. " if self._skips else ""
         advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate, look for "
             f"0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )
+        raise on_all_ranks(error)
 
     def _spoilt_gradients(self) -> list[str]:
         named = ((name, parameter.grad) for name, parameter in self._ddp.module.named_parameters())

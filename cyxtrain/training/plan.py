@@ -65,6 +65,7 @@ class Run:
     resume: str | None
     callbacks: Callbacks
     training_seconds: float = 0.0
+    training_rows: int = 0
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Returns what callbacks are told.
@@ -95,7 +96,8 @@ class Run:
         self.batches = DistributedBatchIterator(sampler, batch_size, effective_batch_size=effective)
         history = state.history
         if history.samples_per_second:
-            self.training_seconds = len(self.data) * len(history.epochs) / history.samples_per_second
+            self.training_rows = len(self.data) * len(history.epochs)
+            self.training_seconds = self.training_rows / history.samples_per_second
 
 
 def plan_fit(

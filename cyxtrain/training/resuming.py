@@ -21,6 +21,7 @@ from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoi
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder
 from cyxtrain.training.saving.transport import read_on_all
+from cyxtrain.training.schedules import check_schedule
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
@@ -34,14 +35,23 @@ class Resumed:
     """What belongs to this rank of a checkpoint that a fit goes on from.
 
     Attributes:
-        ranks: What belonged to each rank that wrote it.
-        callbacks: The states of callbacks, by name.
-        source: The checkpoint, for messages.
+        checkpoint: What it holds.
+        source: What it is, for messages.
     """
 
-    ranks: Sequence[dict[str, Any]]
-    callbacks: dict[str, Any]
+    checkpoint: CheckpointState
     source: str
+
+    @property
+    def ranks(self) -> Sequence[dict[str, Any]]:
+        """What belonged to each rank that wrote it."""
+        return self.checkpoint.ranks
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """The states of callbacks, by name."""
+        states: dict[str, Any] = self.checkpoint.others.get("callbacks", {})
+        return states
 
     @property
     def stop_training(self) -> bool:
@@ -123,6 +133,7 @@ def begin_or_go_on(
     found = find_checkpoint(run.resume, run.config, number, state.trainer)
     data = run.data.source.digest()
     if found is None:
+        check_schedule(state.scheduler, run.config.epochs * run.batches.num_batches)
         state.begin_fit(run.config, number, data, run.batches)
         state.arithmetic = arithmetic
         nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
@@ -138,9 +149,11 @@ def begin_or_go_on(
     check_same_fit(checkpoint, name, run.config, data)
     state.go_on(checkpoint, source, run.config, is_new_run=is_named)
     run.go_on(state)
+    check_schedule(state.scheduler, run.steps_left(state.position))
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
     state.arithmetic = arithmetic
-    return Resumed(checkpoint.ranks, checkpoint.others.get("callbacks", {}), name), [("resume", f"from {name}")]
+    is_over = ", where a callback had ended this fit: nothing is left to do" if state.position.stopped else ""
+    return Resumed(checkpoint, source), [("resume", f"from {name}{is_over}")]
 
 
 def _say_what_is_different(name: str, found: Sequence[str]) -> None:

@@ -12,6 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.training.saving.tree import encode_tree
 
+_PARTS = "_schedulers"
+"""Where PyTorch keeps the state of schedules within a schedule."""
+
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
 
@@ -57,7 +60,8 @@ def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:
     """
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         raise ConfigError(
-            f"OneCycleLR ends after {scheduler.total_steps:,} steps, and this fit would end after "
+            f"OneCycleLR ends after {scheduler.total_steps:,} steps (as it was built, or as the checkpoint that is "
+            "resumed has it), and this fit would end after "
             f"{scheduler.last_epoch + steps:,}. It is stepped once per optimizer step: build it with as many "
             "total_steps."
         )
@@ -72,7 +76,7 @@ def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
     if scheduler is None:
         return {"the scheduler": None}
     try:
-        state = encode_tree(scheduler.state_dict(), "scheduler")
+        state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
         raise ConfigError(
             f"the scheduler {type(scheduler).__name__} has a state that cannot be kept: {error}"
@@ -97,6 +101,11 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
             f"Cannot load {source}: it was written with {_named(other)}, and this trainer has {_named(own)}. Build the "
             "trainer as it was."
         )
+    if scheduler is not None and not _same_parts(saved.get("state"), scheduler.state_dict()):
+        raise CheckpointError(
+            f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
+            "was."
+        )
 
 
 def load_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
@@ -114,6 +123,14 @@ def _like(saved: Any, own: Any) -> Any:
     if isinstance(saved, list) and isinstance(own, Sequence) and len(saved) == len(own):
         return [_like(value, other) for value, other in zip(saved, own, strict=True)]
     return saved
+
+
+def _same_parts(saved: Any, own: Mapping[str, Any]) -> bool:
+    """Returns whether a schedule that is made of others is made of as many, and these of theirs."""
+    if not isinstance(saved, Mapping) or (_PARTS in saved) != (_PARTS in own):
+        return False
+    theirs, ours = saved.get(_PARTS, ()), own.get(_PARTS, ())
+    return len(theirs) == len(ours) and all(_same_parts(*pair) for pair in zip(theirs, ours, strict=True))
 
 
 def _named(kind: str | None) -> str:

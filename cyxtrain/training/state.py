@@ -77,6 +77,7 @@ class TrainingState:
         ranks: What belongs to each rank in the middle of an epoch; empty between two, and where nobody asked them.
         callbacks: Of the latest call of `fit`.
         stop_training: Whether a callback on this rank wants the fit to end.
+        kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
         arithmetic: In use in the latest call of `fit`.
         complete_fits: Calls of `fit` in this program that are complete.
     """
@@ -92,6 +93,7 @@ class TrainingState:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     callbacks: Callbacks = field(default_factory=Callbacks)
     stop_training: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
     complete_fits: int = 0
 
@@ -117,7 +119,7 @@ class TrainingState:
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.ranks = config, []
+        self.config, self.ranks, self.kept = config, [], {}
         self._begin_run(data)
 
     def go_on(
@@ -154,7 +156,10 @@ class TrainingState:
             model=plain_state(self.model),
             optimizer=state,
             optimizer_groups=groups,
-            others={"scheduler": scheduler_state(self.scheduler), "callbacks": self.callbacks.state_dict()},
+            others={
+                "scheduler": scheduler_state(self.scheduler),
+                "callbacks": {**self.kept, **self.callbacks.state_dict()},
+            },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
             history=self.history.to_dict(),
@@ -177,11 +182,18 @@ class TrainingState:
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
-        scheduler = state.others.get("scheduler", {})
-        check_scheduler_state(self.scheduler, scheduler, source)
-        # First, because it takes all or nothing, and the model has just been seen to fit.
+        check_scheduler_state(self.scheduler, state.others.get("scheduler", {}), source)
+        self.load_values(state, source)
+        self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
+        self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+
+    def load_values(self, state: CheckpointState, source: str) -> None:
+        """Gives model, optimizer and scheduler what a checkpoint has of theirs.
+
+        Raises:
+            CheckpointError: As `load`.
+        """
+        # First, because it takes all or nothing, and the model has been seen to fit.
         load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
-        load_scheduler_state(self.scheduler, scheduler)
-        self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
-        self.arithmetic = state.arithmetic
+        load_scheduler_state(self.scheduler, state.others.get("scheduler", {}))

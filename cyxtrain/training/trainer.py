@@ -40,7 +40,7 @@ from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
-from cyxtrain.training.schedules import SchedulerLike, check_schedule, make_scheduler, scheduler_facts
+from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
 from cyxtrain.training.stopping import leave_for
@@ -136,6 +136,9 @@ class DistributedTrainer:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: Another rank is gone, or does
                 something else.
             CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
+            NonFiniteError: A loss or a gradient is NaN or infinite, where `on_nonfinite="raise"`, or ten in a row.
+            ReplicasDifferError: Ranks have come to hold different parameters.
+            DistributedTrainingError: Another rank has failed, with its traceback.
         """
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
@@ -152,7 +155,6 @@ class DistributedTrainer:
             self._state.complete_fits += 1
             run.display.header(says)
             return self._state.history
-        check_schedule(self._state.scheduler, run.steps_left(self._state.position))
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
@@ -287,7 +289,7 @@ class DistributedTrainer:
         """
         together = self._call_roll("save_checkpoint", works_alone=True)
         if together and self._fit is not None:
-            self._fit.gather()  # a callback calls this
+            self._fit.prepare_to_save()  # a callback calls this
         problem: Exception | None = None
         if runtime.is_master():
             try:
@@ -303,8 +305,11 @@ class DistributedTrainer:
         """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Raises:
-            CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
+            CheckpointError: There is none, it is damaged, or it belongs to another model, optimizer or scheduler.
+            ConfigError: A callback calls it.
         """
+        if self._fit is not None:
+            raise ConfigError("load_checkpoint was called within fit, by a callback: it would go on from nowhere.")
         self._call_roll("load_checkpoint", works_alone=False)
         found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
         assert found is not None
@@ -314,7 +319,10 @@ class DistributedTrainer:
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
         _join_world()
-        return distributed and runtime.roll_call(call, works_alone=works_alone)
+        together = distributed and runtime.roll_call(call, works_alone=works_alone)
+        if together and self._fit is not None:
+            self._fit.prepare_to_evaluate()
+        return together
 
     def is_master(self) -> bool:
         """Returns whether this is rank 0; also before the world is joined, alone."""

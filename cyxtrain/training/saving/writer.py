@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -37,6 +38,8 @@ class Writer:
         Raises:
             CheckpointError: The state holds what a checkpoint cannot.
         """
+        if self._writing is not None:
+            futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
         entries = entries_of(state, self._copy)
 
         def write() -> None:
