@@ -113,3 +113,16 @@ def test_writes_that_follow_each_other_do_not_mix(tmp_path):
     writer.close()
     for step in range(4):
         assert read_checkpoint(tmp_path / f"step-{step}.ckpt").model["weight"].unique().tolist() == [step]
+
+
+def test_a_copy_of_a_strided_tensor_is_made_once_and_kept(tmp_path):
+    writer = Writer(CheckpointFolder(tmp_path))
+    turned = torch.arange(12.0).reshape(3, 4).t()
+    places = set()
+    for step in (1, 2):
+        writer.write("one", CheckpointState(model={"turned": turned.mul_(step)}), lambda: None)
+        assert writer.wait() is None
+        assert torch.equal(read_checkpoint(tmp_path / "one.ckpt").model["turned"], turned)
+        places |= {copy.data_ptr() for copy in writer._copies.values()}
+    assert len(places) == 1
+    writer.close()

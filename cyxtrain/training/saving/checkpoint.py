@@ -17,8 +17,9 @@ import io
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -26,7 +27,7 @@ import torch
 
 from cyxtrain.training.saving.archive import Buffer, blaming, read_archive, write_archive
 from cyxtrain.training.saving.files import read_file, replacing
-from cyxtrain.training.saving.tensors import TensorLayout, decode_tensors, encode_tensors, safetensors_parts
+from cyxtrain.training.saving.tensors import Copy, TensorLayout, decode_tensors, encode_tensors, safetensors_parts
 from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 FORMAT = "cyxtrain-checkpoint"
@@ -34,9 +35,6 @@ FORMAT_VERSION = 2
 
 _MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
 _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
-
-Copy = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name of a tensor in the file and the tensor; returns it on the CPU, in memory that nobody changes."""
 
 
 def library_versions() -> dict[str, str]:
@@ -183,13 +181,17 @@ def entries_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
     entries: dict[str, list[Buffer]] = {}
     values["layouts"] = {}
     for entry, named in tensors.items():
-        stored, layout = encode_tensors(named, entry.removesuffix(".safetensors"))
-        if copy is not None:
-            stored = {name: copy(f"{entry}/{name}", tensor) for name, tensor in stored.items()}
+        what = entry.removesuffix(".safetensors")
+        stored, layout = encode_tensors(named, what, copy and partial(_copy_of_entry, copy, entry))
         values["layouts"][entry] = dataclasses.asdict(layout)
         entries[entry] = safetensors_parts(stored)
     entries[STATE] = [json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")]
     return entries
+
+
+def _copy_of_entry(copy: Copy, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies under a name that no tensor of another entry has."""
+    return copy(f"{entry}/{name}", tensor)
 
 
 def _typed(value: Any, kind: type) -> Any:

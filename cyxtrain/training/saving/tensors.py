@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,8 @@ _NAMES_IN_FILES = {
     torch.float64: "F64",
 }
 _ALIGNMENT_BYTES = 8
+Copy = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes the name of a tensor and the tensor; returns it on the CPU, contiguous, in memory that nobody changes."""
 _STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
 
 
@@ -55,7 +57,9 @@ class TensorLayout:
     """Stored names whose type is another one than the file says, such as "complex128"."""
 
 
-def encode_tensors(tensors: Mapping[str, torch.Tensor], what: str) -> tuple[dict[str, torch.Tensor], TensorLayout]:
+def encode_tensors(
+    tensors: Mapping[str, torch.Tensor], what: str, copy: Copy | None = None
+) -> tuple[dict[str, torch.Tensor], TensorLayout]:
     """Returns tensors to store, and the layout that brings back the given ones.
 
     Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
@@ -64,6 +68,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], what: str) -> tuple[dict
     Args:
         tensors: By name, on any device.
         what: What they belong to, for messages, such as "model".
+        copy: Makes a contiguous copy of each, given its name; None: they are copied only where they must be.
 
     Raises:
         CheckpointError: A tensor without dense values of its own (sparse, nested, quantised, on the meta device).
@@ -79,7 +84,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], what: str) -> tuple[dict
         if tensor.dtype in _STAND_INS:
             layout.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
-        stored[name] = _own_memory(tensor, spans)
+        stored[name] = copy(name, tensor) if copy is not None else _own_memory(tensor, spans)
     return stored, layout
 
 
