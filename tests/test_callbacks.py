@@ -140,7 +140,7 @@ def fit_stopped(rank: int, where: dict[str, int]) -> list[Any]:
     return [steps, first.epochs, len(first.val_losses), again.epochs, fingerprint(trainer.model)]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("where", "steps"), [({"epoch": 1}, 8), ({"step": 5}, 6), ({"step": 8}, 8)])
 def test_what_one_rank_decides_all_do(world_size, where, steps):
     found = everywhere(world_size, fit_stopped, world_size - 1, where)

@@ -110,7 +110,7 @@ def damages(path: Path, count: int) -> Iterator[tuple[str, bytes]]:
         yield f"cut after {kept} bytes", data[:kept]
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [6, pytest.param(500, marks=pytest.mark.nightly)])
 def test_every_flipped_bit_and_every_cut_is_found_and_the_checkpoint_before_is_used(count, tmp_path):
     with one_process():
         trainer, history = fit(tmp_path, checkpoint_every_n_epochs=1)

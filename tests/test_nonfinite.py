@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import cyxtrain as cx
 from cyxtrain.parallel.finite import all_finite
 
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 BATCH, BATCHES = 12, 5
@@ -103,7 +105,7 @@ def fit_without(batch: int) -> dict[str, Any]:
     return fit(INPUTS[kept], TARGETS[kept])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
 def test_every_rank_raises_at_the_same_step_and_names_the_rank_and_the_parameters(world_size):
     row = BATCH - 1
     culprit = rank_of(BAD_BATCH * BATCH + row, world_size)
@@ -124,7 +126,7 @@ def test_the_model_is_as_before_the_step_running_means_too(world_size):
     assert after[0]["fingerprint"] == before[0]["fingerprint"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
 def test_a_step_that_is_skipped_is_as_if_its_rows_were_not_there(world_size):
     without = everywhere(world_size, fit_without, BAD_BATCH)
     skipping = everywhere(world_size, fit_marked, (BAD_BATCH,), 0, {"on_nonfinite": "skip"})
@@ -146,7 +148,7 @@ def test_a_loss_that_is_infinite_is_found_where_its_gradients_are_not(world_size
         assert found["error"][1] == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_it_gives_up_after_ten_in_a_row(world_size):
     short = {"effective_batch_size": 4, "on_nonfinite": "skip"}
     for rank, found in enumerate(everywhere(world_size, fit, torch.full_like(INPUTS, MARK), TARGETS, "cross_entropy")):
@@ -226,7 +228,7 @@ def fit_and_resume(folder: str) -> list[Any]:
     return [[each["fingerprint"], each["losses"]] for each in found]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_fit_that_has_skipped_steps_resumes_bit_for_bit(world_size, tmp_path):
     for found in everywhere(world_size, fit_and_resume, str(tmp_path)):
         assert len(found) == 1 + BATCHES

@@ -108,7 +108,7 @@ def fit_drifting(settings: dict[str, Any]) -> list[Any]:
     return [trainer._state.position.step]
 
 
-@pytest.mark.parametrize(("every", "step"), [(None, 6), (2, 4), (5, 5)])
+@pytest.mark.parametrize(("every", "step"), [(None, 6), pytest.param(2, 4, marks=pytest.mark.nightly), (5, 5)])
 def test_fit_compares_after_each_epoch_or_every_n_steps(every, step):
     found = run_world(3, fit_drifting, {} if every is None else {"check_replicas_every_n_steps": every})
     assert found == [[step, 1, 3.0, True]] * 3
