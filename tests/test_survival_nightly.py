@@ -67,7 +67,7 @@ def test_stops_with_short_gaps_change_no_bit(ranks, times, seconds, gap_seconds,
 
 @pytest.mark.parametrize("how", busy_ranks.HOLDERS)
 def test_a_gil_that_one_call_holds_for_eight_seconds_raises_nothing(how, tmp_path):
-    held = run_alone(tmp_path / "notes", 3, busy_ranks.wait_for_a_held_gil, how, 8.0, seconds=120.0)
+    held = run_alone(tmp_path / "notes", 3, busy_ranks.wait_for_a_held_gil, how, 9.0, seconds=120.0)
     print(f"{how}: {held[1]:.1f} s")
     assert held[1] >= 8.0
 
@@ -76,7 +76,7 @@ def test_a_gil_that_one_call_holds_for_eight_seconds_raises_nothing(how, tmp_pat
 def test_after_thirty_seconds_a_slow_rank_is_warned_about_once(how, tmp_path):
     heard = run_alone(tmp_path / "notes", 3, busy_ranks.wait_for_a_slow_rank, 1, how, 37.0, None)
     assert [len(texts) for texts in heard] == [0, 0, 1], heard
-    assert re.match(r"WARNING rank 2 has waited 3[0-5] s for rank 1 in all_reduce #2 ", heard[2][0])
+    assert re.match(r"WARNING rank 2 has waited 3[0-5] s for rank 1 in all_reduce #\d+ ", heard[2][0])
 
 
 @pytest.mark.timeout(900)
