@@ -6,12 +6,16 @@ exist is refused at once, with the nearest one that does.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import enum
 import functools
+import inspect
+import itertools
 import math
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +32,31 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
     return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
+
+
+class _DocumentedFields:
+    """A docstring that also has those under the fields, for `help`: it is put together when somebody asks for it.
+
+    Args:
+        text: The class's own.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, _: object, owner: type) -> str:
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        lines = [self._text, "", "Fields:"]
+        for field, under in itertools.pairwise(body.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(under, ast.Expr)
+                and isinstance(under.value, ast.Constant)
+            ):
+                lines.append(f"    {ast.unparse(field)}")
+                lines += [f"        {line.strip()}" for line in str(under.value.value).splitlines()]
+        return "\n".join(lines)
 
 
 @dataclass_transform()
@@ -50,6 +79,7 @@ def _settings(cls: type[_Settings]) -> type[_Settings]:
         object.__setattr__(self, name, value)
 
     made.__init__, made.__setattr__ = initialize, assign
+    made.__doc__ = _DocumentedFields(made.__doc__)
     return cls
 
 
@@ -263,6 +293,12 @@ class DistributedTrainingConfig:
     """Optimizer steps after which the parameters of all ranks are compared, bit for bit; None: after each epoch; 0:
     never."""
 
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether anything asks for checkpoints."""
+        often = self.checkpoint_every_n_epochs or self.checkpoint_every_n_steps or self.checkpoint_every_n_minutes
+        return bool(often or self.keep_best)
+
     def validate(self) -> None:
         """Refuses what cannot work, before training starts.
 
@@ -297,6 +333,10 @@ class DistributedTrainingConfig:
         right = _is_number(minutes) and 0 <= minutes < math.inf
         require(right, f"{owner}.checkpoint_every_n_minutes must be a number of at least 0, got {minutes!r}.")
         require_integer(owner, "keep_last", self.keep_last, 0)
+        idle = self.keep_last > 0 and not self.makes_checkpoints
+        require(
+            not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
+        )
         require_choice(owner, "keep_best", self.keep_best, (None, "loss", "accuracy", "val_loss", "val_accuracy"))
         require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
         if isinstance(self.checkpoint_dir, os.PathLike):

@@ -606,3 +606,58 @@ def test_logs_of_a_batch_are_not_those_of_a_later_time():
     with pytest.raises(cx.ConfigError, match="are read while its hook runs"):
         early["loss"]
     assert text == str(dict(late))
+
+
+class SavingAlone(Callback):
+    """Saves on rank 0 alone, which cannot work within fit."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.trainer.is_master():
+            self.trainer.save_checkpoint("any.ckpt")
+
+
+def fit_saving_alone() -> None:
+    with cx.init():
+        trainer_with(SavingAlone()).fit(INPUTS, TARGETS, epochs=1, **QUIET)
+
+
+def test_what_rank_0_cannot_do_alone_in_a_callback_is_said():
+    first, second = run_ranks(2, fit_saving_alone, seconds=20.0)
+    assert first.kind == second.kind == "CollectiveMismatchError"
+    assert first.message.startswith(
+        "save_checkpoint was called by a callback on some ranks only, while the others go on"
+    )
+
+
+def said(capsys: Any, what: str) -> list[str]:
+    return [line.removeprefix(what).strip() for line in capsys.readouterr().out.splitlines() if line.startswith(what)]
+
+
+def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
+    def fit(rate: float, **more: Any) -> None:
+        model = make_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), rate))
+        settings = {"epochs": 2, "effective_batch_size": 12, "checkpoint_dir": str(tmp_path)}
+        trainer.fit(INPUTS, TARGETS, **{**settings, **more})
+
+    with one_process():
+        fit(0.1, resume="auto")
+        keeps = "no checkpoint will be made, because none is asked for"
+        assert said(capsys, "resume") == [f"from {tmp_path}: nothing is there, and the fit begins; {keeps}"]
+        fit(0.1, checkpoint_every_n_epochs=1, max_time_seconds=1e-9)
+        why = f"after step 1, in epoch 1: max_time_seconds is over; a checkpoint is in {tmp_path}"
+        assert said(capsys, "stopped") == [why]
+        fit(0.2, resume="auto", checkpoint_every_n_epochs=1, keep_best="loss")
+        shown = capsys.readouterr().out
+        assert f"from {tmp_path}/step-00000001.ckpt: step 1, epochs complete: 0\n" in shown
+        assert "optimizer  lr 0.1 as in the checkpoint (the program has 0.2)\n" in shown
+        fit(0.1, resume="auto")
+        end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; nothing is left: for more, raise epochs"
+        assert said(capsys, "resume") == [end]
+        with pytest.warns(UserWarning, match="holds 4 checkpoints of another training"):
+            fit(0.1, checkpoint_every_n_epochs=1)
+
+
+def test_to_keep_the_last_of_none_is_refused():
+    with one_process(), pytest.raises(cx.ConfigError, match="keep_last is set and no checkpoint is asked for"):
+        trainer_with().fit(INPUTS, TARGETS, epochs=1, keep_last=3, **QUIET)

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -164,3 +165,10 @@ def test_a_docstring_stands_under_each_field(cls):
     for field in dataclasses.fields(cls):
         place = next(i for i, line in enumerate(lines) if line.startswith(f"{field.name}: "))
         assert lines[place + 1].startswith('"""'), field.name
+
+
+def test_help_explains_every_field():
+    for settings in (cx.DistributedTrainingConfig, cx.DistributedConfig, cx.DDPConfig):
+        text = settings.__doc__
+        for field in dataclasses.fields(settings):
+            assert re.search(rf"^    {field.name}: .*\n        \S", text, re.MULTILINE), field.name

@@ -187,6 +187,18 @@ def test_a_full_disk_lets_training_go_on_or_ends_it_on_every_rank_and_the_last_g
 
 
 @needs_root
+def test_on_a_full_disk_what_would_go_afterwards_goes_first(tmp_path):
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1700k", "none") as folder, one_process():
+        model = Heavy()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        settings = {"epochs": 5, "effective_batch_size": 12, "verbose": False, "checkpoint_dir": str(folder)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.fit(INPUTS, TARGETS, checkpoint_every_n_epochs=1, keep_last=2, on_save_error="raise", **settings)
+        assert sorted(path.name for path in folder.iterdir()) == ["epoch-0004.ckpt", "epoch-0005.ckpt"]
+
+
+@needs_root
 def test_a_read_only_disk_lets_training_go_on_and_what_it_holds_is_resumed(tmp_path):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "none") as folder, one_process():
         fit(folder, checkpoint_every_n_epochs=1, epochs=1)

@@ -112,7 +112,9 @@ def test_every_rank_raises_at_the_same_step_and_names_the_rank_and_the_parameter
     for found in everywhere(world_size, fit_marked, (BAD_BATCH,), row, {}):
         text, rank, during = found["error"]
         assert (rank, during) == (culprit, "step 3")
-        assert text.startswith(f"epoch 1, step 3: on rank {culprit}, the loss is nan, gradients are not finite (first.")
+        assert text.startswith(
+            f"epoch 1, step 3 (3 in all): on rank {culprit}, the loss is nan, gradients are not finite (first."
+        )
         assert "on_nonfinite" in text
         assert "; on rank" not in text
         assert found["ranks"] == world_size
@@ -135,7 +137,9 @@ def test_a_step_that_is_skipped_is_as_if_its_rows_were_not_there(world_size):
         assert (found["fingerprint"], found["losses"]) == (expected["fingerprint"], expected["losses"])
         mine = [text for text in found["warnings"] if "The step is skipped" in text]
         assert len(mine) == (1 if rank == 0 else 0)
-        assert not mine or mine[0].startswith(f"epoch 1, step 3: on rank {rank_of(BAD_BATCH * BATCH, world_size)}, ")
+        assert not mine or mine[0].startswith(
+            f"epoch 1, step 3 (3 in all): on rank {rank_of(BAD_BATCH * BATCH, world_size)}, "
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -144,7 +148,9 @@ def test_a_loss_that_is_infinite_is_found_where_its_gradients_are_not(world_size
     targets[BATCH : 2 * BATCH] = 2
     targets[BATCH + 1 : 2 * BATCH : 2] = 2 if world_size == 1 else 0
     for found in everywhere(world_size, fit, INPUTS, targets, SpoiltLoss()):
-        assert found["error"][0].startswith("epoch 1, step 2: on rank 0, the loss is inf. The step was not taken")
+        assert found["error"][0].startswith(
+            "epoch 1, step 2 (2 in all): on rank 0, the loss is inf. The step was not taken"
+        )
         assert found["error"][1] == 0
 
 
@@ -156,7 +162,7 @@ def test_it_gives_up_after_ten_in_a_row(world_size):
     bad = torch.full((11 * 4, FEATURES), MARK)
     for found in everywhere(world_size, fit_settings, bad, short):
         assert found["error"][2] == "step 10"
-        assert "It is the 10. step in a row." in found["error"][0]
+        assert "That is 10 steps in a row." in found["error"][0]
     bad[9 * 4 : 10 * 4] = 1.0  # nine, a good one, and one more
     for found in everywhere(world_size, fit_settings, bad, short):
         assert found["error"] is None
@@ -171,12 +177,16 @@ def test_a_bad_batch_is_told_from_a_bad_model():
         inputs = INPUTS.clone()
         inputs[BATCH + 3, 1] = math.nan
         found = fit(inputs)
-        assert found["error"][0].startswith("epoch 1, step 2: on rank 0, X holds NaN or infinities, the loss is nan")
+        assert found["error"][0].startswith(
+            "epoch 1, step 2 (2 in all): on rank 0, X holds NaN or infinities, the loss is nan"
+        )
         model = make_model()
         with torch.no_grad():
             model[2].bias[1] = math.inf
         trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
-        with pytest.raises(cx.NonFiniteError, match=r"step 1: on rank 0, parameters are not finite \(2\.bias\)"):
+        with pytest.raises(
+            cx.NonFiniteError, match=r"step 1 \(1 in all\): on rank 0, parameters are not finite \(2\.bias\)"
+        ):
             trainer.fit(INPUTS, TARGETS, epochs=1, verbose=False)
 
 
@@ -201,7 +211,9 @@ def fit_large() -> list[Any]:
 
 def test_gradients_that_only_overflow_together_are_nobodys_fault():
     for text, rank in run_world(2, fit_large):
-        assert text.startswith("epoch 1, step 1: the gradients of weight are not finite in the average over ranks")
+        assert text.startswith(
+            "epoch 1, step 1 (1 in all): the gradients of weight are not finite in the average over ranks"
+        )
         assert rank is None
 
 

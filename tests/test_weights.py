@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 
 from cyxtrain.errors import CheckpointError
+from cyxtrain.training.saving.checkpoint import CheckpointState, write_checkpoint
 from cyxtrain.training.saving.weights import load_weights, save_weights
 
 
@@ -141,3 +142,15 @@ def test_a_compiled_models_weights_are_the_models_own(tmp_path):
     assert torch.equal(second(rows), first(rows))
     save_weights(plain, tmp_path / "plain.safetensors")
     load_weights(second, tmp_path / "plain.safetensors")
+
+
+def test_the_weights_of_a_checkpoint_load_and_every_byte_of_it_is_checked(tmp_path):
+    first, second, path = model(1), model(2), tmp_path / "best.ckpt"
+    write_checkpoint(path, CheckpointState(model=first.state_dict()))
+    load_weights(second, path)
+    assert_equal(first, second)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"best\.ckpt is damaged"):
+        load_weights(second, path)

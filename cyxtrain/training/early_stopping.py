@@ -117,7 +117,8 @@ class EarlyStopping(Callback):
         """Gives the model the best weights, where they are wanted. A fit that is interrupted keeps its own."""
         speaks = bool(self.verbose) and runtime.is_master()
         if self.stopped_epoch and speaks:
-            print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was best in {self.best_epoch + 1}")
+            best = f"best in {self.best_epoch + 1}" if math.isfinite(self.best) else "never a number"
+            print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
                 print(f"the model has the weights of epoch {self.best_epoch + 1}")

@@ -38,8 +38,7 @@ class Keeper:
         self._state = state
         self._config = config
         self._device = device
-        every = config.checkpoint_every_n_epochs or config.checkpoint_every_n_steps or config.checkpoint_every_n_minutes
-        self.is_on = bool(every or config.keep_best)
+        self.is_on = config.makes_checkpoints
         self._saved = self._here()
         self._problem: Exception | None = None
         own = None if config.save_on_master_only else runtime.get_rank()
@@ -149,8 +148,12 @@ class Keeper:
             if keep_last:
                 folder.prune(run, keep_last, folder.file(name))
 
+        def make_room() -> bool:
+            # What would go afterwards goes now, but for one.
+            return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
+
         try:
-            self._writer.write(name, self._state.to_checkpoint(), afterwards)
+            self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
             self._problem = error  # said with those that come later
 

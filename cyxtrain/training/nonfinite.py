@@ -75,24 +75,25 @@ class FiniteGuard:
         self._buffers.bring_back()
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-        self._judge(_ranks_at_fault(everyone), _words(everyone, spoilt))
+        self._judge(batch, _ranks_at_fault(everyone), _words(everyone, spoilt))
         return False
 
-    def _judge(self, ranks: Sequence[int], words: str) -> None:
+    def _judge(self, batch: Batch, ranks: Sequence[int], words: str) -> None:
         """Raises, or goes on to the next step and says so."""
         position = self._position
-        where = f"epoch {position.epoch + 1}, step {position.step + 1}: {words}."
+        where = f"epoch {position.epoch + 1}, step {batch.number + 1} ({position.step + 1} in all): {words}."
         position.skipped += 1
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
-                count = "" if position.skipped == 1 else f", the {position.skipped}. in a row"
+                count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warnings.warn(f"{where} The step is skipped{count}.", stacklevel=2)
             return
-        in_a_row = f"It is the {position.skipped}. step in a row. " if self._skips else ""
+        in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
         error = NonFiniteError(
-            f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate, look for "
-            f"0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.",
+            f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate (and begin "
+            "anew, or load_checkpoint() an earlier one and fit() without resume, which would bring the old rate back), "
+            f"look for 0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )

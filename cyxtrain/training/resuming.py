@@ -20,6 +20,7 @@ from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import check_schedule
 from cyxtrain.training.state import Position, TrainingState
@@ -136,8 +137,7 @@ def begin_or_go_on(
         check_schedule(state.scheduler, run.config.epochs * run.batches.num_batches)
         state.begin_fit(run.config, number, data, run.batches)
         state.arithmetic = arithmetic
-        nothing = f"there is nothing to resume in {run.config.checkpoint_dir}: the fit begins"
-        return None, [] if run.resume is None else [("resume", nothing)]
+        return None, _say_what_is_there(run, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     fits = Position.from_json(checkpoint.position, source).fits
@@ -147,13 +147,57 @@ def begin_or_go_on(
         state.load(checkpoint, source)
         return None, [("resume", f"{name} is of a later fit: this one is complete")]
     check_same_fit(checkpoint, name, run.config, data)
+    rates = _other_settings(state, checkpoint)
     state.go_on(checkpoint, source, run.config, is_new_run=is_named)
     run.go_on(state)
     check_schedule(state.scheduler, run.steps_left(state.position))
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
     state.arithmetic = arithmetic
-    is_over = ", where a callback had ended this fit: nothing is left to do" if state.position.stopped else ""
-    return Resumed(checkpoint, source), [("resume", f"from {name}{is_over}")]
+    return Resumed(checkpoint, source), [("resume", _where(name, state, run)), *rates]
+
+
+def _where(name: str, state: TrainingState, run: Run) -> str:
+    """Returns from which checkpoint a fit goes on, and whether anything is left of it."""
+    position = state.position
+    text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
+    if position.stopped:
+        return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
+    return text if run.steps_left(position) else f"{text}; nothing is left: for more, raise epochs"
+
+
+def _other_settings(state: TrainingState, checkpoint: CheckpointState) -> list[tuple[str, str]]:
+    """Returns what the program has set otherwise in its optimizer, and what the checkpoint puts back."""
+    _, groups = optimizer_state_by_name(state.optimizer, state.model)
+    found = []
+    for own, saved in zip(groups, checkpoint.optimizer_groups, strict=False):
+        # A schedule changes the rate, and remembers with what it began.
+        hidden = {"params", "lr"} if "initial_lr" in own and "initial_lr" in saved else {"params"}
+        found += [
+            f"{name.removeprefix('initial_')} {saved[name]} as in the checkpoint (the program has {own[name]})"
+            for name in own.keys() & saved.keys() - hidden
+            if not isinstance(own[name], torch.Tensor) and own[name] != saved[name]
+        ]
+    return [("optimizer", "; ".join(sorted(set(found))))] if found else []
+
+
+def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
+    """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
+    config = run.config
+    if not runtime.is_master():
+        return []
+    there = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0).newest_first()
+    others = [found for found in there if found.run.get("id") not in state.runs]
+    if others and config.makes_checkpoints:
+        warnings.warn(
+            f"{config.checkpoint_dir} holds {len(others)} checkpoints of another training: those with the names of new "
+            "ones will be replaced. Give each training a folder of its own (checkpoint_dir).",
+            stacklevel=4,
+        )
+    if run.resume is None:
+        return []
+    what = f"none of the {len(there)} checkpoints in it is intact and of this fit" if there else "nothing is there"
+    keeps = "" if config.makes_checkpoints else "; no checkpoint will be made, because none is asked for"
+    return [("resume", f"from {config.checkpoint_dir}: {what}, and the fit begins{keeps}")]
 
 
 def _say_what_is_different(name: str, found: Sequence[str]) -> None:

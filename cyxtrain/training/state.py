@@ -80,6 +80,7 @@ class TrainingState:
         kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
         arithmetic: In use in the latest call of `fit`.
         complete_fits: Calls of `fit` in this program that are complete.
+        runs: Ids of the runs that this training has been.
     """
 
     model: nn.Module
@@ -96,6 +97,7 @@ class TrainingState:
     kept: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
     complete_fits: int = 0
+    runs: set[object] = field(default_factory=set)
 
     @property
     def is_of_later_fit(self) -> bool:
@@ -147,6 +149,7 @@ class TrainingState:
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
         launched, _ = environment.launched_run()
+        self.runs.add(name)
         self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, "data": data}
 
     def to_checkpoint(self) -> CheckpointState:
@@ -185,6 +188,7 @@ class TrainingState:
         check_scheduler_state(self.scheduler, state.others.get("scheduler", {}), source)
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
+        self.runs.add(self.run.get("id"))
         self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 
     def load_values(self, state: CheckpointState, source: str) -> None:

@@ -41,6 +41,12 @@ class Wish(enum.IntEnum):
 
 
 assert len(Wish) == NUM_SIGNALS
+REASONS = {
+    Wish.TERMINATE: "SIGTERM has come",
+    Wish.INTERRUPT: "Ctrl-C has come",
+    Wish.FINISH: "max_time_seconds is over",
+}
+"""Why a fit stops before its end, for people."""
 _SIGNALS = {signal.SIGINT: Wish.INTERRUPT, signal.SIGTERM: Wish.TERMINATE}
 if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = Wish.TERMINATE  # what the launcher sends there

@@ -21,7 +21,7 @@ from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import agree_on, raise_together
 from cyxtrain.training.arguments import parse_fit
@@ -43,7 +43,7 @@ from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
-from cyxtrain.training.stopping import leave_for
+from cyxtrain.training.stopping import REASONS, Wish, leave_for
 from cyxtrain.training.totals import loss_and_accuracy
 
 _numbers = itertools.count(1)
@@ -172,6 +172,8 @@ class DistributedTrainer:
                 self.model.zero_grad()
         if stopped is None:
             self._state.complete_fits = self._state.position.fits
+        else:
+            run.display.header([("stopped", self._why(stopped, run))])
         leave_for(stopped)
         return self._state.history
 
@@ -319,7 +321,17 @@ class DistributedTrainer:
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
         _join_world()
-        together = distributed and runtime.roll_call(call, works_alone=works_alone)
+        try:
+            together = distributed and runtime.roll_call(call, works_alone=works_alone)
+        except CollectiveMismatchError as error:
+            if self._fit is None:
+                raise
+            raise CollectiveMismatchError(
+                f"{call} was called by a callback on some ranks only, while the others go on in fit: in a callback all "
+                "ranks call it (rank 0 writes), or rank 0 evaluates and predicts with distributed=False.",
+                rank=error.rank,
+                during=error.during,
+            ) from error
         if together and self._fit is not None:
             self._fit.prepare_to_evaluate()
         return together
@@ -351,12 +363,22 @@ class DistributedTrainer:
             own |= value_facts(self.model)
         return run, {**facts, **own, "the number of epochs trained before": self.epoch}
 
+    def _why(self, stopped: Wish, run: Run) -> str:
+        """Returns where a fit has stopped before its end, why, and what is left of it."""
+        position, config = self._state.position, run.config
+        kept = (
+            f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
+        )
+        where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
+        return f"{where}: {REASONS[stopped]}; {kept}"
+
     def _arithmetic(self, run: Run) -> dict[str, Any]:
         return arithmetic(self.model, run.data.placement.device, self.ddp_config)
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
         rows = len(run.data), 0 if run.validation is None else len(run.validation)
-        epochs = self.epoch + 1, self._state.position.first_epoch + run.config.epochs
+        last = self._state.position.first_epoch + run.config.epochs
+        epochs = min(self.epoch + 1, last), last
         return explain(self.model, run.data.loss, run.data.placement.device, rows, run.batches, epochs)
 
 

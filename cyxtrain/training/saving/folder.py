@@ -66,22 +66,27 @@ class CheckpointFolder:
         """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
         with contextlib.suppress(OSError):
             found = [_look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
-            return sorted(found, key=lambda one: (not one.position, one.order), reverse=True)
+            return sorted(
+                found, key=lambda one: (not one.position, one.order, one.path != self.file(BEST)), reverse=True
+            )
         return []
 
-    def prune(self, run: object, keep_last: int, newest: Path) -> None:
-        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays.
+    def prune(self, run: object, keep_last: int, newest: Path) -> int:
+        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays. Returns how many.
 
         Args:
             run: Its id.
             keep_last: How many stay.
-            newest: One that stays in any case.
+            newest: One that stays in any case, or that will be one of them.
         """
+        deleted = 0
         kept = (newest, self.file(BEST))
         own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
         for one in [one for one in own if one.path not in kept][keep_last - 1 :]:
             with contextlib.suppress(OSError):
                 one.path.unlink()
+                deleted += 1
+        return deleted
 
     def mark_best(self, path: Path) -> None:
         """Lets the name of the best checkpoint be this one's too: another name for the same bytes, or a copy."""

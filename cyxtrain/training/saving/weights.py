@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from cyxtrain.errors import CheckpointError
+from cyxtrain.training.saving.checkpoint import unpack_checkpoint
 from cyxtrain.training.saving.files import read_file, replacing
 from cyxtrain.training.saving.names import load_plain_state, plain_name, plain_state
 from cyxtrain.training.saving.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
@@ -53,7 +54,7 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: The same architecture, on any device.
-        path: A file of `save_weights`, or another safetensors file with the model's names.
+        path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
 
     Raises:
         CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
@@ -105,6 +106,8 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
 def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the state dict in a file, with the tied names that its metadata remembers."""
     data = read_file(path, "weights")
+    if data.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
+        return unpack_checkpoint(data, f"Checkpoint {path}").model
     try:
         stored = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

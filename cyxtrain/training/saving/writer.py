@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.checkpoint import CheckpointState, entries_of, write_entries
 from cyxtrain.training.saving.folder import CheckpointFolder
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer:
@@ -27,13 +31,20 @@ class Writer:
         self._writing: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
 
-    def write(self, name: str, state: CheckpointState, afterwards: Callable[[], None]) -> None:
+    def write(
+        self,
+        name: str,
+        state: CheckpointState,
+        afterwards: Callable[[], None],
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Copies a state, and begins to write it.
 
         Args:
             name: Of the checkpoint, without its suffix.
             state: Its tensors may change as soon as this returns.
             afterwards: Called when the file is complete, in the writer's thread.
+            make_room: Called there where the disk is full; whether to try once more.
 
         Raises:
             CheckpointError: The state holds what a checkpoint cannot.
@@ -43,7 +54,13 @@ class Writer:
         entries = entries_of(state, self._copy)
 
         def write() -> None:
-            write_entries(self.folder.file(name), entries)
+            try:
+                write_entries(self.folder.file(name), entries)
+            except CheckpointError as error:
+                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+                if not full or not make_room():
+                    raise
+                write_entries(self.folder.file(name), entries)
             afterwards()
 
         self._writing = self._pool.submit(write)
