@@ -46,6 +46,7 @@ def run_benchmark(name, folder, *arguments):
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_ring_and_gloo_are_compared_and_the_results_add_up(tmp_path):
     printed, results = run_benchmark(
         *("ring_vs_gloo.py", tmp_path, "--ranks", "2", "--launches", "1", "--sizes", "4096", "--transports", "tcp"),
@@ -68,6 +69,7 @@ def test_ring_and_gloo_are_compared_and_the_results_add_up(tmp_path):
     assert results["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.nightly
 def test_profile_tells_the_parts_of_a_step(tmp_path):
     printed, results = run_benchmark(
         *("ddp_step.py", tmp_path, "--profile", "--models", "convnet", "--batches", "4", "--seconds-per-row", "0.05")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from fitting import FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
-from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Callback, EarlyStopping
 from cyxtrain.training.callbacks import BatchLogs
+from cyxtrain.training.saving import files
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -197,6 +200,36 @@ def test_an_error_in_a_callback_of_one_rank_ends_all(hook, tmp_path):
     assert (second.kind, second.message) == (KINDS[hook].__name__, f"no {hook}")
     assert first.kind == "DistributedTrainingError"
     assert f"{KINDS[hook].__name__}: no {hook}" in first.message
+
+
+def fail_while_writing(folder: str) -> list[float]:
+    """Rank 0 fails while its disk takes six seconds for a checkpoint; returns when each rank had its error."""
+    times: list[float] = []
+    callback = Callback()
+
+    def fail(batch: int, logs: Any = None) -> None:
+        if callback.trainer._state.position.step == 2 and cx.is_master():
+            times.append(time.monotonic())
+            raise ValueError("no more")
+
+    callback.on_train_batch_end = fail
+    fsync = files.os.fsync
+    files.os.fsync = lambda file: (threading.Event().wait(6.0), fsync(file))[1]  # the disk is slow
+    try:
+        cx.init()
+        saving = {"checkpoint_every_n_steps": 1, "checkpoint_dir": folder}
+        with pytest.raises((ValueError, cx.DistributedTrainingError)):
+            trainer_with(callback).fit(INPUTS, TARGETS, epochs=2, **saving, **QUIET)
+        return [*times, time.monotonic()]
+    finally:
+        files.os.fsync = fsync
+
+
+@pytest.mark.nightly
+def test_others_hear_of_an_error_before_a_slow_disk_is_done(tmp_path):
+    (failed, ended), [heard] = values(run_ranks(2, fail_while_writing, str(tmp_path)))
+    assert heard - failed < 2.0
+    assert ended - failed > 3.0  # it did wait for what it had begun to write
 
 
 # --- EarlyStopping -------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def evaluate_all() -> dict[tuple[int, int], tuple[list[float], Floats]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_n_ranks_equal_one_process_in_every_bit_for_every_size_from_1_to_50(world_size):
     with one_process():
         alone = evaluate_all()

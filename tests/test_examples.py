@@ -34,7 +34,7 @@ def last_accuracy(lines):
 
 
 # On 2 ranks it is what .ci/run begins with.
-@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (2, 4))])
+@pytest.mark.parametrize("num_ranks", [pytest.param(count, marks=pytest.mark.nightly) for count in (1, 2, 4)])
 def test_main_job_learns_the_digits_on_any_number_of_ranks(num_ranks, tmp_path):
     lines, _ = run_example("train_digits.py", num_ranks, tmp_path)
     assert last_accuracy(lines) >= 0.97

@@ -105,7 +105,14 @@ def test_another_commands_checkpoints_are_not_gone_on_from(uninterrupted, tmp_pa
     assert int(printed(done, "steps")) == 20
 
 
-@pytest.mark.parametrize("words", [["--restarts"], ["--restarts", "x", "2", "a"], ["--restarts=-1", "2", "a"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--restarts"],
+        pytest.param(["--restarts", "x", "2", "a"], marks=pytest.mark.nightly),
+        pytest.param(["--restarts=-1", "2", "a"], marks=pytest.mark.nightly),
+    ],
+)
 def test_a_wrong_number_of_restarts_is_refused(words):
     done = subprocess.run(
         [sys.executable, "-m", "cyxtrain.launch", *words], capture_output=True, text=True, check=False

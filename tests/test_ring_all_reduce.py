@@ -20,7 +20,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+BY_NIGHT = [pytest.param(world_size, marks=pytest.mark.nightly) for world_size in (4, 5)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, *BY_NIGHT])
 def test_all_reduce_gives_the_bits_of_the_documented_order_for_every_dtype_and_reduction(world_size):
     def rank_main(group):
         wrong = []

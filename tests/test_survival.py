@@ -213,6 +213,6 @@ def test_the_launcher_shows_the_traceback_of_the_rank_whose_own_code_failed_and_
 # --- many lives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_fifty_lives_leave_no_descriptor_no_thread_and_no_memory(processes, tmp_path):
     survival.check_many_lives(tmp_path / "notes", processes, lives=50, warm_up=25, most_kib=8192)

@@ -66,10 +66,10 @@ class Fit:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
         stopped, position = None, self._state.position
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_telling(self._ddp))
             stack.enter_context(contextlib.closing(self._keeper))
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._wishes.hearing_signals())
+            stack.enter_context(_telling(self._ddp))  # first of all: what has been begun to write may take its time
             self._begin()
             try:
                 while position.epoch < self._last_epoch and not (position.stopped and position.samples == 0):
