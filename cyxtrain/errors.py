@@ -23,12 +23,13 @@ its facts as attributes, and travels between ranks as those facts, never as a pi
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 # Together below what the text of a message between ranks may have.
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
+_SHOWN_NAMES = 5
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -154,6 +155,13 @@ class NonFiniteError(DistributedTrainingError):
 
 class ReplicasDifferError(DistributedTrainingError):
     """Ranks hold different parameters, where all must hold the same; every rank raises it."""
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Returns the first few of many names, and how many more there are, for a message."""
+    found = [*names]
+    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
+    return ", ".join(found[:_SHOWN_NAMES]) + more
 
 
 def on_all_ranks(error: _Error) -> _Error:

@@ -12,10 +12,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from cyxtrain.errors import ReplicasDifferError, on_all_ranks
+from cyxtrain.errors import ReplicasDifferError, on_all_ranks, shortened
 from cyxtrain.talking import gather_texts
-
-_SHOWN_NAMES = 5
 
 
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
@@ -56,9 +54,6 @@ def _odd_ones(everyone: Sequence[dict[str, str]]) -> dict[str, list[int]]:
 
 
 def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
-    names = [*odd]
-    shown = ", ".join(names[:_SHOWN_NAMES])
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     numbers = ", ".join(map(str, ranks))
     if len(ranks) == world_size:
         who = f"ranks {numbers} differ from each other, and there is no majority that is right"
@@ -67,8 +62,8 @@ def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
     else:
         who = f"ranks {numbers} differ from most"
     return (
-        f"{who} in {shown}{more}: parameters must be equal on all ranks, bit for bit. Either code changes them on some "
-        "ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
+        f"{who} in {shortened(odd)}: parameters must be equal on all ranks, bit for bit. Either code changes them on "
+        "some ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
         "fit(..., resume=path); the newest may hold it already."
     )
 

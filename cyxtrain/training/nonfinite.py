@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
-from cyxtrain.errors import NonFiniteError, on_all_ranks
+from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.randomness import generators_kept
@@ -26,7 +26,7 @@ from cyxtrain.training.state import Position
 SKIP = "skip"
 MAX_SKIPPED = 10
 """Steps in a row that are not taken before training gives up."""
-_SHOWN_NAMES, _SHOWN_RANKS = 5, 4
+_SHOWN_RANKS = 4
 
 
 class FiniteGuard:
@@ -108,9 +108,9 @@ class FiniteGuard:
         parameters = self._ddp.module.named_parameters()
         return {
             "inputs": not _is_finite(batch.inputs),
-            "parameters": _shortened(name for name, value in parameters if not _is_finite(value)),
+            "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
             "loss": None if _is_finite(loss) else str(loss.item()),
-            "gradients": _shortened(self._spoilt_gradients()),
+            "gradients": shortened(self._spoilt_gradients()),
         }
 
 
@@ -123,7 +123,7 @@ def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
     ranks = _ranks_at_fault(everyone)
     if not ranks:
         return (
-            f"the gradients of {_shortened(spoilt)} are not finite in the average over ranks, and were on each rank "
+            f"the gradients of {shortened(spoilt)} are not finite in the average over ranks, and were on each rank "
             "when its batch was run once more: they are too large to be added, or chance decides, as in dropout"
         )
     texts = []
@@ -137,12 +137,6 @@ def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
         ]
         texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
     return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
-
-
-def _shortened(names: Iterable[str]) -> str:
-    found = [*names]
-    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
-    return ", ".join(found[:_SHOWN_NAMES]) + more
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -101,7 +101,7 @@ def find_checkpoint(
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
     """
     launched, attempt = environment.launched_run()
-    folder = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
+    folder = _folder_of(config)
     if attempt and resume != AUTO:
         found = read_on_all(lambda: next(_intact(folder, launched, trainer), (b"", "")))
         if found is not None:
@@ -111,6 +111,11 @@ def find_checkpoint(
     if resume == AUTO:
         return _unless_earlier(read_on_all(lambda: next(_intact(folder), (b"", ""))), call)
     return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
+
+
+def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
+    """Returns the folder that rank 0 reads from: its own checkpoints, where each rank writes some."""
+    return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
 
 
 def begin_or_go_on(
@@ -183,9 +188,9 @@ def _other_settings(state: TrainingState, checkpoint: CheckpointState) -> list[t
 def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
     """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
     config = run.config
-    if not runtime.is_master():
-        return []
-    there = CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0).newest_first()
+    if not runtime.is_master() or (run.resume is None and not config.makes_checkpoints):
+        return []  # the folder is nobody's business
+    there = _folder_of(config).newest_first()
     others = [found for found in there if found.run.get("id") not in state.runs]
     if others and config.makes_checkpoints:
         warnings.warn(
