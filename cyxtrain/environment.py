@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
 
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, warn
 
 _IDENTITY = ("RANK", "WORLD_SIZE")
 _SIGNS = ("LOCAL_RANK", "MASTER_ADDR")
@@ -60,10 +59,7 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
     """
     variables = os.environ if variables is None else variables
     if "NCCL_TIMEOUT" in variables:
-        warnings.warn(
-            "NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.",
-            stacklevel=3,
-        )
+        warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")
     config = dataclasses.replace(config)
     _complete_identity(config, variables)
     if config.master_addr == DistributedConfig.master_addr:

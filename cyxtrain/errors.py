@@ -16,13 +16,17 @@
           NonFiniteError            a loss or a gradient is NaN or infinite
           ReplicasDifferError       ranks hold different parameters
 
+Warnings (`warn`) are said in the name of the user's line that led to them.
+
 Each message says what happened, where ("rank 3", before any address) and what to do. Each error carries
 its facts as attributes, and travels between ranks as those facts, never as a pickled object.
 """
 
 from __future__ import annotations
 
+import inspect
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
@@ -162,6 +166,17 @@ def shortened(names: Iterable[str]) -> str:
     found = [*names]
     more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
     return ", ".join(found[:_SHOWN_NAMES]) + more
+
+
+def warn(message: str) -> None:
+    """Warns, and lets it show the line outside this package that called it, however deep within it this is."""
+    frame, depth, level = inspect.currentframe(), 0, 1
+    while frame is not None:
+        depth += 1
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
+            level = depth + 1
+        frame = frame.f_back
+    warnings.warn(message, stacklevel=min(level, depth))
 
 
 def on_all_ranks(error: _Error) -> _Error:

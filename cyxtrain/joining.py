@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from cyxtrain import environment
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
-from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError
+from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting.board import StoreLostError
@@ -155,8 +154,7 @@ def _warn_of_untested_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     first, end = TESTED_TORCH
     if not first <= version < end:
-        warnings.warn(
+        warn(
             f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "
-            f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}.",
-            stacklevel=4,
+            f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}."
         )

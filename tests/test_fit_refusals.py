@@ -14,6 +14,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
+from cyxtrain.data.source import ArraySource
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -276,23 +277,34 @@ def warnings_of_fit(row: int) -> list[str]:
 def test_nan_in_y_is_a_warning_too():
     numbers = NUMBERS.clone()
     numbers[7] = float("nan")
-    with one_process(), pytest.warns(UserWarning, match="X or y holds NaN"):
+    with one_process(), pytest.warns(UserWarning, match="row 7 of y holds nan"):
         regression().fit(INPUTS, numbers, epochs=1, verbose=False, on_nonfinite="skip")
 
 
 @pytest.mark.parametrize("row", [0, 11])
 def test_nan_in_x_is_a_warning_on_every_rank_where_the_caller_stands(row):
     for found in run_world(2, warnings_of_fit, row):
-        assert found[0].startswith(f"UserWarning in {__file__}: X or y holds NaN")
+        assert found[0].startswith(f"UserWarning in {__file__}: row {row} of X holds nan.")
 
 
-def test_infinities_and_large_numbers_are_no_nan():
+def test_an_infinity_is_a_warning_and_large_numbers_are_none():
     inputs = torch.full((12, FEATURES), 3e38)
-    inputs[0], inputs[1] = float("inf"), float("-inf")
-    with one_process(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False, on_nonfinite="skip")
-    assert not any("holds NaN:" in str(warning.message) for warning in caught)
+    assert not torch.isfinite(inputs.sum())
+    assert ArraySource(inputs, TARGETS).first_not_finite(0, 1) == ""
+    inputs[3, 1], inputs[9] = float("-inf"), float("nan")
+    source = ArraySource(inputs, TARGETS)
+    assert [source.first_not_finite(part, 3) for part in range(3)] == [
+        "row 3 of X holds -inf",
+        "",
+        "row 9 of X holds nan",
+    ]
+
+
+def test_nan_in_validation_data_is_a_warning_before_anything_starts():
+    inputs = INPUTS.clone()
+    inputs[4, 1] = float("nan")
+    with one_process(), pytest.warns(UserWarning, match="validation data: row 4 of X holds nan. val_loss may become"):
+        trainer_of().fit(INPUTS, TARGETS, inputs, TARGETS, epochs=1, verbose=False)
 
 
 def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():

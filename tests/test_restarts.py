@@ -26,7 +26,7 @@ class Model(nn.Sequential):
             self.steps += 1
             victim, step = KILLS.get(int(os.environ["CYXTRAIN_ATTEMPT"]), (None, None))
             if (cx.get_rank(), self.steps) == (victim, step):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals[os.environ.get("STRIKES_WITH", "SIGKILL")])
         return super().forward(rows)
 
 KILLS = eval(sys.argv[1])
@@ -51,6 +51,23 @@ def launch(
     (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
     command = [sys.executable, "-m", "cyxtrain.launch", "--restarts", str(restarts), "2", "train.py", repr(kills)]
     return subprocess.run([*command, str(every)], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_after_a_sigterm_to_one_rank_all_have_stopped_and_none_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRIKES_WITH", "SIGTERM")
+    done = launch(tmp_path, 3, {0: (1, 3)}, every=10)
+    assert done.returncode == 143, done.stderr
+    assert done.stderr == "all ranks were stopped by SIGTERM\n"
+    # The wish comes while the third step runs, and travels with the fourth.
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
+
+
+@pytest.mark.nightly
+def test_an_error_that_would_come_again_is_no_reason_to_start_again(tmp_path):
+    done = launch(tmp_path, 3, {}, every=-1)
+    assert done.returncode == 1
+    assert done.stderr.count("failed first") == 1
+    assert done.stderr.endswith("no restart: this error would come again\n")
 
 
 def printed(done: subprocess.CompletedProcess, what: str) -> str:

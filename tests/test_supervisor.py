@@ -28,7 +28,7 @@ from launching import (
 from cyxtrain.workers import output, process, supervisor
 from cyxtrain.workers.guard import end_groups, group_is_alive
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, find_first_failure
+from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, comes_again, find_first_failure, find_stop
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks speak POSIX")
 
@@ -134,6 +134,38 @@ def test_the_first_failure_is_the_earliest_of_those_that_blame_nobody() -> None:
     # As PyTorch prints a traceback once there is a process group.
     ranked = b"[rank1]: Traceback\n[rank1]: cyxtrain.errors.PeerLostError: rank 2 has ended\n"
     assert find_first_failure(exits, {0: b"", 1: ranked, 2: b"[rank2]: " + banana, 3: lost}) is exits[2]
+
+
+@pytest.mark.parametrize(("code", "number"), [(130, signal.SIGINT), (143, signal.SIGTERM)])
+def test_a_rank_that_somebody_has_stopped_has_not_failed(code: int, number: signal.Signals) -> None:
+    def ended(index: int, code: int) -> RankExit:
+        return RankExit(index, f"rank {index}", code, None, at_seconds=float(index))
+
+    lost, banana = b"cyxtrain.errors.PeerLostError: rank 2 has ended\n", b"ValueError: a banana\n"
+    stopped = [ended(0, 1), ended(1, 1), ended(2, code)]
+    assert find_first_failure(stopped, {0: lost, 1: lost, 2: b""}) is None
+    assert find_stop(stopped) is number
+    assert find_first_failure(stopped, {0: lost, 1: banana, 2: b""}) is stopped[1]
+    assert find_stop(stopped[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("last_line", "killed_by", "comes"),
+    [
+        (b"cyxtrain.errors.ConfigError: epochs must be at least 1", None, True),
+        (b"[rank1]: cyxtrain.errors.NonFiniteError: epoch 1, step 3", None, True),
+        (b"cyxtrain.errors.ConfigError: of long ago", signal.SIGKILL, False),
+        (b"MyConfigError: mine", None, False),
+        (b"cyxtrain.errors.PeerLostError: rank 1 has ended", None, False),
+        (None, None, False),
+    ],
+)
+def test_an_error_that_would_come_again_is_known_by_its_name(
+    last_line: bytes | None, killed_by: int | None, comes: bool
+) -> None:
+    failure = RankExit(1, "rank 1", 1, killed_by, 0.0)
+    words = None if last_line is None else b"Traceback (most recent call last):\n" + last_line + b"\n"
+    assert comes_again(Outcome((failure,), failure, words, None, ())) is comes
 
 
 def test_after_a_failure_the_others_may_say_what_they_think(tmp_path: Path) -> None:

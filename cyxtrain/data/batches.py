@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +25,14 @@ class Batch:
         inputs: Shape (rows, ...).
         targets: Shape (rows, ...), or None.
         joined_rows: Rows of the batch over all ranks.
+        indices: Which rows of the data these are, shape (rows,); None outside training.
     """
 
     number: int
     inputs: Tensor
     targets: Tensor | None
     joined_rows: int
+    indices: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     @property
     def rows(self) -> int:
@@ -70,8 +74,9 @@ def training_batches(
     """Gives this rank's batches of an epoch from number `first` on: as many on every rank, in the one global order."""
     iterator.reset(epoch, first)
     for number in range(first, iterator.num_batches):
-        inputs, targets = placement.place(*source.gather(iterator.next()))
-        yield Batch(number, inputs, targets, iterator.global_batch_size(number))
+        indices = iterator.next()
+        inputs, targets = placement.place(*source.gather(indices))
+        yield Batch(number, inputs, targets, iterator.global_batch_size(number), indices)
 
 
 def whole_batches(

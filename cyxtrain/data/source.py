@@ -82,19 +82,32 @@ class ArraySource:
         """Returns a digest of all facts: how a checkpoint knows the data that its run has seen."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.facts("data")).encode())
 
-    def has_nan(self, part: int, parts: int) -> bool:
-        """Returns whether X or y holds NaN in one of `parts` shares of the rows: each rank looks through one."""
+    def first_not_finite(self, part: int, parts: int) -> str:
+        """Returns the first row of X, else of y, that holds NaN or an infinity, such as "row 7 of X holds nan", or "".
+
+        Args:
+            part: Which share of the rows to look through, from 0.
+            parts: How many there are: each rank takes one.
+        """
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
-        both = (self.inputs,) if self.targets is None else (self.inputs, self.targets)
-        return any(_has_nan(tensor[first:end]) for tensor in both)
+        for name, tensor in (("X", self.inputs), ("y", self.targets)):
+            if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
+                continue
+            rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
+            for start in range(first, end, rows):
+                piece = tensor[start : min(start + rows, end)]
+                # A sum is not finite where any element is not; it may overflow too, so look again.
+                found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
+                if found:
+                    row = piece[found[0]].reshape(-1)
+                    return f"row {start + found[0]} of {name} holds {row[~row.isfinite()][0].item()}"
+        return ""
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return False
-    rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
-    # A sum is NaN where any element is; it may be NaN for infinities too, so look again.
-    return any(bool(piece.sum().isnan()) and bool(piece.isnan().any()) for piece in tensor.split(rows))
+def rows_not_finite(rows: Tensor) -> list[int]:
+    """Returns which rows hold NaN or an infinity."""
+    found: list[int] = (~rows.reshape(len(rows), -1).isfinite()).any(1).nonzero().reshape(-1).tolist()
+    return found
 
 
 def _as_tensor(values: Any, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Supervisor
+from cyxtrain.workers.supervisor import Outcome, Supervisor, comes_again
 
 _USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
 
@@ -36,11 +36,13 @@ CYXTRAIN_SECRET (made for this run; one that is set wins) and PYTHONUNBUFFERED=1
 
 Several ranks: each line of output begins with its rank, and stdin is empty. One rank has the terminal to itself.
 Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to end; a second Ctrl-C kills them.
+SIGTERM or SIGINT to one rank is a stop too, not a failure: fit agrees on a step, and all ranks end there.
 With --restarts N, all ranks are started again after a failure, up to N times, and fit goes on from the newest
-checkpoint that this command has made; where it makes none, it begins anew.
+checkpoint that this command has made; where it makes none, it begins anew. There is no restart after a stop, nor
+after an error that would come again, such as a ConfigError or a NaN.
 
 exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
-stopped the launcher, or 2 for a command line that cannot be used."""
+stopped the launcher or a rank, or 2 for a command line that cannot be used."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,10 +119,11 @@ def launch(num_ranks: int, command: Sequence[str], environment: Mapping[str, str
     for attempt in range(restarts + 1):
         outcome = _launch_once(num_ranks, command, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
         ends = outcome.stopped_by is not None or outcome.first_failure is None or bool(outcome.unstoppable)
-        says = b"" if ends or attempt == restarts else f"restart {attempt + 1} of {restarts}\n".encode()
+        in_vain = not ends and comes_again(outcome)
+        says = "no restart: this error would come again" if in_vain else f"restart {attempt + 1} of {restarts}"
         with contextlib.suppress(OSError):  # nobody reads our stderr any more
-            terminal.write_err(describe(outcome) + says)
-        if ends:
+            terminal.write_err(describe(outcome) + (b"" if ends or attempt == restarts else f"{says}\n".encode()))
+        if ends or in_vain:
             break
     return _exit_code(outcome)
 

@@ -6,7 +6,6 @@ on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batc
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.config import unknown_name
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, warn
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
@@ -190,10 +189,9 @@ class Callbacks:
             if name in left:
                 callback.load_state_dict(left.pop(name))
         if left and runtime.is_master():
-            warnings.warn(
+            warn(
                 f"{source} has the state of {', '.join(left)}, and fit was given no such callback: without it the run "
-                "may go on differently.",
-                stacklevel=2,
+                "may go on differently."
             )
 
     def _named(self) -> Iterator[tuple[str, Callback]]:

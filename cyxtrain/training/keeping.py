@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 
 import torch
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.training.agreement import raise_together
 from cyxtrain.training.randomness import generators_as_json
 from cyxtrain.training.saving.folder import CheckpointFolder
@@ -174,4 +173,4 @@ class Keeper:
 
     def _complain(self, problem: Exception | None) -> None:
         if problem is not None:
-            warnings.warn(f"{problem} Training goes on without this checkpoint.", stacklevel=2)
+            warn(f"{problem} Training goes on without this checkpoint.")

@@ -8,7 +8,6 @@ whose fault it was.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
-from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened
+from cyxtrain.data.source import rows_not_finite
+from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.randomness import generators_kept
@@ -86,7 +86,7 @@ class FiniteGuard:
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
-                warnings.warn(f"{where} The step is skipped{count}.", stacklevel=2)
+                warn(f"{where} The step is skipped{count}.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
@@ -107,7 +107,7 @@ class FiniteGuard:
         """Returns what is wrong on this rank: JSON values."""
         parameters = self._ddp.module.named_parameters()
         return {
-            "inputs": not _is_finite(batch.inputs),
+            "data": "; ".join(filter(None, (_rows(batch, "X"), _rows(batch, "y")))),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
             "loss": None if _is_finite(loss) else str(loss.item()),
             "gradients": shortened(self._spoilt_gradients()),
@@ -130,13 +130,24 @@ def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
     for rank in ranks[:_SHOWN_RANKS]:
         facts = everyone[rank]
         parts = [
-            "X holds NaN or infinities" if facts["inputs"] else "",
+            facts["data"],
             f"parameters are not finite ({facts['parameters']})" if facts["parameters"] else "",
             f"the loss is {facts['loss']}" if facts["loss"] else "",
             f"gradients are not finite ({facts['gradients']})" if facts["gradients"] else "",
         ]
         texts.append(f"on rank {rank}, {', '.join(filter(None, parts))}")
     return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
+
+
+def _rows(batch: Batch, name: str) -> str:
+    """Returns which rows of the data, in this batch, are not finite."""
+    values = batch.inputs if name == "X" else batch.targets
+    if values is None or _is_finite(values):
+        return ""
+    found = rows_not_finite(values)
+    numbers = found if batch.indices is None else batch.indices[found].tolist()
+    rows = "row" if len(numbers) == 1 else "rows"
+    return f"{name} holds NaN or infinities ({rows} {shortened(map(str, numbers))})"
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ A plan is made on each rank by itself, and changes nothing; then the ranks agree
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, warn
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
@@ -133,11 +133,31 @@ def plan_fit(
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
         "resume": arguments.resume,
-        "_nan": source.has_nan(rank, world_size),
+        "_data": source.first_not_finite(rank, world_size),
+        "_validation": "" if validation_source is None else validation_source.first_not_finite(rank, world_size),
     }
     display = make_display(config.verbose and rank == 0)
     callbacks = Callbacks(arguments.callbacks)
     return Run(config, data, validation, batches, display, arguments.resume, callbacks), facts
+
+
+def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
+    """Says what in the data is not finite.
+
+    Args:
+        everyone: The facts of all ranks, by rank.
+    """
+    found = {name: next(filter(None, (facts[name] for facts in everyone)), "") for name in ("_data", "_validation")}
+    if found["_data"]:
+        warn(
+            f"{found['_data']}. Where the loss becomes NaN by it, on_nonfinite says what happens. Better fill or drop "
+            "such rows first."
+        )
+    if found["_validation"]:
+        warn(
+            f"validation data: {found['_validation']}. val_loss may become NaN by it, and then no epoch is better than "
+            "another. Better fill or drop such rows first."
+        )
 
 
 def plan_rows(

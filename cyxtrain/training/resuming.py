@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.training.arithmetic import differences
 from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
@@ -193,10 +192,9 @@ def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
     there = _folder_of(config).newest_first()
     others = [found for found in there if found.run.get("id") not in state.runs]
     if others and config.makes_checkpoints:
-        warnings.warn(
+        warn(
             f"{config.checkpoint_dir} holds {len(others)} checkpoints of another training: those with the names of new "
-            "ones will be replaced. Give each training a folder of its own (checkpoint_dir).",
-            stacklevel=4,
+            "ones will be replaced. Give each training a folder of its own (checkpoint_dir)."
         )
     if run.resume is None:
         return []
@@ -207,10 +205,9 @@ def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
 
 def _say_what_is_different(name: str, found: Sequence[str]) -> None:
     if found and runtime.is_master():
-        warnings.warn(
+        warn(
             f"what is resumed from {name} was computed otherwise: {'; '.join(found)}. The numbers may differ in their "
-            "last bits, or more.",
-            stacklevel=4,
+            "last bits, or more."
         )
 
 
@@ -231,7 +228,7 @@ def _intact(folder: CheckpointFolder, launched: str = "", trainer: int = 0) -> I
             state = unpack_checkpoint(data, str(found.path))
             Position.from_json(state.position, f"checkpoint {found.path}")
         except CheckpointError as error:
-            warnings.warn(f"{error} It is skipped.", stacklevel=2)
+            warn(f"{error} It is skipped.")
             continue
         yield data, str(found.path)
 

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
-from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows
+from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import gather_rows
 from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
@@ -144,12 +143,7 @@ class DistributedTrainer:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
-        if any(other["_nan"] for other in everyone):
-            warnings.warn(
-                "X or y holds NaN: where the loss is NaN too, on_nonfinite says what happens. Better fill or drop "
-                "those rows first.",
-                stacklevel=2,
-            )
+        warn_of_data(everyone)
         resumed, says = begin_or_go_on(self._state, run, self._arithmetic(run))
         if self._state.is_of_later_fit:
             self._state.complete_fits += 1

@@ -60,7 +60,7 @@ class Outcome:
     last_words: bytes | None
     """The last lines of that rank's stderr; None where it shared our terminal."""
     stopped_by: signal.Signals | None
-    """The first signal given to `Supervisor.request_stop`."""
+    """The first signal given to `Supervisor.request_stop`, else the one for which the ranks have stopped."""
     unstoppable: tuple[str, ...]
     """Labels of ranks that not even SIGKILL has ended."""
 
@@ -162,17 +162,25 @@ class Supervisor:
     def _outcome(self, stopped_at: float) -> Outcome:
         exits = tuple(sorted(self._exits, key=lambda ended: ended.at_seconds))
         words = {rank.index: rank.last_words() for rank in self._ranks}
-        first = find_first_failure([ended for ended in exits if ended.at_seconds < stopped_at], words)
+        own = [ended for ended in exits if ended.at_seconds < stopped_at]
+        first = find_first_failure(own, words)
         return Outcome(
             exits=exits,
             first_failure=first,
             last_words=words[first.index] if first else None,
-            stopped_by=self._requests[0] if self._requests else None,
+            stopped_by=self._requests[0] if self._requests else None if first else find_stop(own),
             unstoppable=tuple(rank.label for rank in self._ranks if rank.index not in {each.index for each in exits}),
         )
 
 
-_CAUSED_ELSEWHERE = (
+def _lines_of(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
+    """Returns what finds the line of a traceback that tells of such an error."""
+    names = b"|".join(kind.__name__.encode() for kind in kinds)
+    # PyTorch puts "[rank0]: " before each line of a traceback.
+    return re.compile(rb"^(?:\[rank\d+\]: *)?(?:\w+\.)*(?:%s)\b" % names, re.MULTILINE)
+
+
+_BLAMES_ANOTHER = _lines_of(
     errors.PeerLostError,
     errors.PeerSilentError,
     errors.RendezvousError,
@@ -180,11 +188,11 @@ _CAUSED_ELSEWHERE = (
     errors.CollectiveMismatchError,
     errors.DistributedTrainingError,
 )
-_BLAMES_ANOTHER = re.compile(
-    # PyTorch puts "[rank0]: " before each line of a traceback.
-    rb"^(?:\[rank\d+\]: *)?(?:\w+\.)*(?:%s)\b" % b"|".join(kind.__name__.encode() for kind in _CAUSED_ELSEWHERE),
-    re.MULTILINE,
-)
+_COMES_AGAIN = _lines_of(errors.ConfigError, errors.BackendUnavailableError, errors.NonFiniteError)
+
+
+_STOPS = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
+"""By exit code: the signals with which somebody stops a rank, whether it dies of them or leaves in good order."""
 
 
 def find_first_failure(exits: Sequence[RankExit], last_words: Mapping[int, bytes | None]) -> RankExit | None:
@@ -192,12 +200,24 @@ def find_first_failure(exits: Sequence[RankExit], last_words: Mapping[int, bytes
 
     It is the earliest one of a rank whose last words hold no line with an error about the other ranks; where all
     have such a line, the earliest. The clock alone would not do: a rank that raises tells the others, and then takes
-    its time to leave the interpreter; one of those that it told may be gone before.
+    its time to leave the interpreter; one of those that it told may be gone before. Where somebody has stopped a
+    rank, and no other has an error of its own, nothing has failed.
 
     Args:
         exits: In the order of time.
         last_words: The end of each rank's stderr, by index.
     """
-    failures = [ended for ended in exits if ended.code != 0]
+    failures = [ended for ended in exits if ended.code != 0 and ended.code not in _STOPS]
     own = [ended for ended in failures if not _BLAMES_ANOTHER.search(last_words[ended.index] or b"")]
-    return next(iter(own or failures), None)
+    return next(iter(own if find_stop(exits) else own or failures), None)
+
+
+def comes_again(outcome: Outcome) -> bool:
+    """Returns whether ranks that are started again would fail in the same way, as far as their last words tell."""
+    raised = outcome.first_failure is not None and outcome.first_failure.killed_by is None
+    return raised and bool(_COMES_AGAIN.search(outcome.last_words or b""))
+
+
+def find_stop(exits: Sequence[RankExit]) -> signal.Signals | None:
+    """Returns the signal by which the first rank that somebody has stopped has ended; None: there is no such rank."""
+    return next((_STOPS[ended.code] for ended in exits if ended.code in _STOPS), None)
