@@ -268,7 +268,7 @@ class DistributedTrainingConfig:
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
     checkpoint_dir: str = "./checkpoints"
-    """Folder for checkpoints; made when the first one is written."""
+    """Folder for checkpoints; where any are asked for, it is made and tried before the first step."""
     save_on_master_only: bool = True
     """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
     validation_split: float = 0.0

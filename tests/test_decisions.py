@@ -73,6 +73,7 @@ def decide(seed: int, folder: str) -> list[Any]:
     """Fits with random decisions, again and again until it is complete; returns how each of them ended."""
     own = random.Random(1000 * seed + int(os.environ["RANK"]))
     common = random.Random(seed)
+    validation = common.choice([None, make_rows(10, seed=2)])
     ends = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with cx.init():
@@ -80,13 +81,15 @@ def decide(seed: int, folder: str) -> list[Any]:
             deciding = Deciding(own, few=attempt > 2)
             model = Model(deciding)
             trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.Adam(model.parameters(), 1e-2))
-            ends.append([fit(trainer, deciding, common, folder), trainer._state.position, fingerprint(model)])
+            ends.append(
+                [fit(trainer, deciding, common, folder, validation), trainer._state.position, fingerprint(model)]
+            )
             if ends[-1][0] == "complete":
                 break
     return ends
 
 
-def fit(trainer: cx.DistributedTrainer, deciding: Deciding, common: random.Random, folder: str) -> str:
+def fit(trainer: cx.DistributedTrainer, deciding: Deciding, common: random.Random, folder: str, validation: Any) -> str:
     """Returns how a fit ended."""
     settings = {
         "max_time_seconds": common.choice([None, None, 0.01, 0.05]),
@@ -97,7 +100,6 @@ def fit(trainer: cx.DistributedTrainer, deciding: Deciding, common: random.Rando
         "check_replicas_every_n_steps": common.choice([None, 1, 4]),
         "on_nonfinite": common.choice(["skip", "skip", "raise"]),
     }
-    validation = common.choice([None, make_rows(10, seed=2)])
     try:
         trainer.fit(
             *make_rows(ROWS),

@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     "no epochs": (lambda: trainer_of().fit(INPUTS, TARGETS, epochs=0), "epochs"),
     "an effective batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, effective_batch_size=0), "effective"),
     "a negative seed": (lambda: trainer_of().fit(INPUTS, TARGETS, seed=-1), "seed"),
+    "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
     "an unknown argument": (lambda: trainer_of().fit(INPUTS, TARGETS, epoch=3), "Did you mean 'epochs'"),
     "a config of another kind": (lambda: trainer_of().fit(INPUTS, TARGETS, config={}), "DistributedTrainingConfig"),
     "callbacks": (lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=[print]), "callbacks must be instances of"),

@@ -41,7 +41,8 @@ first = trainer.fit(rows, targets, epochs=2, **settings)
 second = trainer.fit(rows, targets, epochs=2, **settings)
 if trainer.is_master():
     print("steps", model.steps)
-    print("result", second.train_losses, sum(p.double().sum().item() for p in model.parameters()), trainer.epoch)
+    weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+    print("result", first.train_losses, second.train_losses, weights, trainer.epoch)
 """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
+from fitting import CLASSES, FEATURES, everywhere, fingerprint, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -234,15 +234,41 @@ def test_only_the_last_and_the_best_stay(tmp_path):
         assert trainer.epoch == best.position["epoch"]
 
 
+def refused_folder(folder: str) -> dict[str, Any]:
+    model = Watched(quiet_model())
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss())
+    given = {"epochs": 1, "batch_size": 3, "checkpoint_every_n_epochs": 1, "verbose": False}
+    error = ""
+    try:
+        trainer.fit(*make_rows(ROWS), **given, checkpoint_dir=folder, on_save_error="raise")
+    except cx.CheckpointError as found:
+        error = str(found)
+    return {"error": error, "seen": model.seen}
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
     (tmp_path / "file").touch()
     with one_process():
-        with pytest.warns(UserWarning, match="Cannot write checkpoint .*Training goes on"):
+        with pytest.warns(UserWarning, match="Cannot write checkpoint") as caught:
             found = train_quietly(str(tmp_path / "file"), {"checkpoint_every_n_epochs": 1})
         assert len(found["losses"]) == 3
-        with pytest.raises(cx.CheckpointError, match="Cannot write checkpoint"):
-            train_quietly(str(tmp_path / "file"), {"checkpoint_every_n_epochs": 1, "on_save_error": "raise"})
+        first, *others = (str(warning.message) for warning in caught)
+        assert first.startswith(f"Cannot write checkpoints to {tmp_path / 'file'}: ")
+        assert "choose another folder. Training begins without" in first
+        assert ["Cannot write checkpoint " in text and "Training goes on" in text for text in others] == [True] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
+def test_a_folder_that_takes_nothing_is_refused_before_the_first_step(world_size, tmp_path):
+    (tmp_path / "file").touch()
+    for found in everywhere(world_size, refused_folder, str(tmp_path / "file")):
+        assert "Cannot write checkpoints to" in found["error"]
+        assert found["seen"] == []
+    for found in everywhere(world_size, refused_folder, str(tmp_path / "new" / "folder")):
+        assert found["error"] == ""
+        assert len(found["seen"]) > 0
+    assert files(tmp_path / "new" / "folder") == ["epoch-0001.ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -311,6 +337,12 @@ def test_other_data_are_refused(tmp_path):
         trainer = cx.DistributedTrainer(Watched(model), nn.CrossEntropyLoss())
         with pytest.raises(cx.ConfigError, match="the training data are others"):
             trainer.fit(*make_rows(ROWS, seed=3), batch_size=3, checkpoint_dir=str(tmp_path), resume="auto")
+        given = {"batch_size": 3, "checkpoint_dir": str(tmp_path), "resume": "auto", "verbose": False}
+        with pytest.raises(cx.ConfigError, match="the validation data are others"):
+            trainer.fit(*make_rows(ROWS), **given, validation_data=make_rows(5, seed=3))
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "validation_data": make_rows(5, seed=3)})
+        with pytest.raises(cx.ConfigError, match="the validation data are others: none are given"):
+            trainer.fit(*make_rows(ROWS), **given)
 
 
 def test_a_fit_that_was_refused_can_be_called_again_and_resumes(tmp_path):

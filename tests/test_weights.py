@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import cyxtrain as cx
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.checkpoint import CheckpointState, write_checkpoint
 from cyxtrain.training.saving.weights import load_weights, save_weights
@@ -110,6 +111,12 @@ def test_all_differences_are_named_at_once_and_nothing_is_changed(tmp_path):
     assert "unexpected ['old']" in message
     assert "0.weight is [3, 5] there and [3, 4] in the model" in message
     assert_equal(net, model())
+
+
+@pytest.mark.parametrize("function", [save_weights, load_weights])
+def test_what_is_no_model_is_refused(tmp_path, function):
+    with pytest.raises(cx.ConfigError, match=r"_weights takes a torch.nn.Module, got dict: give the model itself"):
+        function({}, tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 8])

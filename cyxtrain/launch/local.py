@@ -20,6 +20,8 @@ from cyxtrain.workers.supervisor import Outcome, Supervisor, comes_again
 
 _USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
 
+_OPTIONS = ("-h", "--help", "--restarts")
+
 _HELP = """\
 examples:
   %(prog)s 4 train.py
@@ -70,13 +72,17 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--restarts", metavar="N", type=_parse_restarts, default=0, help="start again so many times")
     # Only the words up to the number are ours. argparse never sees the command, so it cannot take an option, a "--"
     # or an empty argument out of it.
-    own = 3 if arguments[:1] == ["--restarts"] else 2 if arguments[:1] and arguments[0].startswith("--restarts=") else 1
+    first = arguments[0] if arguments else ""
+    if first.startswith("-") and first.partition("=")[0] not in _OPTIONS and not first.lstrip("-").isdecimal():
+        parser.error(f"there is no option {first!r}: NUM_RANKS comes first, then the command")
+    own = 3 if first == "--restarts" else 2 if first.startswith("--restarts=") else 1
     parsed = parser.parse_args(arguments[:own])
     num_ranks, command = parsed.num_ranks, list(arguments[own:])
     if not command or not command[0]:
         parser.error(f"no command to start on {num_ranks} ranks")
     if command[0].startswith("-"):
-        parser.error(f"after the number comes the command, got the option {command[0]!r}")
+        place = "; it comes before the number" if command[0].startswith("--restarts") else ""
+        parser.error(f"after the number comes the command, got the option {command[0]!r}{place}")
     if command[0].endswith(".py"):
         if not Path(command[0]).is_file():
             parser.error(f"there is no file {command[0]!r}")

@@ -97,6 +97,8 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
 def _path(resume: Any) -> str | None:
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.')
+    if isinstance(resume, str) and resume != "auto" and resume.lower() == "auto":
+        raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
     return None if resume is None else os.fspath(resume)
 
 

@@ -104,7 +104,7 @@ class Fit:
             self._state.load_values(resumed.checkpoint, resumed.source)
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
             self._state.stop_training |= resumed.stop_training
-        self._keeper.check_callbacks()
+        self._keeper.check()
 
     def _epoch(self) -> None:
         """Trains for one epoch, or for what is left of it, validates, records, saves."""

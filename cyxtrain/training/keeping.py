@@ -50,11 +50,12 @@ class Keeper:
             if state.history.epochs and last.exists() and self._is_best():
                 self._writer.folder.mark_best(last)
 
-    def check_callbacks(self) -> None:
-        """Refuses callbacks whose state no checkpoint could hold. All ranks call it, before the first step.
+    def check(self) -> None:
+        """Looks for what would let the first checkpoint fail. All ranks call it, before the first step.
 
         Raises:
-            ConfigError: With the callback and what it has, on every rank.
+            ConfigError: A callback has a state that no checkpoint could hold; on every rank.
+            CheckpointError: The folder takes no files, where `on_save_error="raise"`; on every rank.
         """
         problem: Exception | None = None
         if self._writer is not None:
@@ -62,6 +63,13 @@ class Keeper:
                 encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
             except CheckpointError as error:
                 problem = ConfigError(f"the state of a callback cannot be kept: {error}")
+            try:
+                self._writer.folder.check()
+            except CheckpointError as error:
+                if self._config.on_save_error == "raise":
+                    problem = problem or error
+                else:
+                    warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
         raise_together(problem)
 
     def after_step(self, totals: Totals) -> None:

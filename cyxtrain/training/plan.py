@@ -89,6 +89,11 @@ class Run:
         epochs = position.first_epoch + self.config.epochs - position.epoch
         return epochs * self.batches.num_batches - self.steps_done(position)
 
+    def digests(self) -> dict[str, str]:
+        """Returns how a checkpoint knows the data: their digests by what they are for, "" where there are none."""
+        validation = "" if self.validation is None else self.validation.source.digest()
+        return {"data": self.data.source.digest(), "validation": validation}
+
     def go_on(self, state: TrainingState) -> None:
         """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with."""
         effective = state.position.effective_batch_size

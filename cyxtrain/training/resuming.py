@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from cyxtrain.training.totals import Totals
 AUTO = "auto"
 _SAME_FIELDS = ("shuffle", "seed", "validation_split", "batch_size", "effective_batch_size")
 """What decides the samples of a step, beside the data."""
+_DATA = {"data": "the training data are others", "validation": "the validation data are others"}
 
 
 @dataclass
@@ -136,7 +137,7 @@ def begin_or_go_on(
     """
     number, is_named = state.complete_fits + 1, run.resume not in (None, AUTO)
     found = find_checkpoint(run.resume, run.config, number, state.trainer)
-    data = run.data.source.digest()
+    data = run.digests()
     if found is None:
         check_schedule(state.scheduler, run.config.epochs * run.batches.num_batches)
         state.begin_fit(run.config, number, data, run.batches)
@@ -152,7 +153,7 @@ def begin_or_go_on(
         return None, [("resume", f"{name} is of a later fit: this one is complete")]
     check_same_fit(checkpoint, name, run.config, data)
     rates = _other_settings(state, checkpoint)
-    state.go_on(checkpoint, source, run.config, is_new_run=is_named)
+    state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     run.go_on(state)
     check_schedule(state.scheduler, run.steps_left(state.position))
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
@@ -233,14 +234,16 @@ def _intact(folder: CheckpointFolder, launched: str = "", trainer: int = 0) -> I
         yield data, str(found.path)
 
 
-def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainingConfig, data: str) -> None:
-    """Refuses to go on with other samples than those that the checkpoint would have seen.
+def check_same_fit(
+    state: CheckpointState, name: str, config: DistributedTrainingConfig, data: Mapping[str, str]
+) -> None:
+    """Refuses to go on with other data, or other samples of them, than those that the checkpoint would have seen.
 
     Args:
         state: The checkpoint.
         name: Its name.
         config: Of the fit.
-        data: A digest of the training data.
+        data: Digests, by what the data are for.
 
     Raises:
         ConfigError: With what differs.
@@ -251,8 +254,11 @@ def check_same_fit(state: CheckpointState, name: str, config: DistributedTrainin
         for field in _SAME_FIELDS
         if now[field] != state.config.get(field)
     ]
-    if state.run.get("data") != data:
-        differences.append("the training data are others")
+    differences += [
+        _DATA[what] + ("" if digest else ": none are given")
+        for what, digest in data.items()
+        if state.run.get(what) != digest
+    ]
     if differences:
         raise ConfigError(
             f"fit cannot resume from {name}: {'; '.join(differences)}. Give what was given before; or "

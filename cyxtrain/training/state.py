@@ -73,13 +73,14 @@ class TrainingState:
         history: Of the latest call of `fit`, so far.
         config: Of the latest call of `fit`.
         run: Which run this is: "id"; "started", in seconds since 1970; the "launched" command, and the "trainer" in it;
-            and a digest of the "data". The same on every rank.
+            and digests of the "data", and of those for "validation", or "". The same on every rank.
         ranks: What belongs to each rank in the middle of an epoch; empty between two, and where nobody asked them.
         callbacks: Of the latest call of `fit`.
         stop_training: Whether a callback on this rank wants the fit to end.
         kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
         arithmetic: In use in the latest call of `fit`.
         complete_fits: Calls of `fit` in this program that are complete.
+        earlier: Histories of the calls of `fit` before the latest, the first one first.
         runs: Ids of the runs that this training has been.
     """
 
@@ -97,6 +98,7 @@ class TrainingState:
     kept: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
     complete_fits: int = 0
+    earlier: list[TrainingHistory] = field(default_factory=list)
     runs: set[object] = field(default_factory=set)
 
     @property
@@ -105,17 +107,22 @@ class TrainingState:
         return self.position.fits > self.complete_fits + 1
 
     def begin_fit(
-        self, config: DistributedTrainingConfig, number: int, data: str, batches: DistributedBatchIterator
+        self,
+        config: DistributedTrainingConfig,
+        number: int,
+        data: Mapping[str, str],
+        batches: DistributedBatchIterator,
     ) -> None:
         """Begins a fit where training is. All ranks call it.
 
         Args:
             config: Of the fit.
             number: Of the fit, from 1.
-            data: A digest of its training data.
+            data: Digests of its data, as in `run`.
             batches: Of an epoch.
         """
         position = self.position
+        self.earlier = [*self.earlier, *([self.history] if position.fits else [])][: number - 1]
         # What was left of an epoch that an earlier fit did not end is not this fit's.
         position.samples, position.first_epoch, position.fits = 0, position.epoch, number
         position.skipped = position.stopped = 0
@@ -125,7 +132,13 @@ class TrainingState:
         self._begin_run(data)
 
     def go_on(
-        self, state: CheckpointState, source: str, config: DistributedTrainingConfig, *, is_new_run: bool
+        self,
+        state: CheckpointState,
+        source: str,
+        config: DistributedTrainingConfig,
+        data: Mapping[str, str],
+        *,
+        is_new_run: bool,
     ) -> None:
         """Goes on with the fit that made a checkpoint. All ranks call it.
 
@@ -133,6 +146,7 @@ class TrainingState:
             state: The checkpoint.
             source: What it is, for messages.
             config: Of the fit.
+            data: As `begin_fit`.
             is_new_run: Whether later checkpoints of that fit are no part of what comes now.
 
         Raises:
@@ -142,15 +156,15 @@ class TrainingState:
         self.history.world_size = runtime.get_world_size()
         self.config = config
         if is_new_run:
-            self._begin_run(str(self.run.get("data")))
+            self._begin_run(data)
 
-    def _begin_run(self, data: str) -> None:
+    def _begin_run(self, data: Mapping[str, str]) -> None:
         """Makes this a run of its own, which no earlier checkpoint belongs to."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
         launched, _ = environment.launched_run()
         self.runs.add(name)
-        self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, "data": data}
+        self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
 
     def to_checkpoint(self) -> CheckpointState:
         """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
@@ -162,6 +176,7 @@ class TrainingState:
             others={
                 "scheduler": scheduler_state(self.scheduler),
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
+                "earlier fits": {str(number): fit.to_dict() for number, fit in enumerate(self.earlier, 1)},
             },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
@@ -184,12 +199,15 @@ class TrainingState:
         """
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
+        earlier = [TrainingHistory.from_dict(values) for values in state.others.get("earlier fits", {}).values()]
+        if len(earlier) != max(0, position.fits - 1):
+            raise CheckpointError(f"Cannot load {source}: of {position.fits} fits it has {len(earlier)} earlier ones.")
         fitting_state(self.model, state.model, source)
         check_scheduler_state(self.scheduler, state.others.get("scheduler", {}), source)
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
         self.runs.add(self.run.get("id"))
-        self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+        self.arithmetic, self.kept, self.earlier = state.arithmetic, state.others.get("callbacks", {}), earlier
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Gives model, optimizer and scheduler what a checkpoint has of theirs.

@@ -148,7 +148,7 @@ class DistributedTrainer:
         if self._state.is_of_later_fit:
             self._state.complete_fits += 1
             run.display.header(says)
-            return self._state.history
+            return self._state.earlier[self._state.complete_fits - 1]
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
@@ -279,6 +279,9 @@ class DistributedTrainer:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.
 
+        Args:
+            path: Of the file, on rank 0; what other ranks give is not used.
+
         Raises:
             CheckpointError: It could not be written; what was there before is still there.
             CollectiveMismatchError: Ranks call different things.
@@ -299,6 +302,9 @@ class DistributedTrainer:
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
+
+        Args:
+            path: Of the file, on rank 0; what other ranks give is not used.
 
         Raises:
             CheckpointError: There is none, it is damaged, or it belongs to another model, optimizer or scheduler.

@@ -45,8 +45,7 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
         CheckpointError: The operating system refuses, with the path, the cause and what to do.
     """
     target = Path(path)
-    # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    temporary = _temporary_beside(target)
     try:
         _make_folder(target.parent)
         with open(temporary, "x+b") as file:
@@ -57,12 +56,44 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         _synchronise_folder(target.parent)
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
-        raise CheckpointError(f"Cannot write {what} {target}: {error.strerror or error}. {remedy}") from error
+        raise _refused(f"{what} {target}", error) from error
     finally:
         # After the rename there is nothing of that name. A KeyboardInterrupt passes here too.
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def try_folder(folder: Path, name: str, what: str) -> None:
+    """Makes a folder, and a file in it, which does not stay: whether it can be written to at all.
+
+    Args:
+        folder: It need not be there.
+        name: Of a file as it will be written.
+        what: What the files are, for the message, such as "checkpoints".
+
+    Raises:
+        CheckpointError: The operating system refuses, with the path, the cause and what to do.
+    """
+    temporary = _temporary_beside(folder / name)
+    try:
+        _make_folder(folder)
+        with open(temporary, "x+b") as file:
+            _lock(file)
+    except OSError as error:
+        raise _refused(f"{what} to {folder}", error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _temporary_beside(target: Path) -> Path:
+    # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+def _refused(what: str, error: OSError) -> CheckpointError:
+    remedy = _REMEDIES.get(error.errno or 0, "Check the disk, or choose another folder.")
+    return CheckpointError(f"Cannot write {what}: {error.strerror or error}. {remedy}")
 
 
 def is_being_written(path: str | os.PathLike[str]) -> bool:

@@ -17,7 +17,7 @@ import xxhash
 
 from cyxtrain.training.saving.archive import MANIFEST
 from cyxtrain.training.saving.checkpoint import STATE
-from cyxtrain.training.saving.files import TEMPORARY_SUFFIX, is_being_written, replacing
+from cyxtrain.training.saving.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.training.saving.tree import decode_tree
 
 SUFFIX = ".ckpt"
@@ -61,6 +61,14 @@ class CheckpointFolder:
     def file(self, name: str) -> Path:
         """Returns the file of a checkpoint, such as "epoch-0003"."""
         return self.path / f"{name}{self._suffix}"
+
+    def check(self) -> None:
+        """Makes the folder, and sees that checkpoints can be written there.
+
+        Raises:
+            CheckpointError: They cannot.
+        """
+        try_folder(self.path, self.file(BEST).name, "checkpoints")
 
     def newest_first(self) -> list[Found]:
         """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""

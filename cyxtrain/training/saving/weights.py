@@ -10,7 +10,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.training.saving.checkpoint import unpack_checkpoint
 from cyxtrain.training.saving.files import read_file, replacing
 from cyxtrain.training.saving.names import load_plain_state, plain_name, plain_state
@@ -32,8 +32,10 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
         path: The file; its folder is made where it is missing. Cost: memory for the weights once more, on the CPU.
 
     Raises:
+        ConfigError: It is no model.
         CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
     """
+    _require_model("save_weights", model)
     state = plain_state(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     values = {name: encode_tree(value, name) for name, value in state.items() if name not in tensors}
@@ -57,9 +59,19 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
         path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
 
     Raises:
+        ConfigError: It is no model.
         CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
     """
+    _require_model("load_weights", model)
     load_model_state(model, _read_weights(path), f"weights {path}")
+
+
+def _require_model(function: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"{function} takes a torch.nn.Module, got {type(model).__name__}: give the model itself, such as "
+            "trainer.model."
+        )
 
 
 def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
