@@ -169,7 +169,7 @@ def shortened(names: Iterable[str]) -> str:
 
 
 def warn(message: str) -> None:
-    """Warns, and lets it show the line outside this package that called it, however deep within it this is."""
+    """Warns in the name of the line that called this package, however deep within it the cause is."""
     frame, depth, level = inspect.currentframe(), 0, 1
     while frame is not None:
         depth += 1
