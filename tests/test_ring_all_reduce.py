@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -33,6 +34,26 @@ def test_all_reduce_gives_the_bits_of_the_documented_order_for_every_dtype_and_r
                 expected = reduced([made(dtype, count, rank) for rank in range(world_size)], op)
                 if not same(found, expected):
                     wrong.append(f"{dtype} {op} {count}")
+        return wrong
+
+    assert run_threads(world_size, rank_main) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_small_tensors_of_many_shapes_follow_each_other_in_any_order(world_size):
+    shapes = [(count,) * dimensions for count in (1, 2, 3) for dimensions in range(8)] + [
+        (count,) for count in range(80)
+    ]
+    order = random.Random(0).choices(shapes, k=3 * len(shapes))
+
+    def rank_main(group):
+        wrong = []
+        for number, shape in enumerate(order):
+            tensor = torch.full(shape, float(number * (group.rank() + 1)), requires_grad=number % 2 == 0)
+            found = all_reduce(group, tensor, Op.AVG if number % 3 == 0 else Op.SUM)
+            total = number * world_size * (world_size + 1) / 2
+            if not torch.equal(found.detach(), torch.full(shape, total / world_size if number % 3 == 0 else total)):
+                wrong.append((number, shape))
         return wrong
 
     assert run_threads(world_size, rank_main) == [[]] * world_size

@@ -114,7 +114,8 @@ def test_a_frame_of_another_generation_is_an_error_on_every_rank(world_size):
 
     def rank_main(group):
         if group.rank() == world_size - 1:
-            group._group._generation = 7  # as if it came from a group that the others have left behind
+            # As if it came from a group that the others have left behind.
+            group._group._generation = group._group._small._generation = 7
         began.wait()
         start = time.monotonic()
         error = error_of(lambda: reduce_all()(group))

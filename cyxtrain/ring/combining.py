@@ -63,7 +63,7 @@ _NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
     Reduction.BOR: np.bitwise_or,
     Reduction.BXOR: np.bitwise_xor,
 }
-_QUICK: dict[torch.dtype, type[np.number[Any]]] = {
+QUICK: dict[torch.dtype, type[np.number[Any]]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.int32: np.int32,
@@ -114,8 +114,8 @@ def arithmetic(reduction: Reduction, dtype: torch.dtype, *, few: bool = False) -
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
         return Arithmetic(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
-    if few and dtype in _QUICK and reduction in (Reduction.SUM, Reduction.AVG):
-        return Arithmetic(np.add, _as_array(_QUICK[dtype]))
+    if few and dtype in QUICK and reduction in (Reduction.SUM, Reduction.AVG):
+        return Arithmetic(np.add, _as_array(QUICK[dtype]))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Arithmetic(_multiply_complex, _as_tensor)
     if dtype.is_complex:

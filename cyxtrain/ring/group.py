@@ -6,11 +6,8 @@ A group is immutable: its ranks never change, and its generation tells its frame
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -28,12 +25,15 @@ from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
+from cyxtrain.ring.mesh import Mesh
 from cyxtrain.ring.reducing import Reducing
 from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
+from cyxtrain.ring.small import SmallReductions
 from cyxtrain.ring.tensors import (
     check_target,
     check_tensor,
+    copy_back,
     flat_copy_of,
     flat_view_of,
     memory_of,
@@ -104,8 +104,9 @@ class Group:
         self._courier: Courier | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes
+        links = {} if self._ring is None or options.checksums else self._ring.links
+        self._small = SmallReductions(links, self._routes, generation)
         self._siblings.add(self)
-        _alive.add(self)
 
     @property
     def sequence(self) -> int:
@@ -137,6 +138,12 @@ class Group:
 
         Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
         """
+        with self._lock:
+            ready = self._small.of(tensor, reduction)
+            if ready is not None:
+                operation = self._begin(ready.numbered(self._sequence + 1))
+                self._mesh().reduce_small(ready, operation, tensor, self._deadline(timeout))
+                return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
             work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
@@ -145,7 +152,7 @@ class Group:
             else:
                 spans = chunks(flat.numel(), self.world_size)
                 work.by_chunks(spans, self._routes.all_gather(spans, flat.element_size()))
-        _copy_back(flat, tensor)
+        copy_back(flat, tensor)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
@@ -159,7 +166,7 @@ class Group:
                 rest = algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank])
                 work.by_chunks(spans, rest)
         if self.rank == dst:
-            _copy_back(flat, tensor)
+            copy_back(flat, tensor)
 
     def reduce_scatter(
         self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None = None
@@ -178,7 +185,7 @@ class Group:
             with self._lock:
                 work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
                 work.by_folding(memory_of(source), spans)
-            _copy_back(flat, output)
+            copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
@@ -207,7 +214,7 @@ class Group:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
             schedule = self._routes.broadcast(flat.numel(), src, flat.element_size())
             self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), self._deadline(timeout))
-        _copy_back(flat, tensor)
+        copy_back(flat, tensor)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
@@ -244,7 +251,7 @@ class Group:
             self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, self._deadline(timeout))
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
-        _copy_back(target, output)
+        copy_back(target, output)
 
     def all_to_all(
         self,
@@ -310,7 +317,10 @@ class Group:
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
         name = -1 if root == -1 else self._names[root]
-        operation = Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation)
+        return self._begin(Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation))
+
+    def _begin(self, operation: Operation) -> Operation:
+        """Takes note of an operation with the next number."""
         self._raise_failure(operation)
         self._sequence += 1
         self._doing.latest = operation
@@ -329,8 +339,12 @@ class Group:
         more: bool = False,
     ) -> None:
         if self._ring is not None:
-            self._ring.mesh.spins = self._courier is None or not self._courier.is_current
-            self._ring.mesh.run(operation, schedule, buffers, deadline, more=more)
+            self._mesh().run(operation, schedule, buffers, deadline, more=more)
+
+    def _mesh(self) -> Mesh:
+        assert self._ring is not None
+        self._ring.mesh.spins = self._courier is None or not self._courier.is_current
+        return self._ring.mesh
 
     def _raise_failure(self, operation: Operation) -> None:
         """The first error of a group is final: what came after it could only be wrong."""
@@ -376,22 +390,3 @@ class Group:
             rank = self._names[self.rank]
             ended = reason if isinstance(reason, CyxtrainError) else None
             self._ring.watch.fail(ended or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))
-
-
-_alive: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for group in list(_alive):
-        group.abandon()
-
-
-if sys.platform != "win32":
-    # A child (a DataLoader's worker, say) that kept the links open would hide the death of its parent.
-    os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _copy_back(flat: Tensor, tensor: Tensor) -> None:
-    """Brings a result home where `flat` was a copy."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
+
+from torch import Tensor
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
@@ -32,6 +34,7 @@ from cyxtrain.ring.frames import (
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
+from cyxtrain.ring.small import Hearing, SmallReduction
 from cyxtrain.ring.transfers import (
     SHORT_BYTES,
     Begins,
@@ -61,13 +64,16 @@ _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
 
+_Arriving = Incoming | ShortIncoming | Hearing
+
+
 class _Call(NamedTuple):
     """One operation at work."""
 
     operation: Operation
+    deadline: Deadline
     begins: Begins
     buffers: Buffers
-    deadline: Deadline
 
 
 class Mesh:
@@ -118,19 +124,26 @@ class Mesh:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
+        self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
+
+    def reduce_small(self, ready: SmallReduction, operation: Operation, tensor: Tensor, deadline: Deadline) -> None:
+        """Does this rank's part of a reduction that is kept ready.
+
+        Args:
+            ready: It.
+            operation: With its number.
+            tensor: What is reduced, in place.
+            deadline: When to give up.
+
+        Raises:
+            As `run`.
+        """
+        self._attempt(operation, self._tell_and_hear, ready, operation, tensor, deadline)
+
+    def _attempt(self, operation: Operation, do: Callable[..., None], *arguments: object) -> None:
+        """Does something of an operation. Whatever goes wrong in it ends the group."""
         try:
-            if self._is_read:
-                self._pages.note(buffers.source)
-            call = _Call(operation, Begins(operation.identity()), buffers, deadline)
-            for step in schedule:
-                if isinstance(step, Transfer):
-                    self._transfer(step, call)
-                elif isinstance(step, Tell):
-                    self._tell(step, call)
-                else:
-                    self._fold(step, call)
-            if not more and (self._offered or self._read):
-                self._settle(call)
+            do(*arguments)
         except LinkBroken as broken:
             raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
         except UnexpectedHeader as unexpected:
@@ -145,6 +158,32 @@ class Mesh:
             self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
             raise
 
+    def _take_steps(
+        self, operation: Operation, schedule: Sequence[Step], buffers: Buffers, deadline: Deadline, more: bool
+    ) -> None:
+        if self._is_read:
+            self._pages.note(buffers.source)
+        call = _Call(operation, deadline, Begins(operation.identity()), buffers)
+        for step in schedule:
+            if isinstance(step, Transfer):
+                self._transfer(step, call)
+            elif isinstance(step, Tell):
+                self._tell(step, call)
+            else:
+                self._fold(step, call)
+        if not more and (self._offered or self._read):
+            self._settle(call)
+
+    def _tell_and_hear(self, ready: SmallReduction, operation: Operation, tensor: Tensor, deadline: Deadline) -> None:
+        ready.begin(operation.sequence, tensor)
+        for hearing in ready.hearings:
+            outgoing = begin_sending_frame(hearing.link, ready.frame)
+            if outgoing is not None:
+                self._drive(outgoing, None, operation, deadline)
+        for hearing in ready.hearings:
+            self._drive(None, hearing, operation, deadline)
+        ready.conclude(tensor)
+
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
@@ -153,7 +192,7 @@ class Mesh:
         to, source = transfer.send_to, transfer.receive_from
         item = call.buffers.item_bytes
         outgoing: Outgoing | None = None
-        incoming: Incoming | ShortIncoming | None = None
+        incoming: _Arriving | None = None
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
             offered = is_offered(link.offers, len(payload), transfer.then)
@@ -168,7 +207,7 @@ class Mesh:
                 incoming = self._incoming(source, transfer.receive, transfer.then, call)
                 if incoming.offered:
                     self._read.add(source)
-        self._drive(outgoing, incoming, call)
+        self._drive(outgoing, incoming, *call[:2])
         if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
             incoming.conclude(theirs_first=incoming.link.rank < self._rank)
 
@@ -176,7 +215,7 @@ class Mesh:
         offers = []
         for source in fold.sources:
             offers.append(self._incoming(source, fold.span, Then.FOLD, call))
-            self._drive(None, offers[-1], call)
+            self._drive(None, offers[-1], *call[:2])
         fold_in(offers, fold.span, call.buffers)
         self._read.update(fold.sources)
 
@@ -191,7 +230,7 @@ class Mesh:
         self._offered.clear()
         self._send_to_all(read, header(call.begins[0], _NO_BYTES, checksums=self._checksums), call)
         for peer in offered:
-            self._drive(None, self._short(peer, NOTHING, call), call, spin_seconds)
+            self._drive(None, self._short(peer, NOTHING, call), *call[:2], spin_seconds)
 
     def _tell(self, tell: Tell, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
@@ -199,11 +238,11 @@ class Mesh:
         frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
         self._send_to_all(tell.others, frame, call)
         for other, span in zip(tell.others, tell.receive, strict=True):
-            self._drive(None, self._short(other, span, call), call)
+            self._drive(None, self._short(other, span, call), *call[:2])
 
     def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:
         for rank in ranks:
-            self._drive(begin_sending_frame(self._links[rank], frame), None, call)
+            self._drive(begin_sending_frame(self._links[rank], frame), None, *call[:2])
 
     def _short(self, source: int, span: Span, call: _Call) -> ShortIncoming:
         item = call.buffers.item_bytes
@@ -218,8 +257,9 @@ class Mesh:
     def _drive(
         self,
         outgoing: Outgoing | None,
-        incoming: Incoming | ShortIncoming | None,
-        call: _Call,
+        incoming: _Arriving | None,
+        operation: Operation,
+        deadline: Deadline,
         spin_seconds: float = _SPIN_SECONDS,
     ) -> None:
         """Moves both until they are done."""
@@ -240,11 +280,11 @@ class Mesh:
             if now < spin_until:
                 _give_way()
             else:
-                self._wait(incoming, outgoing, call.operation, call.deadline)
+                self._wait(incoming, outgoing, operation, deadline)
 
     def _wait(
         self,
-        incoming: Incoming | ShortIncoming | None,
+        incoming: _Arriving | None,
         outgoing: Outgoing | None,
         operation: Operation,
         deadline: Deadline,
@@ -270,7 +310,7 @@ class Mesh:
             during=operation.describe(),
         )
 
-    def _look_around(self, operation: Operation, incoming: Incoming | ShortIncoming | None, deadline: Deadline) -> None:
+    def _look_around(self, operation: Operation, incoming: _Arriving | None, deadline: Deadline) -> None:
         """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
 
         Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
@@ -292,7 +332,7 @@ class Mesh:
 
     def _poll(
         self,
-        incoming: Incoming | ShortIncoming | None,
+        incoming: _Arriving | None,
         outgoing: Outgoing | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import weakref
 from typing import Protocol
@@ -17,6 +19,9 @@ class Sibling(Protocol):
     def loss(self, since: float) -> CyxtrainError | None:
         """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
 
+    def abandon(self) -> None:
+        """Lets go of every connection without a word."""
+
 
 class Siblings:
     """The groups of one world in this process, for as long as somebody holds them."""
@@ -27,6 +32,7 @@ class Siblings:
     def add(self, group: Sibling) -> None:
         """Takes note of a group."""
         self._groups.add(group)
+        _alive.add(group)
 
     def loss(self, since: float) -> CyxtrainError | None:
         """Returns which rank one of the groups has lost, or None.
@@ -44,3 +50,16 @@ class Siblings:
         while (loss := self.loss(since)) is None and self._groups and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         return loss
+
+
+_alive: weakref.WeakSet[Sibling] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for group in list(_alive):
+        group.abandon()
+
+
+if sys.platform != "win32":
+    # A child (a DataLoader's worker, say) that kept the links open would hide the death of its parent.
+    os.register_at_fork(after_in_child=_abandon_all)

@@ -73,6 +73,12 @@ def flat_copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
+def copy_back(flat: Tensor, tensor: Tensor) -> None:
+    """Brings a result home where `flat_view_of` the tensor was a copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two one-dimensional, contiguous tensors share memory."""
     (first, end), (start, stop) = (

@@ -1,0 +1,170 @@
+"""Reductions of few elements, kept ready: training repeats them, and to prepare one takes longer than to do it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cyxtrain.ring import algorithms
+from cyxtrain.ring.algorithms import Tell
+from cyxtrain.ring.combining import QUICK, divide
+from cyxtrain.ring.frames import (
+    HEADER_BYTES,
+    Kind,
+    Operation,
+    Reduction,
+    dtype_code,
+    expected_header,
+    header,
+    put_sequence,
+)
+from cyxtrain.ring.link import Link
+from cyxtrain.ring.memory import address_of
+from cyxtrain.ring.routes import Routes
+from cyxtrain.ring.tensors import is_plain
+from cyxtrain.ring.transfers import UnexpectedHeader
+
+_MAX_READY = 64
+_REDUCTIONS = (Reduction.SUM, Reduction.AVG)
+
+
+class SmallReductions:
+    """The small reductions of one group, by what follows from shape, dtype and reduction.
+
+    Args:
+        links: To each other rank.
+        routes: Of this rank.
+        generation: Of the group.
+    """
+
+    def __init__(self, links: Mapping[int, Link], routes: Routes, generation: int) -> None:
+        self._links = links
+        self._routes = routes
+        self._generation = generation
+        self._ready: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction | None] = {}
+
+    def of(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
+        """Returns what reduces this tensor; None: it is not small, or not plain."""
+        if not is_plain(tensor):
+            return None
+        key = tensor.dtype, tensor.shape, reduction
+        try:
+            return self._ready[key]
+        except KeyError:
+            if len(self._ready) >= _MAX_READY:
+                self._ready.clear()
+            ready = self._ready[key] = self._prepared(tensor, reduction)
+            return ready
+
+    def _prepared(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
+        count, item_bytes = tensor.numel(), tensor.element_size()
+        told = bool(self._links) and count > 0 and self._routes.tells_all(count, item_bytes)
+        if not told or tensor.dtype not in QUICK or reduction not in _REDUCTIONS:
+            return None
+        shape = tuple(tensor.shape)
+        operation = Operation(
+            Kind.ALL_REDUCE, 0, reduction, dtype_code(tensor.dtype), shape, generation=self._generation
+        )
+        return SmallReduction(operation, self._links, self._routes, count * item_bytes, tensor.dtype)
+
+
+class SmallReduction:
+    """An all_reduce of few elements in one round: each rank tells all others, and sums what all have told.
+
+    It is summed in the order of `algorithms.tree`, the same on every rank, in memory that is used again each time.
+
+    Attributes:
+        frame: What is told to every other rank: header and elements.
+        hearings: What the others tell.
+
+    Args:
+        operation: Without its number.
+        links: To each other rank.
+        routes: Of this rank.
+        payload_bytes: Of the tensor.
+        dtype: Of its elements.
+    """
+
+    def __init__(
+        self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int, dtype: torch.dtype
+    ) -> None:
+        rank, world_size = routes.rank, routes.world_size
+        self._kind, _, self._reduction, self._dtype, self._shape, self._root, self._generation = operation
+        self._averages = operation.reduction is Reduction.AVG
+        self._world_size = world_size
+        self._bytes = payload_bytes
+        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
+        self.frame = bytearray(head) + bytes(payload_bytes)
+        [tell] = algorithms.telling_all(rank, world_size, 1)
+        assert isinstance(tell, Tell)
+        heard = {other: Hearing(links[other], len(self.frame)) for other in tell.others}
+        self.hearings = [*heard.values()]
+        frames = [self.frame if other == rank else heard[other].frame for other in range(world_size)]
+        rows = [np.frombuffer(frame, QUICK[dtype], offset=HEADER_BYTES) for frame in frames]
+        self._steps: list[tuple[Any, Any]] = [
+            (rows[into], rows[source]) for into, source in algorithms.tree(world_size)
+        ]
+        self._own, self._sum = (address_of(memoryview(frame)) + HEADER_BYTES for frame in (self.frame, frames[0]))
+
+    def numbered(self, sequence: int) -> Operation:
+        """Returns the operation with its number."""
+        return Operation(self._kind, sequence, self._reduction, self._dtype, self._shape, self._root, self._generation)
+
+    def begin(self, sequence: int, tensor: Tensor) -> None:
+        """Makes the frame."""
+        put_sequence(self.frame, sequence)
+        head = bytes(self.frame[:HEADER_BYTES])
+        for hearing in self.hearings:
+            hearing.expect(head)
+        ctypes.memmove(self._own, tensor.data_ptr(), self._bytes)
+
+    def conclude(self, tensor: Tensor) -> None:
+        """Puts the result in the place of the tensor's elements, once all have been heard."""
+        for into, source in self._steps:
+            np.add(into, source, into)
+        ctypes.memmove(tensor.data_ptr(), self._sum, self._bytes)
+        if self._averages:
+            divide(tensor.detach(), self._world_size)
+
+
+class Hearing:
+    """What one other rank tells: the frame that must come.
+
+    Args:
+        link: From whom.
+        frame_bytes: Of header and payload.
+
+    Attributes:
+        frame: Where it goes.
+        done: Whether all of it has arrived.
+    """
+
+    __slots__ = ("_have", "_head", "_room", "done", "frame", "link")
+
+    def __init__(self, link: Link, frame_bytes: int) -> None:
+        self.link = link
+        self.frame = bytearray(frame_bytes)
+        self._room = memoryview(self.frame)
+        self._head = b""
+        self._have = 0
+        self.done = False
+
+    def expect(self, head: bytes) -> None:
+        """Begins anew, with a frame of this header."""
+        self._head, self._have, self.done = head, 0, False
+
+    def advance(self) -> bool:
+        """Receives what has arrived; returns whether anything moved."""
+        have = self._have
+        count = self.link.receive(self._room[have:] if have else self._room)
+        have = self._have = have + count
+        if count and have >= HEADER_BYTES:  # of another header there may come no more
+            if not self.frame.startswith(self._head):
+                raise UnexpectedHeader(self.link.rank, bytes(self.frame[:HEADER_BYTES]))
+            self.done = have == len(self.frame)
+        return count > 0
