@@ -29,6 +29,9 @@ class Model(nn.Sequential):
                 os.kill(os.getpid(), signal.Signals[os.environ.get("STRIKES_WITH", "SIGKILL")])
         return super().forward(rows)
 
+def weights_of(model):
+    return sum(parameter.double().sum().item() for parameter in model.parameters())
+
 KILLS = eval(sys.argv[1])
 cx.init()
 torch.manual_seed(1)
@@ -38,11 +41,11 @@ model = Model(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
 trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
 settings = dict(batch_size=4, checkpoint_every_n_steps=int(sys.argv[2]), verbose=False)
 first = trainer.fit(rows, targets, epochs=2, **settings)
+between = weights_of(model)
 second = trainer.fit(rows, targets, epochs=2, **settings)
 if trainer.is_master():
     print("steps", model.steps)
-    weights = sum(parameter.double().sum().item() for parameter in model.parameters())
-    print("result", first.train_losses, second.train_losses, weights, trainer.epoch)
+    print("result", first.train_losses, between, second.train_losses, weights_of(model), trainer.epoch)
 """
 
 

@@ -330,6 +330,36 @@ def test_going_back_to_an_earlier_checkpoint_leaves_the_later_ones_behind(tmp_pa
         assert (more["weights"], more["losses"]) == (whole["weights"], whole["losses"])
 
 
+def three_fits(folder: Path, first_epochs: int = 1) -> tuple[list[Any], int]:
+    """Fits three times in one folder; returns what there was after each, and how many rows have been seen."""
+    model = Watched(quiet_model())
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
+    settings = {"batch_size": 3, "verbose": False, "keep_last": 1, "checkpoint_every_n_epochs": 1, "resume": "auto"}
+    between = []
+    for epochs in (first_epochs, 2, 1):
+        history = trainer.fit(*make_rows(ROWS), epochs=epochs, checkpoint_dir=str(folder), **settings)
+        found = history.train_losses, trainer.history.train_losses, trainer.epoch, fingerprint(model)
+        between.append(found)
+    return between, len(model.seen)
+
+
+def test_a_program_that_runs_again_is_after_each_of_its_fits_where_it_was(tmp_path):
+    with one_process():
+        whole, rows = three_fits(tmp_path)
+        assert rows == 4 * ROWS
+        assert files(tmp_path) == ["epoch-0001.ckpt", "epoch-0003.ckpt", "epoch-0004.ckpt"]  # one of each fit
+        assert three_fits(tmp_path) == (whole, 0)
+        (tmp_path / "epoch-0004.ckpt").unlink()
+        assert three_fits(tmp_path) == (whole, ROWS)
+        # Of the second fit nothing is left: it begins again, and what came after it is not gone on from.
+        (tmp_path / "epoch-0003.ckpt").unlink()
+        assert three_fits(tmp_path) == (whole, 3 * ROWS)
+        # More epochs of the first: what came after its end is another training.
+        longer, rows = three_fits(tmp_path, first_epochs=2)
+        assert rows == 4 * ROWS
+        assert longer == three_fits(tmp_path / "elsewhere", first_epochs=2)[0]
+
+
 def test_other_data_are_refused(tmp_path):
     with one_process():
         train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1})

@@ -24,7 +24,7 @@ def explain(
     device: torch.device,
     rows: tuple[int, int],
     batches: DistributedBatchIterator,
-    epochs: tuple[int, int],
+    epochs: tuple[int, int] | None,
 ) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
@@ -34,17 +34,18 @@ def explain(
         device: Of this rank.
         rows: Of training and of validation.
         batches: Of an epoch.
-        epochs: The first and the last, from 1.
+        epochs: The first and the last, from 1; None: nothing is left to train.
     """
     steps, effective = batches.num_batches, batches.effective_batch_size
-    world_size, threads = dist.get_world_size(), _count(torch.get_num_threads(), "thread")
+    world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")
+    left = f"epochs {epochs[0]} to {epochs[1]}" if epochs else "no epoch left"
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
-        ("world", _count(world_size, "rank")),
+        ("world", counted(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
         ("batch", _batch(effective, world_size)),
-        ("steps", f"{_count(steps, 'step')} per epoch, epochs {epochs[0]} to {epochs[1]}"),
-        ("data", _count(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
+        ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
+        ("data", counted(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
     ]
@@ -71,5 +72,6 @@ def _parameters(model: nn.Module) -> str:
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -85,7 +85,9 @@ class Run:
         return -(-position.samples // self.batches.effective_batch_size)  # only the last one may be smaller
 
     def steps_left(self, position: Position) -> int:
-        """Returns how many steps there are to the end of the last epoch."""
+        """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit."""
+        if position.stopped and position.samples == 0:
+            return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
         return epochs * self.batches.num_batches - self.steps_done(position)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.training.arithmetic import differences
+from cyxtrain.training.header import counted
 from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
@@ -83,19 +84,19 @@ class Resumed:
 
 
 def find_checkpoint(
-    resume: str | None, config: DistributedTrainingConfig, call: int, trainer: int
+    resume: str | None, config: DistributedTrainingConfig, state: TrainingState
 ) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
+    A program that runs again makes all its calls of `fit` again. Each goes on from its own newest checkpoint, also
+    where it was complete: what the program does between two calls then sees the model as it was between them.
     Where the launcher has started all ranks again, the newest one that this launch has made comes first, whatever
     `resume` says.
 
     Args:
         resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path, or None.
         config: Of the fit.
-        call: Which call of `fit` of this trainer it is, from 1. A program that runs again makes all its calls: what an
-            earlier one has left is no place to go on from.
-        trainer: Number of the trainer in the program.
+        state: What the call of `fit` finds.
 
     Raises:
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
@@ -103,13 +104,13 @@ def find_checkpoint(
     launched, attempt = environment.launched_run()
     folder = _folder_of(config)
     if attempt and resume != AUTO:
-        found = read_on_all(lambda: next(_intact(folder, launched, trainer), (b"", "")))
+        found = read_on_all(lambda: _newest_of_call(folder, state, launched))
         if found is not None:
-            return _unless_earlier(found, call)
+            return found
     if resume is None:
         return None
     if resume == AUTO:
-        return _unless_earlier(read_on_all(lambda: next(_intact(folder), (b"", ""))), call)
+        return read_on_all(lambda: _newest_of_call(folder, state))
     return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
 
 
@@ -124,7 +125,7 @@ def begin_or_go_on(
     """Goes to where a fit begins: where the model is, or where a checkpoint was made. All ranks call it.
 
     Args:
-        state: What is trained. Where the checkpoint is of a later call of `fit`, it tells: this one is complete.
+        state: What is trained.
         run: What is asked for.
         arithmetic: In use.
 
@@ -135,22 +136,18 @@ def begin_or_go_on(
         CheckpointError: It cannot be read, or does not fit.
         ConfigError: It is of a fit with other samples.
     """
-    number, is_named = state.complete_fits + 1, run.resume not in (None, AUTO)
-    found = find_checkpoint(run.resume, run.config, number, state.trainer)
+    is_named = run.resume not in (None, AUTO)
+    found = find_checkpoint(run.resume, run.config, state)
     data = run.digests()
     if found is None:
         check_schedule(state.scheduler, run.config.epochs * run.batches.num_batches)
-        state.begin_fit(run.config, number, data, run.batches)
+        state.begin_fit(run.config, data, run.batches)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
-    fits = Position.from_json(checkpoint.position, source).fits
     if is_named:
-        state.complete_fits = fits - 1
-    elif fits > number:  # a program that runs again
-        state.load(checkpoint, source)
-        return None, [("resume", f"{name} is of a later fit: this one is complete")]
+        state.complete_fits = Position.from_json(checkpoint.position, source).fits - 1
     check_same_fit(checkpoint, name, run.config, data)
     rates = _other_settings(state, checkpoint)
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
@@ -158,13 +155,15 @@ def begin_or_go_on(
     check_schedule(state.scheduler, run.steps_left(state.position))
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
     state.arithmetic = arithmetic
-    return Resumed(checkpoint, source), [("resume", _where(name, state, run)), *rates]
+    return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *rates]
 
 
-def _where(name: str, state: TrainingState, run: Run) -> str:
-    """Returns from which checkpoint a fit goes on, and whether anything is left of it."""
+def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
+    """Returns from which checkpoint a fit goes on, how many ranks made it, and whether anything is left of it."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
+    if ranks != runtime.get_world_size():
+        text += f"; made by {counted(ranks, 'rank')}, the same samples come in the same order"
     if position.stopped:
         return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
     return text if run.steps_left(position) else f"{text}; nothing is left: for more, raise epochs"
@@ -191,15 +190,16 @@ def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
     if not runtime.is_master() or (run.resume is None and not config.makes_checkpoints):
         return []  # the folder is nobody's business
     there = _folder_of(config).newest_first()
-    others = [found for found in there if found.run.get("id") not in state.runs]
+    others = [found for found in there if found.position and found.run.get("id") not in state.runs]
     if others and config.makes_checkpoints:
         warn(
-            f"{config.checkpoint_dir} holds {len(others)} checkpoints of another training: those with the names of new "
-            "ones will be replaced. Give each training a folder of its own (checkpoint_dir)."
+            f"{config.checkpoint_dir} holds {counted(len(others), 'checkpoint')} of another training: those with the "
+            "names of new ones will be replaced. Give each training a folder of its own (checkpoint_dir)."
         )
     if run.resume is None:
         return []
-    what = f"none of the {len(there)} checkpoints in it is intact and of this fit" if there else "nothing is there"
+    found = f"{counted(len(there), 'checkpoint')} there, none of this fit and intact"
+    what = found if there else "nothing is there"
     keeps = "" if config.makes_checkpoints else "; no checkpoint will be made, because none is asked for"
     return [("resume", f"from {config.checkpoint_dir}: {what}, and the fit begins{keeps}")]
 
@@ -212,26 +212,35 @@ def _say_what_is_different(name: str, found: Sequence[str]) -> None:
         )
 
 
-def _unless_earlier(found: tuple[CheckpointState, str] | None, call: int) -> tuple[CheckpointState, str] | None:
-    """Returns a checkpoint, unless an earlier call of `fit` has made it."""
-    if found is None or Position.from_json(found[0].position, found[1]).fits < call:
-        return None
-    return found
+def _newest_of_call(folder: CheckpointFolder, state: TrainingState, launched: str = "") -> tuple[bytes, str]:
+    """Returns (bytes, path) of the newest checkpoint that is intact and of this call of `fit`; "": there is none.
 
+    Where one of an earlier call is newer than all of this call, or this call has begun at another epoch, the earlier
+    ones have been trained otherwise since.
 
-def _intact(folder: CheckpointFolder, launched: str = "", trainer: int = 0) -> Iterator[tuple[bytes, str]]:
-    """Gives (bytes, path) of checkpoints that are intact, the newest first; of one trainer of a launch, or of any."""
+    Args:
+        folder: Where to look.
+        state: What the call finds.
+        launched: By which command it must have been made; "": by any.
+    """
+    call, first_epoch = state.next_fit
     for found in folder.newest_first():
-        if launched and found.run and (found.run.get("launched"), found.run.get("trainer")) != (launched, trainer):
+        own = not launched or (found.run.get("launched"), found.run.get("trainer")) == (launched, state.trainer)
+        if found.run and not own:
             continue
+        if found.fits is not None and found.fits < call:
+            break
+        if found.position and (found.fits, found.position.get("first_epoch")) != (call, first_epoch):
+            continue  # what is damaged is read, so that it is said
         try:
             data = read_file(found.path, "checkpoint")
-            state = unpack_checkpoint(data, str(found.path))
-            Position.from_json(state.position, f"checkpoint {found.path}")
+            checkpoint = unpack_checkpoint(data, str(found.path))
+            Position.from_json(checkpoint.position, f"checkpoint {found.path}")
         except CheckpointError as error:
             warn(f"{error} It is skipped.")
             continue
-        yield data, str(found.path)
+        return data, str(found.path)
+    return b"", ""
 
 
 def check_same_fit(

@@ -80,7 +80,6 @@ class TrainingState:
         kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
         arithmetic: In use in the latest call of `fit`.
         complete_fits: Calls of `fit` in this program that are complete.
-        earlier: Histories of the calls of `fit` before the latest, the first one first.
         runs: Ids of the runs that this training has been.
     """
 
@@ -98,18 +97,17 @@ class TrainingState:
     kept: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
     complete_fits: int = 0
-    earlier: list[TrainingHistory] = field(default_factory=list)
     runs: set[object] = field(default_factory=set)
 
     @property
-    def is_of_later_fit(self) -> bool:
-        """Whether a program that runs again is in a call of `fit` that was complete when its checkpoint was made."""
-        return self.position.fits > self.complete_fits + 1
+    def next_fit(self) -> tuple[int, int]:
+        """(number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped early."""
+        number, position = self.complete_fits + 1, self.position
+        return number, position.first_epoch if position.fits == number else position.epoch
 
     def begin_fit(
         self,
         config: DistributedTrainingConfig,
-        number: int,
         data: Mapping[str, str],
         batches: DistributedBatchIterator,
     ) -> None:
@@ -117,14 +115,12 @@ class TrainingState:
 
         Args:
             config: Of the fit.
-            number: Of the fit, from 1.
             data: Digests of its data, as in `run`.
             batches: Of an epoch.
         """
         position = self.position
-        self.earlier = [*self.earlier, *([self.history] if position.fits else [])][: number - 1]
         # What was left of an epoch that an earlier fit did not end is not this fit's.
-        position.samples, position.first_epoch, position.fits = 0, position.epoch, number
+        position.samples, position.first_epoch, position.fits = 0, position.epoch, self.complete_fits + 1
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
@@ -176,7 +172,6 @@ class TrainingState:
             others={
                 "scheduler": scheduler_state(self.scheduler),
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
-                "earlier fits": {str(number): fit.to_dict() for number, fit in enumerate(self.earlier, 1)},
             },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
@@ -199,15 +194,12 @@ class TrainingState:
         """
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
-        earlier = [TrainingHistory.from_dict(values) for values in state.others.get("earlier fits", {}).values()]
-        if len(earlier) != max(0, position.fits - 1):
-            raise CheckpointError(f"Cannot load {source}: of {position.fits} fits it has {len(earlier)} earlier ones.")
         fitting_state(self.model, state.model, source)
         check_scheduler_state(self.scheduler, state.others.get("scheduler", {}), source)
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
         self.runs.add(self.run.get("id"))
-        self.arithmetic, self.kept, self.earlier = state.arithmetic, state.others.get("callbacks", {}), earlier
+        self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Gives model, optimizer and scheduler what a checkpoint has of theirs.

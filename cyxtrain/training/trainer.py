@@ -145,10 +145,6 @@ class DistributedTrainer:
         run, everyone = agree_on(lambda: self._plan(data, keywords))
         warn_of_data(everyone)
         resumed, says = begin_or_go_on(self._state, run, self._arithmetic(run))
-        if self._state.is_of_later_fit:
-            self._state.complete_fits += 1
-            run.display.header(says)
-            return self._state.earlier[self._state.complete_fits - 1]
         ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
@@ -378,7 +374,7 @@ class DistributedTrainer:
     def _header(self, run: Run) -> list[tuple[str, str]]:
         rows = len(run.data), 0 if run.validation is None else len(run.validation)
         last = self._state.position.first_epoch + run.config.epochs
-        epochs = min(self.epoch + 1, last), last
+        epochs = (self.epoch + 1, last) if run.steps_left(self._state.position) else None
         return explain(self.model, run.data.loss, run.data.placement.device, rows, run.batches, epochs)
 
 

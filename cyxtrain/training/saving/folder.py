@@ -39,6 +39,12 @@ class Found:
     run: dict[str, Any]
 
     @property
+    def fits(self) -> int | None:
+        """Which call of `fit` of its trainer made it, from 1; None: nobody knows."""
+        value = self.position.get("fits")
+        return value if isinstance(value, int) else None
+
+    @property
     def order(self) -> tuple[float, int, int]:
         """Grows from older to newer: later runs after earlier ones, and later steps of one run after earlier ones."""
         started, step, epoch = self.run.get("started"), self.position.get("step"), self.position.get("epoch")
