@@ -219,6 +219,28 @@ def test_gradients_that_only_overflow_together_are_nobodys_fault():
         assert rank is None
 
 
+class Once(nn.Module):
+    """A network whose output is NaN in its third forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.forwards = make_model(), 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.forwards += torch.is_grad_enabled()
+        output: Tensor = self.body(rows)
+        return output * math.nan if self.forwards == 3 else output
+
+
+def test_a_loss_that_is_nan_by_chance_is_named_too():
+    model = Once()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+    with one_process(), pytest.raises(cx.NonFiniteError) as caught:
+        trainer.fit(INPUTS, TARGETS, epochs=1, batch_size=BATCH, verbose=False)
+    assert "on rank 0, the loss is nan, and finite when its batch is run once more: chance decides" in str(caught.value)
+    assert caught.value.rank == 0
+
+
 def overflow_in_a_hook(backend_hook: bool) -> bool:
     model = nn.Linear(2, 1, bias=False)
     ddp = cx.DistributedDataParallel(model)

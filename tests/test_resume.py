@@ -253,10 +253,10 @@ def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
         with pytest.warns(UserWarning, match="Cannot write checkpoint") as caught:
             found = train_quietly(str(tmp_path / "file"), {"checkpoint_every_n_epochs": 1})
         assert len(found["losses"]) == 3
-        first, *others = (str(warning.message) for warning in caught)
+        first, last = (str(warning.message) for warning in caught)
         assert first.startswith(f"Cannot write checkpoints to {tmp_path / 'file'}: ")
         assert "choose another folder. Training begins without" in first
-        assert ["Cannot write checkpoint " in text and "Training goes on" in text for text in others] == [True] * 3
+        assert last == f"3 checkpoints could not be written to {tmp_path / 'file'}."
 
 
 @pytest.mark.parametrize("world_size", [1, by_night(2)])

@@ -82,14 +82,15 @@ class ArraySource:
         """Returns a digest of all facts: how a checkpoint knows the data that its run has seen."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.facts("data")).encode())
 
-    def first_not_finite(self, part: int, parts: int) -> str:
-        """Returns the first row of X, else of y, that holds NaN or an infinity, such as "row 7 of X holds nan", or "".
+    def not_finite(self, part: int, parts: int) -> tuple[str, int]:
+        """Returns what holds NaN or infinities: the first of X, else of y, such as "row 7 of X holds nan"; how many.
 
         Args:
             part: Which share of the rows to look through, from 0.
             parts: How many there are: each rank takes one.
         """
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
+        text, count = "", 0
         for name, tensor in (("X", self.inputs), ("y", self.targets)):
             if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
@@ -98,10 +99,11 @@ class ArraySource:
                 piece = tensor[start : min(start + rows, end)]
                 # A sum is not finite where any element is not; it may overflow too, so look again.
                 found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
-                if found:
+                count += len(found)
+                if found and not text:
                     row = piece[found[0]].reshape(-1)
-                    return f"row {start + found[0]} of {name} holds {row[~row.isfinite()][0].item()}"
-        return ""
+                    text = f"row {start + found[0]} of {name} holds {row[~row.isfinite()][0].item()}"
+        return text, count
 
 
 def rows_not_finite(rows: Tensor) -> list[int]:

@@ -14,6 +14,16 @@ from cyxtrain.training.callbacks import Callback, checked_callbacks
 
 # Keras's own letter for X is small.
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
+_LIKE_AUTO = ("", "auto", "latest", "last", "newest")
+_KERAS_ONLY = {
+    "steps_per_epoch": "an epoch is all of X; give fewer rows",
+    "validation_steps": "validation takes all of the validation data; give fewer rows",
+    "validation_batch_size": "validation uses batch_size",
+    "validation_freq": "validation comes after each epoch",
+    "initial_epoch": "epochs count on by themselves where fit is called again",
+    "class_weight": "give weights to the loss, such as nn.CrossEntropyLoss(weight=...)",
+    "sample_weight": "let a loss of your own return (sum, weight)",
+}
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
@@ -50,6 +60,10 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         if config is not None:
             raise ConfigError("fit got two configs: one by position, one by name.")
         config = given.pop()
+    if any(isinstance(array, dict) for array in given):
+        raise ConfigError(
+            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
+        )
     arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
     resume = _path(keywords.pop("resume", None))
@@ -81,6 +95,8 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
     for name in keywords:
+        if name in _KERAS_ONLY:
+            raise ConfigError(f"fit has no argument '{name}': {_KERAS_ONLY[name]}.")
         if name not in _FIELDS:
             raise unknown_name(
                 "fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume", "callbacks"], "argument"
@@ -97,7 +113,7 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
 def _path(resume: Any) -> str | None:
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.')
-    if isinstance(resume, str) and resume != "auto" and resume.lower() == "auto":
+    if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
     return None if resume is None else os.fspath(resume)
 

@@ -89,7 +89,7 @@ def check_classes(source: ArraySource, output: Any, loss: Loss) -> None:
         )
 
 
-def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Loss) -> None:
+def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Loss, *, predicting: bool = False) -> None:
     """Runs the model on two rows, without gradients, to find what does not fit before anything has changed.
 
     Every rank takes the same rows, so all come to the same verdict. Modes, buffers and random generators stay as
@@ -100,11 +100,12 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
         source: Its first rows are taken.
         placement: Of batches.
         loss: Learns here whether it returns (sum, weight).
+        predicting: Only the model is tried.
 
     Raises:
         ConfigError: The model cannot take X, the loss cannot take its output, or their shapes do not fit.
     """
-    if loss.function is None:
+    if loss.function is None and not predicting:
         return  # such a model may compute its loss in training mode only
     inputs, targets = placement.place(*source.slice(0, _PROBED_ROWS))
     batch = Batch(0, inputs, targets, joined_rows=len(inputs))
@@ -112,7 +113,9 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
         model.eval()
         shape = list(inputs.shape)  # asked for now: a model may change its input
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
-            output = call_model(model, batch, loss)
+            output = model(inputs) if predicting else call_model(model, batch, loss)
+        if predicting:
+            return
         loss.check_shapes(output, targets)
         check_classes(source, output, loss)
         with _blaming(

@@ -40,6 +40,8 @@ class Keeper:
         self.is_on = config.makes_checkpoints
         self._saved = self._here()
         self._problem: Exception | None = None
+        self._failing: object = None
+        self._missing = 0
         own = None if config.save_on_master_only else runtime.get_rank()
         writes = self.is_on and (own is not None or runtime.is_master())
         self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
@@ -69,6 +71,7 @@ class Keeper:
                 if self._config.on_save_error == "raise":
                     problem = problem or error
                 else:
+                    self._failing = _reason(error)
                     warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
         raise_together(problem)
 
@@ -127,6 +130,8 @@ class Keeper:
         """Ends the writing thread, also after an error; what it has begun is written."""
         if self._writer is not None:
             self._complain(self._take_problem())
+            if self._missing > 1:
+                warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
 
     def _is_best(self) -> bool:
@@ -150,6 +155,7 @@ class Keeper:
         folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
 
         def afterwards() -> None:
+            self._failing = None
             if is_best:
                 folder.mark_best(folder.file(name))
             if keep_last:
@@ -180,5 +186,14 @@ class Keeper:
         return self._state.position.epoch, self._state.position.step
 
     def _complain(self, problem: Exception | None) -> None:
+        """Says why there is no checkpoint; where it is for the same reason as before, only how many in the end."""
         if problem is not None:
-            warn(f"{problem} Training goes on without this checkpoint.")
+            self._missing += 1
+            if _reason(problem) != self._failing:
+                warn(f"{problem} Training goes on without this checkpoint.")
+                self._failing = _reason(problem)
+
+
+def _reason(problem: Exception) -> tuple[type, object]:
+    cause = problem.__cause__
+    return type(problem), cause.errno if isinstance(cause, OSError) else str(problem)

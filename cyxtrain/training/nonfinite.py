@@ -54,11 +54,12 @@ class FiniteGuard:
         """Keeps what a forward changes."""
         self._buffers.keep()
 
-    def lets_pass(self, batch: Batch, again: Callable[[], Tensor | None]) -> bool:
+    def lets_pass(self, batch: Batch, loss: Tensor | None, again: Callable[[], Tensor | None]) -> bool:
         """Returns whether the step may be taken; the same on every rank. All ranks call it, after backward.
 
         Args:
             batch: Of this rank.
+            loss: Of the batch; None: it has no rows.
             again: Runs the batch once more, forward and backward, on this rank alone; returns its loss, or None
                 where it has no rows. `.grad` then holds this rank's own gradients.
 
@@ -70,8 +71,8 @@ class FiniteGuard:
             return True
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
-            loss = again()
-            own = {} if loss is None else self._facts(batch, loss)
+            once_more = again()
+            own = {} if once_more is None or loss is None else self._facts(batch, loss, once_more)
         self._buffers.bring_back()
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
@@ -103,13 +104,16 @@ class FiniteGuard:
         named = ((name, parameter.grad) for name, parameter in self._ddp.module.named_parameters())
         return [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
 
-    def _facts(self, batch: Batch, loss: Tensor) -> dict[str, Any]:
+    def _facts(self, batch: Batch, loss: Tensor, once_more: Tensor) -> dict[str, Any]:
         """Returns what is wrong on this rank: JSON values."""
         parameters = self._ddp.module.named_parameters()
+        value = None if _is_finite(once_more) else str(once_more.item())
+        if value is None and not _is_finite(loss):
+            value = f"{loss.item()}, and finite when its batch is run once more: chance decides, as in dropout"
         return {
             "data": "; ".join(filter(None, (_rows(batch, "X"), _rows(batch, "y")))),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
-            "loss": None if _is_finite(loss) else str(loss.item()),
+            "loss": value,
             "gradients": shortened(self._spoilt_gradients()),
         }
 
@@ -123,8 +127,9 @@ def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
     ranks = _ranks_at_fault(everyone)
     if not ranks:
         return (
-            f"the gradients of {shortened(spoilt)} are not finite in the average over ranks, and were on each rank "
-            "when its batch was run once more: they are too large to be added, or chance decides, as in dropout"
+            f"the gradients of {shortened(spoilt)} are not finite in the average over ranks; those that each rank "
+            "makes when it runs its batch once more are: they are too large to be added, or chance decides, as in "
+            "dropout"
         )
     texts = []
     for rank in ranks[:_SHOWN_RANKS]:

@@ -41,6 +41,11 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
         return _BY_NAME[optimizer.lower()](model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
+    if isinstance(optimizer, nn.Module):
+        raise ConfigError(
+            f"optimizer must be a torch.optim optimizer, got the module {type(optimizer).__name__}: the order is "
+            "DistributedTrainer(model, loss_fn, optimizer)."
+        )
     made: Any = optimizer(model.parameters()) if callable(optimizer) else None
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(

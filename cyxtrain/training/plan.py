@@ -140,8 +140,8 @@ def plan_fit(
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
         "resume": arguments.resume,
-        "_data": source.first_not_finite(rank, world_size),
-        "_validation": "" if validation_source is None else validation_source.first_not_finite(rank, world_size),
+        "_data": source.not_finite(rank, world_size),
+        "_validation": ("", 0) if validation_source is None else validation_source.not_finite(rank, world_size),
     }
     display = make_display(config.verbose and rank == 0)
     callbacks = Callbacks(arguments.callbacks)
@@ -149,22 +149,22 @@ def plan_fit(
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
-    """Says what in the data is not finite.
+    """Says on rank 0 what in the data is not finite.
 
     Args:
         everyone: The facts of all ranks, by rank.
     """
-    found = {name: next(filter(None, (facts[name] for facts in everyone)), "") for name in ("_data", "_validation")}
-    if found["_data"]:
-        warn(
-            f"{found['_data']}. Where the loss becomes NaN by it, on_nonfinite says what happens. Better fill or drop "
-            "such rows first."
-        )
-    if found["_validation"]:
-        warn(
-            f"validation data: {found['_validation']}. val_loss may become NaN by it, and then no epoch is better than "
-            "another. Better fill or drop such rows first."
-        )
+    follows = {
+        "_data": "Where the loss becomes NaN by it, on_nonfinite says what happens.",
+        "_validation": "val_loss may become NaN by it, and then no epoch is better than another.",
+    }
+    for name, what in follows.items():
+        found = [facts[name] for facts in everyone if facts[name][1]]
+        if found and runtime.is_master():
+            where, count = found[0][0], sum(rows for _, rows in found)
+            more = f", the first of {count:,} such rows" if count > 1 else ""
+            prefix = "validation data: " if name == "_validation" else ""
+            warn(f"{prefix}{where}{more}. {what} Better fill or drop such rows first.")
 
 
 def plan_rows(
@@ -179,7 +179,7 @@ def plan_rows(
     """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
 
     Raises:
-        ConfigError: The batch size is none, or the loss has no targets.
+        ConfigError: The batch size is none, the loss has no targets, or the rows do not fit the model.
     """
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     loss = Loss(loss_fn)
@@ -187,6 +187,7 @@ def plan_rows(
         check_targets(source, loss)
     loss.look_at(source.targets)
     rows = Rows(source, batch_size, place_model(model, loss, device), loss)
+    probe(model, source, rows.placement, loss, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
 

@@ -52,7 +52,8 @@ def blaming(name: str, entry: str) -> Iterator[None]:
         raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {error}.") from error
     except Exception as error:
         raise CheckpointError(
-            f"Checkpoint {name} is damaged, or none: {entry}: {error or type(error).__name__}. Use an earlier one."
+            f"Checkpoint {name} is damaged, or none: {entry}: {error or type(error).__name__}. An earlier one may be "
+            "intact."
         ) from error
 
 

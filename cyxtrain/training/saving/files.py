@@ -9,9 +9,9 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, ConfigError
 
 if sys.platform != "win32":
     import fcntl
@@ -25,6 +25,7 @@ _REMEDIES = {
     errno.EACCES: "Allow this user to write there, or choose another folder.",
     errno.EPERM: "Allow this user to write there, or choose another folder.",
     errno.EROFS: "The file system is read-only: choose another folder.",
+    errno.EEXIST: "A file is in its place: choose another folder.",
     errno.ENOTDIR: "A part of the path is a file: choose another folder.",
     errno.EISDIR: "The path is a folder: give the name of a file.",
 }
@@ -44,7 +45,7 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: The operating system refuses, with the path, the cause and what to do.
     """
-    target = Path(path)
+    target = _checked(path, what)
     temporary = _temporary_beside(target)
     try:
         _make_folder(target.parent)
@@ -86,6 +87,17 @@ def try_folder(folder: Path, name: str, what: str) -> None:
             temporary.unlink()
 
 
+def _checked(path: Any, what: str) -> Path:
+    """Returns what a user gave as a path.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError(f"the path of a {what} must be a text or a Path, got {path!r}.")
+    return Path(path)
+
+
 def _temporary_beside(target: Path) -> Path:
     # Hidden, so that a pattern such as *.ckpt does not find it; unique, so that two writers do not mix.
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -112,7 +124,7 @@ def read_file(path: str | os.PathLike[str], what: str) -> bytes:
         CheckpointError: It does not exist or cannot be read, with the path, the cause and what to do.
     """
     try:
-        return Path(path).read_bytes()
+        return _checked(path, what).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no {what} {path}. Check the path (now in {os.getcwd()}).") from error
     except OSError as error:

@@ -19,6 +19,7 @@ from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 # Where the metadata of the file holds what a plain safetensors file cannot say.
 _METADATA_KEY = "cyxtrain"
+_TORCHS_FIRST_BYTES = 512  # in them its zip names its first entry
 
 
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
@@ -45,7 +46,7 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
         metadata[_METADATA_KEY] = json.dumps({"dtypes": layout.dtypes, "values": values}, allow_nan=False)
     # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
     content = safetensors.torch.save(stored, metadata)
-    with replacing(path, "weights") as file:
+    with replacing(path, "weights file") as file:
         file.write(content)
 
 
@@ -117,9 +118,14 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
 
 def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the state dict in a file, with the tied names that its metadata remembers."""
-    data = read_file(path, "weights")
+    data = read_file(path, "weights file")
+    if b"/data.pkl" in data[:_TORCHS_FIRST_BYTES]:
+        raise CheckpointError(
+            f"{path} is a file of torch.save, which may hold code and is not read here: read it with PyTorch "
+            "(weights_only=True), give it to the model with load_state_dict, and keep it with save_weights()."
+        )
     if data.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
-        return unpack_checkpoint(data, f"Checkpoint {path}").model
+        return unpack_checkpoint(data, str(path)).model
     try:
         stored = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
