@@ -212,8 +212,8 @@ def read(text: str) -> Plan:
 def install(plan: Plan, rank: int) -> None:
     """Makes the faults of a process happen to this one, which is `rank`, from the next call on.
 
-    It counts by wrapping the methods of `Link` that move bytes, and `Mesh.run`, for the rest of this process's life:
-    call it in a process of its own, before it joins.
+    It counts by wrapping the methods of `Link` that move bytes, and those of `Mesh` that do a collective, for the rest
+    of this process's life: call it in a process of its own, before it joins.
     """
     from cyxtrain.ring.link import Link
     from cyxtrain.ring.mesh import Mesh
@@ -226,7 +226,9 @@ def install(plan: Plan, rank: int) -> None:
         for name in ("send", "send_both", "receive", "receive_both"):
             _wrap(Link, name, calls, count)
     if collectives:
-        _wrap(Mesh, "run", collectives, itertools.count(1))
+        count = itertools.count(1)
+        for name in ("run", "reduce_small"):
+            _wrap(Mesh, name, collectives, count)
 
 
 def _wrap(owner: Any, name: str, faults: dict[int, Kill | Stop | HoldGil], count: itertools.count[int]) -> None:

@@ -198,7 +198,7 @@ def expected_header(identity: bytes, payload_bytes: int) -> bytes:
     return identity + _LENGTH.pack(payload_bytes)
 
 
-def put_sequence(frame: bytearray, sequence: int) -> None:
+def put_sequence(frame: memoryview, sequence: int) -> None:
     """Writes the number of its operation into a frame without checksums."""
     _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
 

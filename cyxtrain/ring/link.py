@@ -151,7 +151,7 @@ class Link:
             return "cma"
         return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
 
-    def send(self, data: memoryview | bytes | bytearray) -> int:
+    def send(self, data: memoryview | bytes) -> int:
         """Sends what the kernel takes now.
 
         Returns:

@@ -30,6 +30,7 @@ from cyxtrain.ring.tensors import is_plain
 from cyxtrain.ring.transfers import UnexpectedHeader
 
 _MAX_READY = 64
+_PADDING = -HEADER_BYTES % 16
 _REDUCTIONS = (Reduction.SUM, Reduction.AVG)
 
 
@@ -99,17 +100,18 @@ class SmallReduction:
         self._world_size = world_size
         self._bytes = payload_bytes
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
-        self.frame = bytearray(head) + bytes(payload_bytes)
+        self.frame = _room_for_frame(payload_bytes)
+        self.frame[:HEADER_BYTES] = head
         [tell] = algorithms.telling_all(rank, world_size, 1)
         assert isinstance(tell, Tell)
-        heard = {other: Hearing(links[other], len(self.frame)) for other in tell.others}
+        heard = {other: Hearing(links[other], payload_bytes) for other in tell.others}
         self.hearings = [*heard.values()]
         frames = [self.frame if other == rank else heard[other].frame for other in range(world_size)]
         rows = [np.frombuffer(frame, QUICK[dtype], offset=HEADER_BYTES) for frame in frames]
         self._steps: list[tuple[Any, Any]] = [
             (rows[into], rows[source]) for into, source in algorithms.tree(world_size)
         ]
-        self._own, self._sum = (address_of(memoryview(frame)) + HEADER_BYTES for frame in (self.frame, frames[0]))
+        self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (self.frame, frames[0]))
 
     def numbered(self, sequence: int) -> Operation:
         """Returns the operation with its number."""
@@ -137,19 +139,18 @@ class Hearing:
 
     Args:
         link: From whom.
-        frame_bytes: Of header and payload.
+        payload_bytes: Of what it tells.
 
     Attributes:
         frame: Where it goes.
         done: Whether all of it has arrived.
     """
 
-    __slots__ = ("_have", "_head", "_room", "done", "frame", "link")
+    __slots__ = ("_have", "_head", "done", "frame", "link")
 
-    def __init__(self, link: Link, frame_bytes: int) -> None:
+    def __init__(self, link: Link, payload_bytes: int) -> None:
         self.link = link
-        self.frame = bytearray(frame_bytes)
-        self._room = memoryview(self.frame)
+        self.frame = _room_for_frame(payload_bytes)
         self._head = b""
         self._have = 0
         self.done = False
@@ -161,10 +162,16 @@ class Hearing:
     def advance(self) -> bool:
         """Receives what has arrived; returns whether anything moved."""
         have = self._have
-        count = self.link.receive(self._room[have:] if have else self._room)
+        count = self.link.receive(self.frame[have:] if have else self.frame)
         have = self._have = have + count
         if count and have >= HEADER_BYTES:  # of another header there may come no more
-            if not self.frame.startswith(self._head):
-                raise UnexpectedHeader(self.link.rank, bytes(self.frame[:HEADER_BYTES]))
+            head = bytes(self.frame[:HEADER_BYTES])
+            if head != self._head:
+                raise UnexpectedHeader(self.link.rank, head)
             self.done = have == len(self.frame)
         return count > 0
+
+
+def _room_for_frame(payload_bytes: int) -> memoryview:
+    """Returns memory for a frame in which the payload lies where NumPy adds quickly, as far as Python's own does."""
+    return memoryview(bytearray(_PADDING + HEADER_BYTES + payload_bytes))[_PADDING:]

@@ -154,7 +154,7 @@ def begin_sending(
     return Outgoing(link, [memoryview(head), payload])
 
 
-def begin_sending_frame(link: Link, frame: bytes | bytearray) -> Outgoing | None:
+def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
     """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
     sent = link.send(frame)
     return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
