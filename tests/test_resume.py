@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import shutil
@@ -358,6 +359,59 @@ def test_a_program_that_runs_again_is_after_each_of_its_fits_where_it_was(tmp_pa
         longer, rows = three_fits(tmp_path, first_epochs=2)
         assert rows == 4 * ROWS
         assert longer == three_fits(tmp_path / "elsewhere", first_epochs=2)[0]
+
+
+def two_fits(folder: Path) -> list[list[float]]:
+    trainer = make_trainer(0)
+    settings = {"checkpoint_every_n_epochs": 1, "keep_best": "loss", "keep_last": 1, "resume": "auto"}
+    return [train(trainer, str(folder), epochs=2, **settings)["history"]["loss"] for _ in range(2)]
+
+
+def test_a_program_that_runs_again_leaves_the_best_of_its_later_fits_alone(tmp_path):
+    with one_process():
+        losses = two_fits(tmp_path)
+        best = (tmp_path / "best.ckpt").read_bytes()
+        assert read_checkpoint(tmp_path / "best.ckpt").position["fits"] == 2
+        assert two_fits(tmp_path) == losses
+        assert (tmp_path / "best.ckpt").read_bytes() == best
+
+
+def test_a_fit_that_goes_on_from_a_path_goes_on_from_its_own_checkpoints_when_all_are_started_again(
+    tmp_path, monkeypatch
+):
+    with one_process():
+        three_fits(tmp_path / "first")
+        from_second = {"resume": tmp_path / "first" / "epoch-0003.ckpt", "epochs": 5, "checkpoint_every_n_epochs": 1}
+        monkeypatch.setenv("CYXTRAIN_RUN", "a launch")
+        monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
+        whole = train_quietly(str(tmp_path / "named"), from_second)
+        assert len(whole["seen"]) == 3 * ROWS
+        (tmp_path / "named" / "epoch-0006.ckpt").unlink()
+        monkeypatch.setenv("CYXTRAIN_ATTEMPT", "1")
+        monkeypatch.setattr("cyxtrain.training.trainer._numbers", itertools.count(1))
+        again = train_quietly(str(tmp_path / "named"), from_second)
+        assert again == {**whole, "seen": whole["seen"][2 * ROWS :]}
+
+
+def test_a_refused_resume_leaves_the_trainer_as_it_was(tmp_path):
+    with one_process():
+        trainer = make_trainer(0)
+        for _ in range(2):
+            train(trainer, str(tmp_path), epochs=1, checkpoint_every_n_epochs=1)
+        before = trainer._state.next_fit
+        with pytest.raises(cx.ConfigError, match="seed is 7"):
+            train(trainer, str(tmp_path), resume=tmp_path / "epoch-0001.ckpt", seed=7)
+        assert trainer._state.next_fit == before == (3, 2)
+
+
+def test_fewer_epochs_than_are_complete_leave_nothing(tmp_path, capsys):
+    with one_process():
+        train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1})
+        capsys.readouterr()
+        train_quietly(str(tmp_path), {"resume": "auto", "epochs": 1, "verbose": True})
+    shown = capsys.readouterr().out
+    assert "no epoch left" in shown
+    assert "nothing is left: for more, raise epochs" in " ".join(shown.split())
 
 
 def test_other_data_are_refused(tmp_path):

@@ -5,14 +5,17 @@ test_contract.py holds it against what PyTorch documents.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from contract_values import DTYPES, LAYOUTS, lengths
 from ring_values import Op, all_reduce, bits, made, reduced, reductions_of, same
+from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import run_threads
 
 pytestmark = [
@@ -54,6 +57,7 @@ def test_small_tensors_of_many_shapes_follow_each_other_in_any_order(world_size)
             total = number * world_size * (world_size + 1) / 2
             if not torch.equal(found.detach(), torch.full(shape, total / world_size if number % 3 == 0 else total)):
                 wrong.append((number, shape))
+        assert 0 < len(group._group._small._ready) <= 64
         return wrong
 
     assert run_threads(world_size, rank_main) == [[]] * world_size
@@ -102,6 +106,44 @@ def test_the_bits_do_not_depend_on_how_a_tensor_lies_in_memory():
         return wrong
 
     assert run_threads(3, rank_main) == [[]] * 3
+
+
+def test_a_rank_whose_tensor_is_not_plain_has_the_bits_of_the_others():
+    def rank_main(group):
+        wrong = []
+        for op, dtype, count in itertools.product((Op.SUM, Op.AVG), (torch.float32, torch.int64), (1, 3, 500)):
+            tensor = made(dtype, count, group.rank())
+            if group.rank() == 1:
+                tensor = torch.stack([tensor, tensor], dim=1)[:, 0]
+            assert tensor.is_contiguous() == (group.rank() != 1 or count == 1)
+            expected = reduced([made(dtype, count, rank) for rank in range(3)], op)
+            found = torch.tensor(all_reduce(group, tensor, op).tolist(), dtype=dtype)
+            wrong += [] if same(found, expected) else [(op, dtype, count)]
+        return wrong
+
+    assert run_threads(3, rank_main) == [[]] * 3
+
+
+def test_tensors_without_memory_of_their_own_are_never_read_where_they_seem_to_be():
+    def rank_main(group):
+        with FakeTensorMode():
+            fake = torch.zeros(3)
+        for tensor in (fake, torch._efficientzerotensor(3)):
+            with contextlib.suppress(Exception):  # what PyTorch says of it is its own affair
+                all_reduce(group, tensor)
+        return all_reduce(group, torch.ones(3)).tolist()
+
+    assert run_threads(2, rank_main) == [[2.0] * 3] * 2
+
+
+def test_what_numpy_raises_when_it_adds_ends_no_group():
+    def rank_main(group):
+        tensor = torch.full((3,), math.inf if group.rank() == 0 else -math.inf)
+        with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+            all_reduce(group, tensor)
+        return all_reduce(group, torch.ones(3)).tolist()
+
+    assert run_threads(2, rank_main) == [[2.0] * 3] * 2
 
 
 def test_conjugate_and_negative_views_are_reduced_as_the_numbers_that_they_show():

@@ -156,6 +156,7 @@ def test_a_rank_that_somebody_has_stopped_has_not_failed(code: int, number: sign
         (b"[rank1]: cyxtrain.errors.NonFiniteError: epoch 1, step 3", None, True),
         (b"cyxtrain.errors.ConfigError: of long ago", signal.SIGKILL, False),
         (b"MyConfigError: mine", None, False),
+        (b"cyxtrain.errors.ConfigError: caught\n\nTraceback (most recent call last):\nOSError: x", None, False),
         (b"cyxtrain.errors.PeerLostError: rank 1 has ended", None, False),
         (None, None, False),
     ],

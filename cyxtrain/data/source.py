@@ -37,6 +37,7 @@ class ArraySource:
             raise ConfigError(
                 f"X is a {type(inputs).__name__}; this version takes NumPy arrays and tensors: fit(X, y, config)."
             )
+        self._first_row = 0  # in the arrays that the user gave
         self.is_numpy = not isinstance(inputs, Tensor)
         self.inputs = _as_tensor(inputs, "X")
         self.targets = None if targets is None else _as_tensor(targets, "y")
@@ -63,6 +64,7 @@ class ArraySource:
     def part(self, first: int, end: int) -> ArraySource:
         """Returns neighbouring rows as a source of their own; a view."""
         part = object.__new__(ArraySource)
+        part._first_row = self._first_row + first
         part.is_numpy = self.is_numpy
         part.inputs = self.inputs[first:end]
         part.targets = None if self.targets is None else self.targets[first:end]
@@ -90,7 +92,7 @@ class ArraySource:
             parts: How many there are: each rank takes one.
         """
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
-        text, count = "", 0
+        text, wrong = "", set[int]()
         for name, tensor in (("X", self.inputs), ("y", self.targets)):
             if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
@@ -99,11 +101,12 @@ class ArraySource:
                 piece = tensor[start : min(start + rows, end)]
                 # A sum is not finite where any element is not; it may overflow too, so look again.
                 found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
-                count += len(found)
+                wrong.update(start + row for row in found)
                 if found and not text:
-                    row = piece[found[0]].reshape(-1)
-                    text = f"row {start + found[0]} of {name} holds {row[~row.isfinite()][0].item()}"
-        return text, count
+                    values = piece[found[0]].reshape(-1)
+                    bad = values[~values.isfinite()][0].item()
+                    text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
+        return text, len(wrong)
 
 
 def rows_not_finite(rows: Tensor) -> list[int]:

@@ -41,7 +41,8 @@ Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to 
 SIGTERM or SIGINT to one rank is a stop too, not a failure: fit agrees on a step, and all ranks end there.
 With --restarts N, all ranks are started again after a failure, up to N times, and fit goes on from the newest
 checkpoint that this command has made; where it makes none, it begins anew. There is no restart after a stop, nor
-after an error that would come again, such as a ConfigError or a NaN.
+after an error that would come again (ConfigError, a missing backend, NaN), as far as the launcher sees it: one rank
+that has the terminal to itself is started again.
 
 exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
 stopped the launcher or a rank, or 2 for a command line that cannot be used."""

@@ -143,6 +143,7 @@ class Group:
             if ready is not None:
                 operation = self._begin(ready.numbered(self._sequence + 1))
                 self._mesh().reduce_small(ready, operation, tensor, self._deadline(timeout))
+                ready.conclude(tensor)
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:

@@ -127,12 +127,12 @@ class Mesh:
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
     def reduce_small(self, ready: SmallReduction, operation: Operation, tensor: Tensor, deadline: Deadline) -> None:
-        """Does this rank's part of a reduction that is kept ready.
+        """Tells and hears what a reduction that is kept ready adds.
 
         Args:
             ready: It.
             operation: With its number.
-            tensor: What is reduced, in place.
+            tensor: What is reduced.
             deadline: When to give up.
 
         Raises:
@@ -182,7 +182,6 @@ class Mesh:
                 self._drive(outgoing, None, operation, deadline)
         for hearing in ready.hearings:
             self._drive(None, hearing, operation, deadline)
-        ready.conclude(tensor)
 
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""

@@ -32,6 +32,7 @@ from cyxtrain.ring.transfers import UnexpectedHeader
 _MAX_READY = 64
 _PADDING = -HEADER_BYTES % 16
 _REDUCTIONS = (Reduction.SUM, Reduction.AVG)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class SmallReductions:
@@ -47,20 +48,25 @@ class SmallReductions:
         self._links = links
         self._routes = routes
         self._generation = generation
-        self._ready: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction | None] = {}
+        self._ready: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
 
     def of(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
-        """Returns what reduces this tensor; None: it is not small, or not plain."""
-        if not is_plain(tensor):
+        """Returns what reduces this tensor; None: it goes the general way.
+
+        So goes what is not small, what NumPy does not add, what travels with checksums, and every tensor whose memory
+        may not be what it seems.
+        """
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or not is_plain(tensor):
             return None
         key = tensor.dtype, tensor.shape, reduction
-        try:
-            return self._ready[key]
-        except KeyError:
-            if len(self._ready) >= _MAX_READY:
-                self._ready.clear()
-            ready = self._ready[key] = self._prepared(tensor, reduction)
-            return ready
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._prepared(tensor, reduction)
+            if ready is not None:
+                if len(self._ready) >= _MAX_READY:
+                    del self._ready[next(iter(self._ready))]
+                self._ready[key] = ready
+        return ready if tensor.data_ptr() else None  # a tensor of zeros may have no memory
 
     def _prepared(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
         count, item_bytes = tensor.numel(), tensor.element_size()

@@ -14,7 +14,7 @@ from cyxtrain.training.callbacks import Callback, checked_callbacks
 
 # Keras's own letter for X is small.
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
-_LIKE_AUTO = ("", "auto", "latest", "last", "newest")
+_LIKE_AUTO = ("auto", "latest", "last", "newest")
 _KERAS_ONLY = {
     "steps_per_epoch": "an epoch is all of X; give fewer rows",
     "validation_steps": "validation takes all of the validation data; give fewer rows",
@@ -111,7 +111,7 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
 
 
 def _path(resume: Any) -> str | None:
-    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+    if resume is not None and (not isinstance(resume, (str, os.PathLike)) or resume == ""):
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')

@@ -12,7 +12,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.training.agreement import raise_together
 from cyxtrain.training.randomness import generators_as_json
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.folder import BEST, CheckpointFolder, look_into
 from cyxtrain.training.saving.tree import decode_tree, encode_tree
 from cyxtrain.training.saving.writer import Writer
 from cyxtrain.training.state import TrainingState
@@ -49,7 +49,7 @@ class Keeper:
             self._writer.folder.remove_leftovers()
             # Killed between a checkpoint and its second name.
             last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
-            if state.history.epochs and last.exists() and self._is_best():
+            if state.history.epochs and last.exists() and self._is_best() and self._may_be_best():
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
@@ -146,6 +146,12 @@ class Keeper:
         *before, last = (sign * value for value in values)
         # A first NaN is better than nothing; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
+
+    def _may_be_best(self) -> bool:
+        """Returns whether what is called the best is no checkpoint, or one of this fit: not of one that came later."""
+        assert self._writer is not None
+        best = look_into(self._writer.folder.file(BEST))
+        return not best.position or best.run.get("id") == self._state.run.get("id")
 
     def _save(self, name: str, *, is_best: bool = False) -> None:
         self._settle()

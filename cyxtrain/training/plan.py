@@ -89,7 +89,7 @@ class Run:
         if position.stopped and position.samples == 0:
             return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
-        return epochs * self.batches.num_batches - self.steps_done(position)
+        return max(0, epochs * self.batches.num_batches - self.steps_done(position))
 
     def digests(self) -> dict[str, str]:
         """Returns how a checkpoint knows the data: their digests by what they are for, "" where there are none."""

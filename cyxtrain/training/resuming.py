@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import check_schedule
@@ -104,13 +105,16 @@ def find_checkpoint(
     launched, attempt = environment.launched_run()
     folder = _folder_of(config)
     if attempt and resume != AUTO:
-        found = read_on_all(lambda: _newest_of_call(folder, state, launched))
+        # What goes on from a path is that checkpoint's call of fit.
+        named = None if resume is None else look_into(Path(resume)).position
+        call = state.next_fit if named is None else (named.get("fits"), named.get("first_epoch"))
+        found = read_on_all(lambda: _newest_of_call(folder, call, (launched, state.trainer)))
         if found is not None:
             return found
     if resume is None:
         return None
     if resume == AUTO:
-        return read_on_all(lambda: _newest_of_call(folder, state))
+        return read_on_all(lambda: _newest_of_call(folder, state.next_fit))
     return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
 
 
@@ -146,11 +150,11 @@ def begin_or_go_on(
         return None, _say_what_is_there(run, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
-    if is_named:
-        state.complete_fits = Position.from_json(checkpoint.position, source).fits - 1
     check_same_fit(checkpoint, name, run.config, data)
     rates = _other_settings(state, checkpoint)
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
+    if is_named:
+        state.complete_fits = max(0, state.position.fits - 1)
     run.go_on(state)
     check_schedule(state.scheduler, run.steps_left(state.position))
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
@@ -212,7 +216,9 @@ def _say_what_is_different(name: str, found: Sequence[str]) -> None:
         )
 
 
-def _newest_of_call(folder: CheckpointFolder, state: TrainingState, launched: str = "") -> tuple[bytes, str]:
+def _newest_of_call(
+    folder: CheckpointFolder, call: tuple[Any, Any], launched: tuple[str, int] | None = None
+) -> tuple[bytes, str]:
     """Returns (bytes, path) of the newest checkpoint that is intact and of this call of `fit`; "": there is none.
 
     Where one of an earlier call is newer than all of this call, or this call has begun at another epoch, the earlier
@@ -220,17 +226,16 @@ def _newest_of_call(folder: CheckpointFolder, state: TrainingState, launched: st
 
     Args:
         folder: Where to look.
-        state: What the call finds.
-        launched: By which command it must have been made; "": by any.
+        call: Its number, from 1, and the epochs before it.
+        launched: By which command and which trainer in it it must have been made; None: by any.
     """
-    call, first_epoch = state.next_fit
     for found in folder.newest_first():
-        own = not launched or (found.run.get("launched"), found.run.get("trainer")) == (launched, state.trainer)
+        own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched
         if found.run and not own:
             continue
-        if found.fits is not None and found.fits < call:
+        if found.fits is not None and call[0] is not None and found.fits < call[0]:
             break
-        if found.position and (found.fits, found.position.get("first_epoch")) != (call, first_epoch):
+        if found.position and (found.fits, found.position.get("first_epoch")) != call:
             continue  # what is damaged is read, so that it is said
         try:
             data = read_file(found.path, "checkpoint")
@@ -264,7 +269,7 @@ def check_same_fit(
         if now[field] != state.config.get(field)
     ]
     differences += [
-        _DATA[what] + ("" if digest else ": none are given")
+        _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")
         for what, digest in data.items()
         if state.run.get(what) != digest
     ]

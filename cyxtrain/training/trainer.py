@@ -185,7 +185,7 @@ class DistributedTrainer:
                 they wait in another call. False: this rank alone.
 
         Raises:
-            ConfigError: The input is wrong.
+            ConfigError: The input is wrong: two rows of it are tried first.
             CollectiveMismatchError: Ranks call different things.
         """
         distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
@@ -217,7 +217,8 @@ class DistributedTrainer:
             Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU.
 
         Raises:
-            ConfigError: The input is wrong, or the model does not return one tensor with a row per row.
+            ConfigError: The input is wrong (two rows of it are tried first), or the model does not return one tensor
+                with a row per row.
             CollectiveMismatchError: Ranks call different things.
         """
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)

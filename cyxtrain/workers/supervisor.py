@@ -215,7 +215,8 @@ def find_first_failure(exits: Sequence[RankExit], last_words: Mapping[int, bytes
 def comes_again(outcome: Outcome) -> bool:
     """Returns whether ranks that are started again would fail in the same way, as far as their last words tell."""
     raised = outcome.first_failure is not None and outcome.first_failure.killed_by is None
-    return raised and bool(_COMES_AGAIN.search(outcome.last_words or b""))
+    _, _, last = (outcome.last_words or b"").rpartition(b"Traceback (most recent call last)")
+    return raised and bool(_COMES_AGAIN.search(last))
 
 
 def find_stop(exits: Sequence[RankExit]) -> signal.Signals | None:

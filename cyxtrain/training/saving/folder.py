@@ -79,7 +79,7 @@ class CheckpointFolder:
     def newest_first(self) -> list[Found]:
         """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
         with contextlib.suppress(OSError):
-            found = [_look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
+            found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
             return sorted(
                 found, key=lambda one: (not one.position, one.order, one.path != self.file(BEST)), reverse=True
             )
@@ -128,7 +128,7 @@ class CheckpointFolder:
             yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
 
 
-def _look_into(path: Path) -> Found:
+def look_into(path: Path) -> Found:
     """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
     try:
         with zipfile.ZipFile(path) as archive:
