@@ -57,6 +57,7 @@ def launch(
     return subprocess.run([*command, str(every)], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.nightly
 def test_after_a_sigterm_to_one_rank_all_have_stopped_and_none_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setenv("STRIKES_WITH", "SIGTERM")
     done = launch(tmp_path, 3, {0: (1, 3)}, every=10)
