@@ -291,6 +291,24 @@ def test_nan_in_x_is_a_warning_where_the_caller_stands(row):
     assert second == []
 
 
+def fit_where_warnings_are_errors() -> str:
+    inputs = INPUTS.clone()
+    inputs[3, 1] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_where_a_warning_is_an_error_on_one_rank_the_others_hear_of_it():
+    first, second = run_world(2, fit_where_warnings_are_errors)
+    assert first.startswith("UserWarning: row 3 of X holds nan")
+    assert second.startswith("DistributedTrainingError: rank 0 has failed: UserWarning: row 3 of X holds nan")
+
+
 def test_an_infinity_is_a_warning_and_large_numbers_are_none():
     inputs = torch.full((12, FEATURES), 3e38)
     assert not torch.isfinite(inputs.sum())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from cyxtrain import runtime
@@ -13,6 +14,7 @@ from cyxtrain.errors import (
     DistributedTrainingError,
     Failure,
     error_from_facts,
+    is_on_all_ranks,
     on_all_ranks,
 )
 
@@ -64,6 +66,17 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
     for rank, other in enumerate(everyone):
         _compare(everyone[0]["facts"], other["facts"], rank)
     return [other["facts"] for other in everyone]
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Within, what fails on this rank alone ends the group: the others would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_on_all_ranks(error):
+            runtime.tell(error, in_training=True)
+        raise
 
 
 def raise_together(problem: Exception | None) -> None:

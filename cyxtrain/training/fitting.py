@@ -14,6 +14,7 @@ from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, training_batches
 from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.agreement import telling
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.history import record_epoch
@@ -244,18 +245,14 @@ class Fit:
 
 @contextlib.contextmanager
 def _telling(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Within, what fails on this rank alone ends the group: the others would wait for it.
-
-    After what fails on all alike, the group goes on, and the model is the same on all.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if is_on_all_ranks(error):
-            ddp.sync_buffers()
-        else:
-            runtime.tell(error, in_training=True)
-        raise
+    """As `telling`; after what fails on all alike, the group goes on, and the model is the same on all."""
+    with telling():
+        try:
+            yield
+        except BaseException as error:
+            if is_on_all_ranks(error):
+                ddp.sync_buffers()
+            raise
 
 
 def run_epoch(batches: Iterable[Batch], step: Step, give_up: Callable[[], bool] = lambda: False) -> bool:

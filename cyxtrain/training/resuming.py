@@ -13,7 +13,7 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, ConfigError, warn
+from cyxtrain.errors import CheckpointError, ConfigError, on_all_ranks, warn
 from cyxtrain.training.arithmetic import differences
 from cyxtrain.training.header import counted
 from cyxtrain.training.plan import Run
@@ -140,6 +140,16 @@ def begin_or_go_on(
         CheckpointError: It cannot be read, or does not fit.
         ConfigError: It is of a fit with other samples.
     """
+    try:
+        return _begin_or_go_on(state, run, arithmetic)
+    except (CheckpointError, ConfigError) as error:
+        on_all_ranks(error)  # they have the same checkpoint, and the same to do
+        raise
+
+
+def _begin_or_go_on(
+    state: TrainingState, run: Run, arithmetic: dict[str, Any]
+) -> tuple[Resumed | None, list[tuple[str, str]]]:
     is_named = run.resume not in (None, AUTO)
     found = find_checkpoint(run.resume, run.config, state)
     data = run.digests()

@@ -22,7 +22,7 @@ from cyxtrain.data.batches import share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.training.agreement import agree_on, raise_together
+from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
@@ -143,9 +143,10 @@ class DistributedTrainer:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
-        warn_of_data(everyone)
-        resumed, says = begin_or_go_on(self._state, run, self._arithmetic(run))
-        ddp = DistributedDataParallel(self.model, self.ddp_config)
+        with telling():
+            warn_of_data(everyone)
+            resumed, says = begin_or_go_on(self._state, run, self._arithmetic(run))
+            ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
             stack.enter_context(torch.enable_grad())
