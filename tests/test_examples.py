@@ -49,7 +49,8 @@ def test_main_job_takes_less_than_15_seconds(num_ranks, tmp_path):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("name", [pytest.param("train_torch", marks=pytest.mark.nightly), "train_cyxtrain"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["train_torch", "train_cyxtrain"])
 def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
     # PyTorch's Gloo may abort while it leaves, after everything has been done ("terminate called without an active
     # exception", once in some hundred runs): what is compared are the numbers.
