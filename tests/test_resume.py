@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,33 @@ def test_fewer_epochs_than_are_complete_leave_nothing(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no epoch left" in shown
     assert "nothing is left: for more, raise epochs" in " ".join(shown.split())
+
+
+class Interrupts(cx.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX signal")
+def test_the_newest_is_gone_on_with_where_a_fit_was_begun_again_after_a_stop(tmp_path):
+    with one_process():
+        model = Watched(quiet_model())
+        trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
+        given = {"batch_size": 3, "verbose": False, "checkpoint_dir": str(tmp_path), "checkpoint_every_n_epochs": 1}
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(*make_rows(ROWS), **given, epochs=3, callbacks=[Interrupts()])
+        assert trainer.epoch == 1
+        history = trainer.fit(*make_rows(ROWS), **given, epochs=2)
+        again = train_quietly(str(tmp_path), {"resume": "auto", "epochs": 2})
+        assert (again["losses"], again["seen"]) == (history.train_losses, [])
+
+
+def test_a_fit_says_that_later_ones_have_left_checkpoints_too(tmp_path, capsys):
+    with one_process():
+        three_fits(tmp_path)
+        capsys.readouterr()
+        train_quietly(str(tmp_path), {"resume": "auto", "epochs": 1, "verbose": True})
+    assert "2 checkpoints of later calls of fit there" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_data_are_refused(tmp_path):

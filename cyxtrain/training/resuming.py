@@ -176,6 +176,10 @@ def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
     """Returns from which checkpoint a fit goes on, how many ranks made it, and whether anything is left of it."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
+    there = _folder_of(run.config).newest_first() if runtime.is_master() else []
+    later = sum(found.fits is not None and found.fits > position.fits for found in there)
+    if later:
+        text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
     if ranks != runtime.get_world_size():
         text += f"; made by {counted(ranks, 'rank')}, the same samples come in the same order"
     if position.stopped:
@@ -231,8 +235,8 @@ def _newest_of_call(
 ) -> tuple[bytes, str]:
     """Returns (bytes, path) of the newest checkpoint that is intact and of this call of `fit`; "": there is none.
 
-    Where one of an earlier call is newer than all of this call, or this call has begun at another epoch, the earlier
-    ones have been trained otherwise since.
+    Where one of an earlier call is newer than all of this call, or this call has begun at another epoch than one that
+    is there, the earlier ones have been trained otherwise since.
 
     Args:
         folder: Where to look.
@@ -245,7 +249,8 @@ def _newest_of_call(
             continue
         if found.fits is not None and call[0] is not None and found.fits < call[0]:
             break
-        if found.position and (found.fits, found.position.get("first_epoch")) != call:
+        same_beginning = call[0] == 1 or found.position.get("first_epoch") == call[1]
+        if found.position and not (found.fits == call[0] and same_beginning):
             continue  # what is damaged is read, so that it is said
         try:
             data = read_file(found.path, "checkpoint")
