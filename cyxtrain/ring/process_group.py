@@ -42,7 +42,7 @@ from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.naming import NamedGroup
 from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.tensors import check_target, flat_view_of
+from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of
 from cyxtrain.ring.uncompiled import uncompiled
 from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork, collective
 
@@ -193,8 +193,7 @@ class RingProcessGroup(NamedGroup):
         receive = split_spans(output, output_splits, self.size())
         target = flat_view_of(check_target(output))
         self._group.all_to_all(target, receive, flat_view_of(tensor), send, timeout_of(opts))
-        if target.data_ptr() != output.data_ptr():
-            output.detach().copy_(target.view(output.shape))
+        copy_back(target, output)
         return [output]
 
     @collective
@@ -247,8 +246,7 @@ class RingProcessGroup(NamedGroup):
         check_count(output, self.size() * tensor.numel(), tensor.dtype, "all_gather")
         flat = flat_view_of(check_target(output))
         self._group.all_gather(flat, tensor, timeout_of(opts))
-        if flat.data_ptr() != output.data_ptr():
-            output.detach().copy_(flat.view(output.shape))
+        copy_back(flat, output)
 
     def _scatter_reduced(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         check_count(tensor, self.size() * output.numel(), output.dtype, "reduce_scatter")
@@ -281,8 +279,8 @@ class RingProcessGroup(NamedGroup):
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
         def finish() -> None:
-            if receiving and flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
+            if receiving:
+                copy_back(flat, tensor)
 
         return MessageWork(mailbox, message, flat, finish, self._group.timeout.total_seconds())
 

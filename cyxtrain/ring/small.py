@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Tell
-from cyxtrain.ring.combining import QUICK, divide
+from cyxtrain.ring.combining import added_by_numpy, divide
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     Kind,
@@ -31,7 +31,6 @@ from cyxtrain.ring.transfers import UnexpectedHeader
 
 _MAX_READY = 64
 _PADDING = -HEADER_BYTES % 16
-_REDUCTIONS = (Reduction.SUM, Reduction.AVG)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -71,13 +70,14 @@ class SmallReductions:
     def _prepared(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
         count, item_bytes = tensor.numel(), tensor.element_size()
         told = bool(self._links) and count > 0 and self._routes.tells_all(count, item_bytes)
-        if not told or tensor.dtype not in QUICK or reduction not in _REDUCTIONS:
+        array = added_by_numpy(reduction, tensor.dtype)
+        if not told or array is None:
             return None
         shape = tuple(tensor.shape)
         operation = Operation(
             Kind.ALL_REDUCE, 0, reduction, dtype_code(tensor.dtype), shape, generation=self._generation
         )
-        return SmallReduction(operation, self._links, self._routes, count * item_bytes, tensor.dtype)
+        return SmallReduction(operation, self._links, self._routes, count * item_bytes, array)
 
 
 class SmallReduction:
@@ -94,11 +94,16 @@ class SmallReduction:
         links: To each other rank.
         routes: Of this rank.
         payload_bytes: Of the tensor.
-        dtype: Of its elements.
+        array: NumPy's type of its elements.
     """
 
     def __init__(
-        self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int, dtype: torch.dtype
+        self,
+        operation: Operation,
+        links: Mapping[int, Link],
+        routes: Routes,
+        payload_bytes: int,
+        array: type[np.number[Any]],
     ) -> None:
         rank, world_size = routes.rank, routes.world_size
         self._kind, _, self._reduction, self._dtype, self._shape, self._root, self._generation = operation
@@ -113,7 +118,7 @@ class SmallReduction:
         heard = {other: Hearing(links[other], payload_bytes) for other in tell.others}
         self.hearings = [*heard.values()]
         frames = [self.frame if other == rank else heard[other].frame for other in range(world_size)]
-        rows = [np.frombuffer(frame, QUICK[dtype], offset=HEADER_BYTES) for frame in frames]
+        rows = [np.frombuffer(frame, array, offset=HEADER_BYTES) for frame in frames]
         self._steps: list[tuple[Any, Any]] = [
             (rows[into], rows[source]) for into, source in algorithms.tree(world_size)
         ]

@@ -73,7 +73,7 @@ class Fit:
             stack.enter_context(_telling(self._ddp))  # first of all: what has been begun to write may take its time
             self._begin()
             try:
-                while position.epoch < self._last_epoch and not (position.stopped and position.samples == 0):
+                while not self._run.is_over(position):
                     self._epoch()
             except StoppedError as error:
                 stopped = error.wish

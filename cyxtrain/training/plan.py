@@ -86,10 +86,15 @@ class Run:
 
     def steps_left(self, position: Position) -> int:
         """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit."""
-        if position.stopped and position.samples == 0:
+        if self.is_over(position):
             return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
-        return max(0, epochs * self.batches.num_batches - self.steps_done(position))
+        return epochs * self.batches.num_batches - self.steps_done(position)
+
+    def is_over(self, position: Position) -> bool:
+        """Returns whether the last epoch is complete, or the one after which a callback has ended the fit."""
+        last = position.first_epoch + self.config.epochs
+        return position.epoch >= last or (position.stopped > 0 and position.samples == 0)
 
     def digests(self) -> dict[str, str]:
         """Returns how a checkpoint knows the data: their digests by what they are for, "" where there are none."""

@@ -184,7 +184,7 @@ def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
         text += f"; made by {counted(ranks, 'rank')}, the same samples come in the same order"
     if position.stopped:
         return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
-    return text if run.steps_left(position) else f"{text}; nothing is left: for more, raise epochs"
+    return text if not run.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
 
 
 def _other_settings(state: TrainingState, checkpoint: CheckpointState) -> list[tuple[str, str]]:

@@ -68,7 +68,7 @@ class TrainingStep:
         self._guard.before_step()
         output, loss = self._forward(batch)
         self._backward(loss, self._joined_weight(loss, batch))
-        value = None if loss is None else loss.value.detach()
+        value = None if loss is None else loss.value
         if not self._guard.lets_pass(batch, value, lambda: self._run_alone(batch)):
             return
         self._optimizer.step()

@@ -376,7 +376,7 @@ class DistributedTrainer:
     def _header(self, run: Run) -> list[tuple[str, str]]:
         rows = len(run.data), 0 if run.validation is None else len(run.validation)
         last = self._state.position.first_epoch + run.config.epochs
-        epochs = (self.epoch + 1, last) if run.steps_left(self._state.position) else None
+        epochs = None if run.is_over(self._state.position) else (self.epoch + 1, last)
         return explain(self.model, run.data.loss, run.data.placement.device, rows, run.batches, epochs)
 
 
