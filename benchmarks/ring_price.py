@@ -47,14 +47,6 @@ class _SilentWatch:
             sock.close()
 
 
-class _BareIncoming(transfers.Incoming):
-    """A payload without a header before it."""
-
-    def __init__(self, *args, **named) -> None:  # noqa: ANN002, ANN003
-        super().__init__(*args, **named)
-        self._checked = True
-
-
 def _strip() -> None:
     """Takes headers and watching out of the ring of this process."""
     for module in (transfers, mesh, small):
@@ -64,7 +56,6 @@ def _strip() -> None:
     small.put_sequence = lambda frame, sequence: None
     transfers.check_header = lambda rank, head, expected, offered, checksums: None
     Operation.identity = lambda operation: b""
-    mesh.Incoming = _BareIncoming
     connections.Watch = _SilentWatch
 
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep import Lockstep, apart, buffered, offered, own
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import chunks
+from cyxtrain.ring.algorithms import chunks, even_spans
 
 RANKS = (*range(1, 10), 16)
 
@@ -79,13 +79,13 @@ def test_reduce_scatter_leaves_each_rank_its_chunk(world_size, count):
 
 def rings(world_size):
     """Some orders of all ranks: as they are, backwards, and those of two machines that took turns."""
-    ranks = list(range(world_size))
+    ranks = tuple(range(world_size))
     return [ranks, ranks[::-1], ranks[::2] + ranks[1::2]]
 
 
 @everywhere
 def test_all_gather_brings_every_span_to_all_in_any_order_of_the_ring(world_size, count):
-    spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
+    spans = even_spans(count, world_size)
     for ring in rings(world_size):
         buffers = [[None] * (world_size * count) for _ in range(world_size)]
         for rank, (start, end) in enumerate(spans):
@@ -113,7 +113,7 @@ def test_broadcast_copies_the_buffer_of_any_rank_to_all_in_any_order_of_the_ring
 
 @everywhere
 def test_gather_brings_every_source_to_one_rank_and_leaves_the_others_alone(world_size, count):
-    spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
+    spans = even_spans(count, world_size)
     for dst in range(world_size):
         sources = [own(rank, count) for rank in range(world_size)]
         targets = [[None] * (world_size * count) for _ in range(world_size)]
@@ -127,7 +127,7 @@ def test_gather_brings_every_source_to_one_rank_and_leaves_the_others_alone(worl
 
 @everywhere
 def test_scatter_brings_each_rank_its_part(world_size, count):
-    spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
+    spans = even_spans(count, world_size)
     for src in range(world_size):
         sources = [own(rank, world_size * count) for rank in range(world_size)]
         targets = [[None] * count for _ in range(world_size)]
@@ -251,7 +251,7 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 
 @everywhere
 def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
-    spans = [(rank * count, (rank + 1) * count) for rank in range(world_size)]
+    spans = even_spans(count, world_size)
     gathering = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
     telling = [algorithms.telling(rank, world_size, spans[rank], spans) for rank in range(world_size)]
     for schedules, way in ((gathering, offered), (telling, buffered)):  # few bytes fit into the kernel's buffers

@@ -145,3 +145,27 @@ def test_a_process_that_is_stopped_in_a_wait_finds_its_deadline_moved(tmp_path):
         stopped_seconds = world.stop(seconds=2.0)
         ((began, ended),) = world.values()
     assert ended - began > 3.0 + stopped_seconds - 0.6
+
+
+# --- what waits in a connection -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("address", "near"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_a_connection_within_a_machine_holds_no_more_than_a_cache(address, near):
+    if sys.platform != "linux":
+        pytest.skip("of other systems 127.0.0.2 is no address as it comes")
+    with socket.create_server((address, 0)) as server, socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.connect(server.getsockname())
+        as_it_comes = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        Link(sock, 1)
+        # The kernel doubles what it is asked for, and has a limit of its own; what is set stays as it is.
+        asked = {2 * size for size in (1 << 19, limit_of_sockets())}
+        assert (sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == min(asked)) == near
+        assert near or sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == as_it_comes
+
+
+def limit_of_sockets() -> int:
+    """Returns what a socket of this kernel may hold at most when it is asked."""
+    with open("/proc/sys/net/core/wmem_max", encoding="ascii") as file:
+        return int(file.read())

@@ -13,7 +13,7 @@ import pytest
 from lockstep import ChangedError, Lockstep, Way, buffered, offered, own
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import chunks
+from cyxtrain.ring.algorithms import chunks, even_spans
 
 RANKS = [2, 3, 4, 7]
 
@@ -47,18 +47,14 @@ def orders(world_size):
 
 
 def ring_of(world_size):
-    ranks = list(range(world_size))
+    ranks = tuple(range(world_size))
     return ranks[::2] + ranks[1::2]
-
-
-def whole_spans(world_size, count):
-    return [(rank * count, (rank + 1) * count) for rank in range(world_size)]
 
 
 def gather_in_place(world_size, count, schedule):
     """Buffers in which each rank has its own part, and what must come."""
     buffers = [[None] * (world_size * count) for _ in range(world_size)]
-    for rank, (start, end) in enumerate(whole_spans(world_size, count)):
+    for rank, (start, end) in enumerate(even_spans(count, world_size)):
         buffers[rank][start:end] = own(rank, count)
     everything = [element for rank in range(world_size) for element in own(rank, count)]
     return [schedule(rank) for rank in range(world_size)], buffers, None, [everything] * world_size
@@ -135,12 +131,12 @@ def doubling(size, count):
 
 
 def all_gather_read(size, count):
-    return gather_in_place(size, count, lambda r: algorithms.gathering(r, size, whole_spans(size, count)))
+    return gather_in_place(size, count, lambda r: algorithms.gathering(r, size, even_spans(count, size)))
 
 
 def all_gather_ring(size, count):
     return gather_in_place(
-        size, count, lambda r: algorithms.all_gather(r, size, whole_spans(size, count), ring_of(size))
+        size, count, lambda r: algorithms.all_gather(r, size, even_spans(count, size), ring_of(size))
     )
 
 
@@ -154,7 +150,7 @@ def broadcast_ring(size, count):
 
 def gather(size, count):
     sources, targets = [own(r, count) for r in range(size)], [[None] * (size * count) for _ in range(size)]
-    spans = whole_spans(size, count)
+    spans = even_spans(count, size)
     came = [element for r in range(size) for element in ([None] * count if r == 1 else own(r, count))]
     expected = [came if r == 1 else [None] * (size * count) for r in range(size)]
     return [algorithms.gather(r, size, spans, 1, (0, count)) for r in range(size)], sources, targets, expected
@@ -162,14 +158,14 @@ def gather(size, count):
 
 def scatter(size, count):
     sources, targets = [own(r, size * count) for r in range(size)], [[None] * count for _ in range(size)]
-    spans = whole_spans(size, count)
+    spans = even_spans(count, size)
     expected = [[None] * count if r == 1 else own(1, size * count)[slice(*spans[r])] for r in range(size)]
     return [algorithms.scatter(r, size, spans, 1, (0, count)) for r in range(size)], sources, targets, expected
 
 
 def all_to_all(size, count):
     sources, targets = [own(r, size * count) for r in range(size)], [[None] * (size * count) for _ in range(size)]
-    spans = whole_spans(size, count)
+    spans = even_spans(count, size)
     expected = []
     for rank in range(size):
         parts = [[None] * count if r == rank else own(r, size * count)[slice(*spans[rank])] for r in range(size)]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Span = tuple[int, int]
+Spans = tuple[Span, ...]
 NOTHING: Span = (0, 0)
 
 
@@ -71,15 +72,17 @@ class Tell(NamedTuple):
 Step = Transfer | Fold | Tell
 
 
-def chunks(count: int, parts: int) -> list[Span]:
+@functools.lru_cache(maxsize=256)
+def chunks(count: int, parts: int) -> Spans:
     """Returns `parts` neighbouring spans that cover 0..count, as even as they can be."""
     bounds = [count * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(bounds))
+    return tuple(itertools.pairwise(bounds))
 
 
-def even_spans(count: int, parts: int) -> list[Span]:
+@functools.lru_cache(maxsize=256)
+def even_spans(count: int, parts: int) -> Spans:
     """Returns `parts` neighbouring spans of `count` elements each."""
-    return [(part * count, (part + 1) * count) for part in range(parts)]
+    return tuple((part * count, (part + 1) * count) for part in range(parts))
 
 
 def agreement(rank: int, world_size: int) -> list[Transfer]:
@@ -164,7 +167,8 @@ def tree(world_size: int) -> list[tuple[int, int]]:
     return steps
 
 
-def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
+@functools.lru_cache(maxsize=256)
+def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Leaves in `spans[rank]` the combination of all ranks, summed in the order of `reduce_scatter`, in one step.
 
     For ranks that can read each other's memory. Cost: N - 1 frames, (N - 1) / N of the buffer read.
@@ -174,7 +178,8 @@ def folding(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
     return [*offers, Fold(tuple(others), spans[rank])]
 
 
-def gathering(rank: int, world_size: int, spans: Sequence[Span]) -> list[Step]:
+@functools.lru_cache(maxsize=256)
+def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
 
     Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
@@ -196,7 +201,8 @@ def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Transfer]:
     return schedule + [Transfer(other, whole, None, NOTHING) for other in range(world_size) if other != src]
 
 
-def reduce_scatter(rank: int, world_size: int, spans: Sequence[Span]) -> list[Transfer]:
+@functools.lru_cache(maxsize=256)
+def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
     """Leaves in `spans[rank]` the combination of all ranks; the other spans hold partial results after it.
 
     Cost: N - 1 frames, (N - 1) / N of the buffer each way.
@@ -211,7 +217,8 @@ def reduce_scatter(rank: int, world_size: int, spans: Sequence[Span]) -> list[Tr
     ]
 
 
-def all_gather(rank: int, world_size: int, spans: Sequence[Span], ring: Sequence[int]) -> list[Transfer]:
+@functools.lru_cache(maxsize=256)
+def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) -> list[Transfer]:
     """Brings `spans[r]` of every rank r to all. Cost: N - 1 frames, (N - 1) / N of the buffer each way.
 
     Args:

@@ -69,12 +69,15 @@ _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
 }
-"""The dtypes of which NumPy adds a few elements with the same result, and in a third of the time."""
+"""The dtypes that NumPy adds with the same result, and a few elements in a third of the time."""
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[Any]] | None:
-    """Returns NumPy's type for a few elements that it adds with the same result and quicker; None: it does not."""
+    """Returns NumPy's type for elements that it adds with the same result and quicker; None: it does not.
+
+    But for NaNs: of two of them, that of which operand stays depends on where they lie.
+    """
     return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
 
 
@@ -105,13 +108,13 @@ def _as_array(dtype: type[np.number[Any]]) -> Callable[[Tensor, memoryview], Any
 
 
 @functools.cache
-def arithmetic(reduction: Reduction, dtype: torch.dtype, *, few: bool = False) -> Arithmetic:
+def arithmetic(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Arithmetic:
     """Returns how a reduction of a dtype is calculated.
 
     Args:
         reduction: Which.
         dtype: Of the elements.
-        few: Whether so few elements are combined that to begin takes longest.
+        quick: Whether NumPy may do it.
 
     Raises:
         ConfigError: This dtype has no such reduction.
@@ -119,9 +122,9 @@ def arithmetic(reduction: Reduction, dtype: torch.dtype, *, few: bool = False) -
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
         return Arithmetic(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
-    quick = added_by_numpy(reduction, dtype) if few else None
-    if quick is not None:
-        return Arithmetic(np.add, _as_array(quick))
+    array = added_by_numpy(reduction, dtype) if quick else None
+    if array is not None:
+        return Arithmetic(np.add, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Arithmetic(_multiply_complex, _as_tensor)
     if dtype.is_complex:
@@ -157,7 +160,7 @@ class Combiner:
         reduction: How.
         flat: One-dimensional; changed in place.
         scratch: Where things arrive.
-        few: Whether so few elements are combined that to begin takes longest.
+        quick: Whether NumPy may do it, as `Routes.sums_alike` says.
 
     Attributes:
         memory: The bytes of `flat`.
@@ -166,9 +169,9 @@ class Combiner:
         ConfigError: This dtype has no such reduction.
     """
 
-    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, few: bool = False) -> None:
+    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, quick: bool = False) -> None:
         dtype = flat.dtype
-        how = arithmetic(reduction, dtype, few=few)
+        how = arithmetic(reduction, dtype, quick=quick)
         self.memory = memory_of(flat)
         self._operator, view, self._parts = how
         self._flat = view(flat, self.memory)

@@ -106,5 +106,5 @@ def _routes(meeting: Meeting, rank: int) -> Routes:
         rank,
         len(machines),
         direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
-        ring=sorted(ranks, key=lambda other: (machines.index(machines[other]), other)),
+        ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
     )

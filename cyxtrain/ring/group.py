@@ -201,8 +201,8 @@ class Group:
         self, kind: Kind, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None, dst: int = -1
     ) -> Reducing:
         """Begins a reduction. Raises where this dtype has no such one, before anything starts."""
-        told = self._routes.tells_all(flat.numel(), flat.element_size())
-        combiner = Combiner(reduction, flat, self._scratch, few=told)
+        quick = self._routes.sums_alike(flat.numel(), flat.element_size())
+        combiner = Combiner(reduction, flat, self._scratch, quick=quick)
         operation = self._operation(kind, tensor, reduction, dst)
         run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
         return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Fold, Span, Step
+from cyxtrain.ring.algorithms import Fold, Spans, Step
 from cyxtrain.ring.combining import Combiner, Scratch, divide
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.routes import Routes, few
@@ -59,7 +59,7 @@ class Reducing:
         if self._averages:
             divide(self._flat, routes.world_size)
 
-    def by_chunks(self, spans: Sequence[Span], rest: Sequence[Step] | None = None) -> None:
+    def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> None:
         """Leaves this rank's span reduced, and the others half done; then brings them where `rest` says."""
         buffers = self._buffers()
         self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
@@ -68,7 +68,7 @@ class Reducing:
         if rest is not None:
             self._run(rest, buffers)
 
-    def by_folding(self, source: memoryview, spans: Sequence[Span]) -> None:
+    def by_folding(self, source: memoryview, spans: Spans) -> None:
         """Leaves this rank's span of all sources reduced; it is what was there.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Span, Step
+from cyxtrain.ring.algorithms import Spans, Step
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
 _FEW_RANKS = 8
@@ -38,35 +38,42 @@ class Routes:
     rank: int
     world_size: int
     direct: bool = False
-    ring: Sequence[int] = ()
+    ring: tuple[int, ...] = ()
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
         """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
         return self.world_size <= _FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def reduce_scatter(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
+    def sums_alike(self, count: int, item_bytes: int) -> bool:
+        """Returns whether each sum is made on one rank, or of memory that looks the same on all.
+
+        In recursive doubling each rank adds what comes to what it has, which is another operand on every rank.
+        """
+        return self.tells_all(count, item_bytes) or not few(self.world_size, count, item_bytes)
+
+    def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Leaves in `spans[rank]` the combination of all ranks."""
         if self.are_read(spans, item_bytes):
             return algorithms.folding(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
-    def all_gather(self, spans: Sequence[Span], item_bytes: int) -> Sequence[Step]:
+    def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
         if self.tells_all(max(end - first for first, end in spans), item_bytes):
             return algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)
         if self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
-        return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or range(self.world_size))
+        return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or tuple(range(self.world_size)))
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Brings the buffer of `src` to all."""
-        if self.are_read([(0, count)], item_bytes):
+        if self.are_read(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
         return algorithms.broadcast(
-            self.rank, self.world_size, count, src, segment, self.ring or range(self.world_size)
+            self.rank, self.world_size, count, src, segment, self.ring or tuple(range(self.world_size))
         )
 
-    def are_read(self, spans: Sequence[Span], item_bytes: int) -> bool:
+    def are_read(self, spans: Spans, item_bytes: int) -> bool:
         """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
         return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)

@@ -31,8 +31,6 @@ SHORT_BYTES = 1 << 14
 """Up to this size a payload fits into any buffer of a socket, and costs little more than an empty one."""
 OFFER_BYTES = 1 << 17
 """From this size on a payload that the receiver can read is not sent."""
-_MEDIUM_BYTES, _PIECE_BYTES = 1 << 21, 1 << 17
-"""Payloads of up to the first size are combined in smaller pieces, while they arrive."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -102,35 +100,26 @@ class Outgoing:
 
     Args:
         link: To whom.
-        parts: One or two, to be sent one after the other.
+        parts: To be sent one after the other; none is empty.
     """
+
+    __slots__ = ("_parts", "done", "link")
 
     def __init__(self, link: Link, parts: list[memoryview]) -> None:
         self.link = link
+        self.done = False
         self._parts = parts
 
     def advance(self) -> bool:
         """Sends what the kernel takes; returns whether anything moved."""
-        parts = self._parts
-        if len(parts) == 1:
-            part = parts[0]
-            sent = self.link.send(part if len(part) <= SEGMENT_BYTES else part[:SEGMENT_BYTES])
-            if sent == len(part):  # nearly always
-                parts.clear()
-                return True
+        part = self._parts[0]
+        sent = self.link.send(part if len(part) <= SEGMENT_BYTES else part[:SEGMENT_BYTES])
+        if sent < len(part):
+            self._parts[0] = part[sent:]
         else:
-            sent = self.link.send_both(parts[0], parts[1][:SEGMENT_BYTES])
-        left = sent
-        while parts and left >= len(parts[0]):
-            left -= len(parts.pop(0))
-        if left:
-            parts[0] = parts[0][left:]
+            del self._parts[0]
+            self.done = not self._parts
         return sent > 0
-
-    @property
-    def done(self) -> bool:
-        """Whether all has left."""
-        return not self._parts
 
 
 def begin_sending(
@@ -151,7 +140,11 @@ def begin_sending(
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
         return begin_sending_frame(link, head + payload)
-    return Outgoing(link, [memoryview(head), payload])
+    sent = link.send_both(head, payload if len(payload) <= SEGMENT_BYTES else payload[:SEGMENT_BYTES])
+    sent_of_payload = sent - HEADER_BYTES
+    if sent_of_payload == len(payload):  # often
+        return None
+    return Outgoing(link, [payload[sent_of_payload:]] if sent_of_payload >= 0 else [memoryview(head)[sent:], payload])
 
 
 def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
@@ -199,7 +192,7 @@ class ShortIncoming:
 
 
 class Incoming:
-    """What one transfer receives: the header that must come, then the payload, replaced or combined.
+    """What one transfer receives: the header that must come, then the payload, replaced or combined, piece by piece.
 
     Args:
         link: From whom.
@@ -209,7 +202,16 @@ class Incoming:
         buffers: What the schedule works on.
         landing: For the header.
         checksums: Whether frames carry them.
+
+    Attributes:
+        offered: Whether the payload does not come, but is read where it is.
+        done: Whether all has arrived; of what is folded in, the header.
     """
+
+    __slots__ = (
+        *("_address", "_begin", "_buffers", "_end", "_first", "_head", "_missing", "_room", "_start", "_sum"),
+        *("_sum_expected", "_then", "_total", "done", "link", "offered"),
+    )
 
     def __init__(
         self,
@@ -222,61 +224,36 @@ class Incoming:
         *,
         checksums: bool,
     ) -> None:
-        self.link = link
-        self._head = landing[:HEADER_BYTES]
-        self._combiner = buffers.combiner if then else None
-        self._then = then
-        self._item = buffers.item_bytes
         self._first = span[0]
-        self._total = (span[1] - span[0]) * self._item
-        self._expected = begins[self._total]
-        self.offered = is_offered(link.reads, self._total, then)
-        self._payload = buffers.target[self._first * self._item : self._first * self._item + self._total]
-        self._scratch = buffers.scratch
-        self._sum = xxh3_64() if checksums else None
-        self._head_have = 0
-        self._have = 0
-        self._combined = 0
-        self._checked = False
+        self._total = (span[1] - span[0]) * buffers.item_bytes
+        self._begin = begins[self._total]
+        self._buffers = buffers
+        self._then = then
+        self._head = self._missing = landing[:HEADER_BYTES]
         self._address = 0
+        self._sum = xxh3_64() if checksums else None
         self._sum_expected = b""
+        self.link = link
+        self.offered = is_offered(link.reads, self._total, then)
+        self.done = False
+        self._begin_piece(0)
 
     def advance(self) -> bool:
         """Receives what has arrived, or reads a piece; returns whether anything moved."""
-        if not self._checked:
+        if self._missing:
             return self._receive_head()
-        if not self.offered:
-            count = self.link.receive(self._room())
+        if self.offered:
+            count = len(self._room)
+            self.link.read(self._address + self._start, self._room)
+        else:
+            count = self.link.receive(self._room)
+        if count:
             self._took(count)
-            return count > 0
-        room = self._room()
-        self.link.read(self._address + self._have, room)
-        self._took(len(room))
-        return True
-
-    @property
-    def done(self) -> bool:
-        """Whether all has arrived; of what is folded in, the header."""
-        return self._checked and (self._have == self._total or self._then is Then.FOLD)
+        return count > 0
 
     def conclude(self, *, theirs_first: bool) -> None:
         """Combines what was kept until this rank's own part had been sent."""
-        assert self._combiner is not None
-        self._combiner.combine(self._first, self._first + self._total // self._item, theirs_first=theirs_first)
-
-    def _receive_head(self) -> bool:
-        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
-        room = self._payload[:0] if self.offered else self._room()  # behind an offer comes another frame
-        count = self.link.receive_both(self._head[self._head_have :], room)
-        self._head_have += count
-        if self._head_have >= HEADER_BYTES:
-            head = bytes(self._head)
-            check_header(self.link.rank, head, self._expected, offered=self.offered, checksums=self._sum is not None)
-            self._address = payload_address(head)
-            self._checked = True
-            self._sum_expected = payload_sum(head)
-            self._took(self._head_have - HEADER_BYTES)
-        return count > 0
+        self._combine(theirs_first=theirs_first)
 
     def read(self, start: int, into: memoryview) -> None:
         """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
@@ -284,43 +261,63 @@ class Incoming:
         if self._sum is not None:
             self._sum.update(into)
             if start + len(into) == self._total:
-                self._check_sum(self._sum.digest())
+                self._check_sum()
 
-    def _room(self) -> memoryview:
-        """Returns where the next bytes of the payload go."""
-        if self._combiner is None:
-            return self._payload[self._have : self._have + SEGMENT_BYTES]
-        assert self._scratch is not None
-        return self._scratch[self._have - self._combined : self._piece_end() - self._combined]
+    def _receive_head(self) -> bool:
+        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        room = self._room[:0] if self.offered else self._room  # behind an offer comes another frame
+        count, missing = self.link.receive_both(self._missing, room), len(self._missing)
+        self._missing = self._missing[count:]
+        if count >= missing:
+            head = bytes(self._head)
+            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._sum is not None)
+            self._address = payload_address(head)
+            self._sum_expected = payload_sum(head)
+            if self._then is Then.FOLD:
+                self.done = True
+            elif not self.offered:
+                self._took(count - missing)
+        return count > 0
 
-    def _piece_end(self) -> int:
-        """Returns where the piece ends that is combined next."""
-        assert self._scratch is not None
-        if self.offered:
-            room = READ_BYTES
-        elif self._then is Then.EXCHANGE or self._total > _MEDIUM_BYTES:
-            room = len(self._scratch)
+    def _begin_piece(self, start: int) -> None:
+        """Makes room for the piece that begins at a byte."""
+        buffers, self._start = self._buffers, start
+        if self._then:
+            assert buffers.scratch is not None
+            longest = READ_BYTES if self.offered else len(buffers.scratch)
+            self._end = end = min(start + longest, self._total)
+            self._room = buffers.scratch[: end - start]
         else:
-            room = _PIECE_BYTES
-        return min(self._combined + room, self._total)
+            self._end = end = min(start + SEGMENT_BYTES, self._total)
+            place = self._first * buffers.item_bytes
+            self._room = buffers.target[place + start : place + end]
 
     def _took(self, count: int) -> None:
         """Makes use of so many bytes more."""
-        if self._sum is not None and count:
-            self._sum.update(self._room()[:count])
-        self._have += count
+        if self._sum is not None:
+            self._sum.update(self._room[:count])
+        if count < len(self._room):
+            self._room = self._room[count:]
+            return
         if self._then is Then.COMBINE:
-            assert self._combiner is not None
-            end = self._piece_end()
-            if self._have == end:
-                self._combiner.combine(self._first + self._combined // self._item, self._first + end // self._item)
-                self._combined = end
-        if self._sum is not None and self._have == self._total:
-            self._check_sum(self._sum.digest())
+            self._combine()
+        if self._end < self._total:
+            self._begin_piece(self._end)
+            return
+        self.done = True
+        if self._sum is not None:
+            self._check_sum()
 
-    def _check_sum(self, found: bytes) -> None:
+    def _combine(self, *, theirs_first: bool = False) -> None:
+        """Combines the piece that is there."""
+        combiner, item = self._buffers.combiner, self._buffers.item_bytes
+        assert combiner is not None
+        combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
+
+    def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.
-        if found != self._sum_expected:
+        assert self._sum is not None
+        if self._sum.digest() != self._sum_expected:
             raise OtherBytes(self.link.rank)
 
 
