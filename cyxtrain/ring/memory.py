@@ -14,8 +14,6 @@ import secrets
 import sys
 from typing import Any
 
-import numpy as np
-
 _PIECE_BYTES = 4 << 20
 """Bytes read by one system call at most, so that a signal is not kept waiting."""
 _LARGE_PAGE_BYTES = 2 << 20
@@ -82,9 +80,8 @@ def open_to_reading() -> str:
 
 
 def address_of(memory: memoryview) -> int:
-    """Returns where some bytes are."""
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address
+    """Returns where some bytes are, at least one, that may be written."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class PeerMemory:
