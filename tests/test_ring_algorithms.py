@@ -264,11 +264,12 @@ def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
 
 
 @everywhere
-def test_fan_out_brings_the_buffer_of_any_rank_to_all(world_size, count):
-    for src in range(world_size):
+def test_fan_out_and_telling_of_bring_the_buffer_of_any_rank_to_all(world_size, count):
+    ways = ((algorithms.fan_out, offered), (algorithms.telling_of, buffered))
+    for src, (schedule, way) in itertools.product(range(world_size), ways):
         buffers = [own(rank, count) for rank in range(world_size)]
-        schedules = [algorithms.fan_out(rank, world_size, count, src) for rank in range(world_size)]
-        ranks = Lockstep(schedules, buffers, way=offered).run()
+        schedules = [schedule(rank, world_size, count, src) for rank in range(world_size)]
+        ranks = Lockstep(schedules, buffers, way=way).run()
         assert ranks.all_heard()
         assert ranks.results == [own(src, count)] * world_size
 

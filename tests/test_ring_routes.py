@@ -136,13 +136,14 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_bytes):
     """Such sends would wait for each other where the kernel's buffers are full; what is read is not sent."""
-    spans = even_spans(count, world_size)
-    first = Routes(0, world_size).all_gather(spans, item_bytes)[0]
-    if isinstance(first, Tell):
-        assert world_size <= 8
-        assert count * item_bytes <= 16 * KIB
-    else:
-        assert None not in (first.send_to, first.receive_from)
+    routes, spans = Routes(0, world_size), even_spans(count, world_size)
+    for schedule in (routes.all_gather(spans, item_bytes), routes.broadcast(count, 1, item_bytes)):
+        first = schedule[0]
+        if isinstance(first, Tell):
+            assert world_size <= 8
+            assert count * item_bytes <= 16 * KIB
+        else:
+            assert None not in (first.send_to, first.receive_from)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])

@@ -181,7 +181,9 @@ class Mesh:
             if outgoing is not None:
                 self._drive(outgoing, None, operation, deadline)
         for hearing in ready.hearings:
-            self._drive(None, hearing, operation, deadline)
+            hearing.advance()
+            if not hearing.done:
+                self._drive(None, hearing, operation, deadline)
 
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""

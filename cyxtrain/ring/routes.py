@@ -67,6 +67,8 @@ class Routes:
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Brings the buffer of `src` to all."""
+        if self.tells_all(count, item_bytes):
+            return algorithms.telling_of(self.rank, self.world_size, count, src)
         if self.are_read(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
