@@ -320,6 +320,7 @@ def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world
             algorithms.folding(rank, world_size, spans),
             algorithms.gathering(rank, world_size, spans),
             algorithms.telling_all(rank, world_size, 1),
+            algorithms.telling_of(rank, world_size, 1, world_size - 1),
         ):
             first = apart(schedule)[: world_size - 1]
             assert {step.send_to for step in first} == set(range(world_size)) - {rank}

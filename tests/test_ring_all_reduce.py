@@ -18,6 +18,8 @@ from ring_values import Op, all_reduce, bits, made, reduced, reductions_of, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import run_threads
 
+from cyxtrain.config import RingOptions
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
@@ -144,6 +146,19 @@ def test_what_numpy_raises_when_it_adds_ends_no_group():
         return all_reduce(group, torch.ones(3)).tolist()
 
     assert run_threads(2, rank_main) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_large_sums_of_infinities_are_made_without_a_word_whatever_numpy_is_told(transport):
+    def rank_main(group):
+        tensor = torch.full((100_003 * group.size(),), math.inf if group.rank() == 0 else -math.inf)
+        part = torch.empty(100_003)
+        with np.errstate(all="raise"):
+            everything = all_reduce(group, tensor.clone())
+            group.reduce_scatter_single(part, tensor)
+        return bool(everything.isnan().all() and part.isnan().all())
+
+    assert run_threads(2, rank_main, options=RingOptions(transport=transport)) == [True] * 2
 
 
 def test_conjugate_and_negative_views_are_reduced_as_the_numbers_that_they_show():

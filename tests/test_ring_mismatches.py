@@ -38,6 +38,7 @@ MISMATCHES = {
     "reduction": (reduce_all(op=Op.MAX), reduce_all(), "(MAX, float32 [3])", "(SUM, float32 [3])"),
     "operation": (reduce_all(), barrier, "all_reduce #1", "barrier #1"),
     "operation, large": (broadcast(0, (LARGE,)), reduce_all((LARGE,)), "broadcast #1", "all_reduce #1"),
+    "a broadcast of few and of many": (broadcast(0), broadcast(0, (LARGE,)), "[3], src 0", f"[{LARGE}], src 0"),
     "operation of the same shape": (gather_all(), reduce_all(), "all_gather #1", "all_reduce #1"),
     "src": (broadcast(0), broadcast(1), "(float32 [3], src 0)", "(float32 [3], src 1)"),
     "dst": (reduce(1), reduce(0), "dst 1", "dst 0"),

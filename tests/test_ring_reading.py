@@ -239,6 +239,7 @@ MISMATCHES = {
     "shape, all_gather": (gather_all((LARGE,)), gather_all((LARGE + 1,))),
     "dtype": (MANY, reduce_all((LARGE,), torch.int32)),
     "reduction": (MANY, reduce_all((LARGE,), op=Op.MAX)),
+    "broadcasts of few and of many": (broadcast(0, (3,)), broadcast(0, (LARGE,))),
     "operation": (MANY, broadcast(0, (LARGE,))),
     "operation, of all": (MANY, gather_all((LARGE,))),
     "many and few": (MANY, FEW),

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ring_values import Op, all_reduce, options
+from ring_values import Op, all_reduce, broadcast, options
 from worlds import run_threads
 
 from cyxtrain.errors import ConfigError, CyxtrainError
@@ -27,6 +27,11 @@ REFUSED = {
     "a list that is too short": (
         lambda group: group.allgather([three(group)[:-1]], [torch.zeros(3)]),
         "all_gather: needs a list of 2 tensors, one per rank, got 1",
+    ),
+    "a source that is none": (lambda group: broadcast(-1)(group), "rank -1 is not in this group of 2"),
+    "a destination that is none": (
+        lambda group: group.reduce([torch.zeros(3)], options(dist.ReduceOptions, rootRank=-1)),
+        "rank -1 is not in this group of 2",
     ),
     "another length": (
         lambda group: group.allgather([three(group)], [torch.zeros(4)]),

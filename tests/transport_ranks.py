@@ -52,7 +52,7 @@ def cases(world_size: int, full: bool = False) -> list[Case]:
 
 def sides(dtype: str) -> list[int]:
     item = DTYPES[dtype].itemsize
-    return [0, 1, 3, *around(item, 128 * KIB), 256 * KIB // item, MIB // item + 1]
+    return [0, 1, 3, 16 * KIB // item, *around(item, 128 * KIB), 256 * KIB // item, MIB // item + 1]
 
 
 def brought(case: Case, rank: int, world_size: int) -> Tensor:

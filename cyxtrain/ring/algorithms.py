@@ -54,7 +54,7 @@ class Fold(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """One step of one rank: it sends a few bytes to all others, and then receives as many from each of them.
+    """One step of one rank: it sends a few bytes to all others, and then receives a few from each of them.
 
     All others do the same, and what is sent fits into the buffers of sockets: no send waits for another rank.
 

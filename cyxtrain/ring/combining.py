@@ -76,7 +76,8 @@ _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
 def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[Any]] | None:
     """Returns NumPy's type for elements that it adds with the same result and quicker; None: it does not.
 
-    But for NaNs: of two of them, that of which operand stays depends on where they lie.
+    But for NaNs: of two of them, that of which operand stays depends on how far they lie from the end. So sums that
+    several ranks make for themselves must be made alike, and what travels in other pieces must end at the same ones.
     """
     return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
 

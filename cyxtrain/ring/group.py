@@ -184,7 +184,7 @@ class Group:
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
-                work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
+                work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, parts=self.world_size)
                 work.by_folding(memory_of(source), spans)
             copy_back(flat, output)
             return
@@ -198,17 +198,24 @@ class Group:
         output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
 
     def _reducing(
-        self, kind: Kind, tensor: Tensor, flat: Tensor, reduction: Reduction, timeout: timedelta | None, dst: int = -1
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        flat: Tensor,
+        reduction: Reduction,
+        timeout: timedelta | None,
+        dst: int | None = None,
+        parts: int = 1,
     ) -> Reducing:
-        """Begins a reduction. Raises where this dtype has no such one, before anything starts."""
-        quick = self._routes.sums_alike(flat.numel(), flat.element_size())
+        """Begins a reduction of `parts` times `flat`. Where its dtype has no such one, nothing starts."""
+        quick = self._routes.sums_alike(parts * flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, quick=quick)
         operation = self._operation(kind, tensor, reduction, dst)
         run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
         return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out."""
+        """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out; of few, N - 1 frames."""
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
@@ -308,16 +315,16 @@ class Group:
         kind: Kind,
         tensor: Tensor | None,
         reduction: Reduction = Reduction.NONE,
-        root: int = -1,
+        root: int | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
         """Numbers the next collective. The caller holds the lock until it has run."""
-        if not -1 <= root < self.world_size:
+        if root is not None and not 0 <= root < self.world_size:
             raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
-        name = -1 if root == -1 else self._names[root]
+        name = -1 if root is None else self._names[root]
         return self._begin(Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation))
 
     def _begin(self, operation: Operation) -> Operation:

@@ -42,7 +42,7 @@ _DATA_OPTIONS = {
     "TCP_KEEPCNT": 8,
 }
 _NEAR_SEND_BYTES = 1 << 19
-"""What waits to be received on the same machine at most: it is still in a cache then, and not in memory."""
+"""What a sender may have under way on the same machine: it is still in a cache then, and not in memory."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
 """Numbers that Python does not know yet."""
 

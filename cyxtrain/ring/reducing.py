@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from cyxtrain.ring import algorithms
@@ -62,7 +64,8 @@ class Reducing:
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> None:
         """Leaves this rank's span reduced, and the others half done; then brings them where `rest` says."""
         buffers = self._buffers()
-        self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
+        with _silent_numpy():
+            self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
         if self._averages:
             divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
         if rest is not None:
@@ -78,9 +81,15 @@ class Reducing:
         *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
         assert isinstance(fold, Fold)
         buffers = self._buffers()._replace(source=source)
-        self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
+        with _silent_numpy():
+            self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
         if self._averages:
             divide(self._flat, self._routes.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)
+
+
+def _silent_numpy() -> contextlib.AbstractContextManager[None]:
+    """Within, NumPy adds infinities as PyTorch does: without a word. What it raised would be the end of the group."""
+    return np.errstate(all="ignore")
