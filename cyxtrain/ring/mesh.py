@@ -181,9 +181,7 @@ class Mesh:
             if outgoing is not None:
                 self._drive(outgoing, None, operation, deadline)
         for hearing in ready.hearings:
-            hearing.advance()
-            if not hearing.done:
-                self._drive(None, hearing, operation, deadline)
+            self._drive(None, hearing, operation, deadline)
 
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
@@ -210,7 +208,7 @@ class Mesh:
                     self._read.add(source)
         self._drive(outgoing, incoming, *call[:2])
         if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
-            incoming.conclude(theirs_first=incoming.link.rank < self._rank)
+            incoming.combine(theirs_first=incoming.link.rank < self._rank)
 
     def _fold(self, fold: Fold, call: _Call) -> None:
         offers = []

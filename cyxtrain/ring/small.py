@@ -133,7 +133,7 @@ class SmallReduction:
         put_sequence(self.frame, sequence)
         head = bytes(self.frame[:HEADER_BYTES])
         for hearing in self.hearings:
-            hearing.head, hearing.done = head, False
+            hearing.expect(head)
         ctypes.memmove(self._own, tensor.data_ptr(), self._bytes)
 
     def conclude(self, tensor: Tensor) -> None:
@@ -154,30 +154,32 @@ class Hearing:
 
     Attributes:
         frame: Where it goes.
-        head: Its header, which is set before each.
         done: Whether all of it has arrived.
     """
 
-    __slots__ = ("_have", "done", "frame", "head", "link")
+    __slots__ = ("_have", "_head", "done", "frame", "link")
 
     def __init__(self, link: Link, payload_bytes: int) -> None:
         self.link = link
         self.frame = _room_for_frame(payload_bytes)
-        self.head = b""
-        self.done = False
+        self._head = b""
         self._have = 0
+        self.done = False
+
+    def expect(self, head: bytes) -> None:
+        """Begins anew, with a frame of this header."""
+        self._head, self._have, self.done = head, 0, False
 
     def advance(self) -> bool:
         """Receives what has arrived; returns whether anything moved."""
         have = self._have
         count = self.link.receive(self.frame[have:] if have else self.frame)
-        have += count
+        have = self._have = have + count
         if count and have >= HEADER_BYTES:  # of another header there may come no more
             head = bytes(self.frame[:HEADER_BYTES])
-            if head != self.head:
+            if head != self._head:
                 raise UnexpectedHeader(self.link.rank, head)
             self.done = have == len(self.frame)
-        self._have = 0 if self.done else have
         return count > 0
 
 

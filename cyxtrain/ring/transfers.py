@@ -113,7 +113,7 @@ class Outgoing:
     def advance(self) -> bool:
         """Sends what the kernel takes; returns whether anything moved."""
         part = self._parts[0]
-        sent = self.link.send(part if len(part) <= SEGMENT_BYTES else part[:SEGMENT_BYTES])
+        sent = self.link.send(part[:SEGMENT_BYTES])
         if sent < len(part):
             self._parts[0] = part[sent:]
         else:
@@ -140,7 +140,7 @@ def begin_sending(
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
         return begin_sending_frame(link, head + payload)
-    sent = link.send_both(head, payload if len(payload) <= SEGMENT_BYTES else payload[:SEGMENT_BYTES])
+    sent = link.send_both(head, payload[:SEGMENT_BYTES])
     sent_of_payload = sent - HEADER_BYTES
     if sent_of_payload == len(payload):  # often
         return None
@@ -251,10 +251,6 @@ class Incoming:
             self._took(count)
         return count > 0
 
-    def conclude(self, *, theirs_first: bool) -> None:
-        """Combines what was kept until this rank's own part had been sent."""
-        self._combine(theirs_first=theirs_first)
-
     def read(self, start: int, into: memoryview) -> None:
         """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
         self.link.read(self._address + start, into)
@@ -300,7 +296,7 @@ class Incoming:
             self._room = self._room[count:]
             return
         if self._then is Then.COMBINE:
-            self._combine()
+            self.combine()
         if self._end < self._total:
             self._begin_piece(self._end)
             return
@@ -308,8 +304,8 @@ class Incoming:
         if self._sum is not None:
             self._check_sum()
 
-    def _combine(self, *, theirs_first: bool = False) -> None:
-        """Combines the piece that is there."""
+    def combine(self, *, theirs_first: bool = False) -> None:
+        """Combines the piece that is there; for an exchange, which has one, once this rank's own has been sent."""
         combiner, item = self._buffers.combiner, self._buffers.item_bytes
         assert combiner is not None
         combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
