@@ -57,18 +57,23 @@ def buffered(sender: int, receiver: int, length: int, then: Then) -> Way:
     return Way.BUFFERED
 
 
+def handed_over_where_long(sender: int, receiver: int, length: int, then: Then) -> Way:
+    """As where no buffer has room for what is long; what says nothing finds room in any."""
+    return Way.HANDED_OVER if length else Way.BUFFERED
+
+
 def offered(sender: int, receiver: int, length: int, then: Then) -> Way:
     """As where all ranks can read each other, and everything is large; what says nothing needs no memory."""
     return Way.OFFERED if length and then is not Then.EXCHANGE else Way.BUFFERED
 
 
 def apart(schedule: Sequence[Step]) -> list[Fold | Transfer]:
-    """The schedule with what a rank tells all others, and hears of them, one after the other."""
+    """The schedule with what a rank tells several, and hears of several, one after the other."""
     result: list[Fold | Transfer] = []
     for step in schedule:
         if isinstance(step, Tell):
-            result += [Transfer(other, step.send, None, NOTHING) for other in step.others]
-            receives = zip(step.others, step.receive, strict=True)
+            result += [Transfer(other, step.send, None, NOTHING) for other in step.to]
+            receives = zip(step.hears, step.receive, strict=True)
             result += [Transfer(None, NOTHING, other, span) for other, span in receives]
         else:
             result.append(step)

@@ -19,6 +19,8 @@ from typing import NamedTuple
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
 NOTHING: Span = (0, 0)
+FEW_RANKS = 8
+"""Up to so many ranks more messages in fewer rounds are quicker."""
 
 
 class Then(enum.IntEnum):
@@ -54,18 +56,20 @@ class Fold(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """One step of one rank: it sends a few bytes to all others, and then receives a few from each of them.
+    """One step of one rank: it sends the same few bytes to several, and then receives a few from each of several.
 
-    All others do the same, and what is sent fits into the buffers of sockets: no send waits for another rank.
+    What is sent fits into the buffers of sockets: no send waits for another rank.
 
     Attributes:
-        others: All other ranks.
-        send: What each of them is told.
-        receive: Where what each of them says goes.
+        to: Who is told.
+        send: What.
+        hears: Of whom it hears.
+        receive: Where what each of those says goes.
     """
 
-    others: tuple[int, ...]
+    to: tuple[int, ...]
     send: Span
+    hears: tuple[int, ...]
     receive: tuple[Span, ...]
 
 
@@ -98,6 +102,30 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
         schedule.append(Transfer(ahead, NOTHING, behind, NOTHING))
         distance *= 2
     return schedule
+
+
+def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
+    """Does transfers of which every rank gets something from `behind` alone, and nobody leaves before it hears of all.
+
+    Few ranks tell each other first, and hear of those that they get nothing from last: what travels waits for nobody.
+    Cost: N - 1 empty frames; of more ranks, ceil(log2 N) that all wait for.
+
+    Args:
+        rank: This rank.
+        world_size: How many ranks.
+        behind: From whom this rank receives; None: from nobody.
+        transfers: This rank's.
+    """
+    if world_size > FEW_RANKS or world_size == 1:
+        return [*agreement(rank, world_size), *transfers]
+    others = tuple(_others(rank, world_size))
+    first = () if behind is None else (behind,)
+    last = tuple(other for other in others if other != behind)
+    return [
+        Tell(others, NOTHING, first, (NOTHING,) * len(first)),
+        *transfers,
+        Tell((), NOTHING, last, (NOTHING,) * len(last)),
+    ]
 
 
 def _others(rank: int, world_size: int) -> list[int]:
@@ -145,8 +173,8 @@ def telling(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> 
 
     For very few elements. Cost: N - 1 frames, in one round.
     """
-    others = _others(rank, world_size)
-    return [Tell(tuple(others), send, tuple(receive[other] for other in others))]
+    others = tuple(_others(rank, world_size))
+    return [Tell(others, send, others, tuple(receive[other] for other in others))]
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,16 +227,16 @@ def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
     return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 
 
-def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Transfer]:
+def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
     """Brings the buffer of `src` to all, directly: for ranks that can read each other's memory.
 
-    Cost: ceil(log2 N) empty frames; each rank reads the buffer.
+    Cost: as `agreed`; each rank reads the buffer.
     """
     whole = (0, count)
-    schedule = agreement(rank, world_size)
     if rank != src:
-        return [*schedule, Transfer(None, NOTHING, src, whole)]
-    return schedule + [Transfer(other, whole, None, NOTHING) for other in range(world_size) if other != src]
+        return agreed(rank, world_size, src, [Transfer(None, NOTHING, src, whole)])
+    offers = [Transfer(other, whole, None, NOTHING) for other in range(world_size) if other != src]
+    return agreed(rank, world_size, None, offers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -245,11 +273,11 @@ def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) 
     ]
 
 
-def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Transfer]:
+def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Step]:
     """Passes the buffer of `src` along a chain, in segments that follow each other closely.
 
-    The agreement comes first: else `src` could leave before it hears that others called something else.
-    Cost: ceil(log2 N) empty frames, then the buffer once in and once out, N - 1 hops of latency.
+    All agree: else `src` could leave before it hears that others called something else.
+    Cost: as `agreed`; the buffer once in and once out, N - 1 hops of latency.
 
     Args:
         rank: This rank.
@@ -264,17 +292,17 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
     behind = None if place == 0 else ring[own - 1]
     ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
-    schedule = agreement(rank, world_size)
     if world_size == 1:
-        return schedule
+        return []
     if behind is None:
-        return schedule + [Transfer(ahead, piece, None, NOTHING) for piece in pieces]
+        return agreed(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
+    schedule = []
     for index, piece in enumerate(pieces):
         forward = ahead if index > 0 else None
         schedule.append(Transfer(forward, pieces[index - 1] if index else NOTHING, behind, piece))
     if ahead is not None and pieces:
         schedule.append(Transfer(ahead, pieces[-1], None, NOTHING))
-    return schedule
+    return agreed(rank, world_size, behind, schedule)
 
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:

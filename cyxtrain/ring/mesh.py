@@ -233,10 +233,11 @@ class Mesh:
 
     def _tell(self, tell: Tell, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
-        payload = source[tell.send[0] * item : tell.send[1] * item]
-        frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
-        self._send_to_all(tell.others, frame, call)
-        for other, span in zip(tell.others, tell.receive, strict=True):
+        if tell.to:
+            payload = source[tell.send[0] * item : tell.send[1] * item]
+            frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
+            self._send_to_all(tell.to, frame, call)
+        for other, span in zip(tell.hears, tell.receive, strict=True):
             self._drive(None, self._short(other, span, call), *call[:2])
 
     def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:

@@ -13,8 +13,6 @@ from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Spans, Step
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
-_FEW_RANKS = 8
-"""Up to so many ranks more messages in fewer rounds are quicker."""
 FEW_BYTES = 1 << 18
 """Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
 
@@ -42,7 +40,7 @@ class Routes:
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
         """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
-        return self.world_size <= _FEW_RANKS and count * item_bytes <= SHORT_BYTES
+        return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
     def sums_alike(self, count: int, item_bytes: int) -> bool:
         """Returns whether each sum is made on one rank, or of memory that looks the same on all.

@@ -115,7 +115,7 @@ class SmallReduction:
         self.frame[:HEADER_BYTES] = head
         [tell] = algorithms.telling_all(rank, world_size, 1)
         assert isinstance(tell, Tell)
-        heard = {other: Hearing(links[other], payload_bytes) for other in tell.others}
+        heard = {other: Hearing(links[other], payload_bytes) for other in tell.hears}
         self.hearings = [*heard.values()]
         frames = [self.frame if other == rank else heard[other].frame for other in range(world_size)]
         rows = [np.frombuffer(frame, array, offset=HEADER_BYTES) for frame in frames]
