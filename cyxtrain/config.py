@@ -1,113 +1,26 @@
 """Every setting that a user writes: dataclasses, a docstring with the unit under each field.
 
-Fields can be assigned freely; `validate()` is called where the settings are used. A name that does not
-exist is refused at once, with the nearest one that does.
+Fields can be assigned freely; `validate()` is called where the settings are used.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 import enum
-import functools
-import inspect
-import itertools
 import math
 import os
-import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from typing_extensions import TypeIs, dataclass_transform
 
 from cyxtrain.errors import ConfigError
-
-_Settings = TypeVar("_Settings")
-
-
-def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
-    """Returns the error for a name that does not exist, with the nearest one that does."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
-    return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
-
-
-class _DocumentedFields:
-    """A docstring that also has those under the fields, for `help`: it is put together when somebody asks for it.
-
-    Args:
-        text: The class's own.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __get__(self, _: object, owner: type) -> str:
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        lines = [self._text, "", "Fields:"]
-        for field, under in itertools.pairwise(body.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(under, ast.Expr)
-                and isinstance(under.value, ast.Constant)
-            ):
-                lines.append(f"    {ast.unparse(field)}")
-                lines += [f"        {line.strip()}" for line in str(under.value.value).splitlines()]
-        return "\n".join(lines)
-
-
-@dataclass_transform()
-def _settings(cls: type[_Settings]) -> type[_Settings]:
-    """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
-    made: Any = dataclass(cls)
-    known = [field.name for field in dataclasses.fields(made)]
-    generated: Callable[..., None] = made.__init__
-
-    @functools.wraps(generated)
-    def initialize(self: Any, *args: Any, **fields: Any) -> None:
-        for name in fields:
-            if name not in known:
-                raise unknown_name(cls.__name__, name, known)
-        generated(self, *args, **fields)
-
-    def assign(self: Any, name: str, value: Any) -> None:
-        if name not in known:
-            raise unknown_name(cls.__name__, name, known)
-        object.__setattr__(self, name, value)
-
-    made.__init__, made.__setattr__ = initialize, assign
-    made.__doc__ = _DocumentedFields(made.__doc__)
-    return cls
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `ConfigError(message)` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
-    """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
-    right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-    require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
-
-
-def _is_number(value: object) -> TypeIs[int | float]:
-    """Returns whether a value is a number; True is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def require_boolean(owner: str, name: str, value: object) -> None:
-    """Refuses what is not True or False."""
-    require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
-
-
-def require_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuses what is none of the choices."""
-    require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.")
+from cyxtrain.settings import (
+    is_number,
+    require,
+    require_boolean,
+    require_choice,
+    require_integer,
+    settings,
+    unknown_name,
+)
 
 
 class BackendType(str, enum.Enum):
@@ -132,7 +45,7 @@ class BackendType(str, enum.Enum):
         return cls(name)
 
 
-@_settings
+@settings
 class DistributedConfig:
     """Who this process is, and how it finds the others. None means: from the environment."""
 
@@ -217,7 +130,7 @@ class RingOptions:
     auto: in a thread where there are several machines, or cores that are free."""
 
 
-@_settings
+@settings
 class DDPConfig:
     """How gradients travel."""
 
@@ -239,7 +152,7 @@ class DDPConfig:
             ConfigError: With the field, what it must be and what it is.
         """
         require(
-            _is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
+            is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
             f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
         )
         for field in dataclasses.fields(self):
@@ -247,7 +160,7 @@ class DDPConfig:
                 require_boolean("DDPConfig", field.name, getattr(self, field.name))
 
 
-@_settings
+@settings
 class DistributedTrainingConfig:
     """One call of `fit`."""
 
@@ -292,6 +205,15 @@ class DistributedTrainingConfig:
     check_replicas_every_n_steps: int | None = None
     """Optimizer steps after which the parameters of all ranks are compared, bit for bit; None: after each epoch; 0:
     never."""
+    accumulation_steps: int = 1
+    """Micro-batches per step: each rank's samples of a step (`batch_size` times this) go through the model in so many
+    parts, with the memory of one part. The step is that of the whole."""
+    clip_norm: float | None = None
+    """Largest norm of all gradients together, as one vector, averaged over ranks; larger ones are scaled down to it."""
+    clip_value: float | None = None
+    """Largest absolute value of an element of a gradient."""
+    clip_adaptive: float | None = None
+    """Largest norm of a unit's gradient as a multiple of that of the unit's weights; 0.01 is usual."""
 
     @property
     def makes_checkpoints(self) -> bool:
@@ -310,27 +232,37 @@ class DistributedTrainingConfig:
         require_integer(owner, "batch_size", self.batch_size, 1)
         if self.effective_batch_size is not None:
             require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
+        require_integer(owner, "accumulation_steps", self.accumulation_steps, 1)
+        self._validate_clipping(owner)
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
         for name in ("shuffle", "verbose", "save_on_master_only"):
             require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
-        right = limit is None or (_is_number(limit) and limit > 0)
+        right = limit is None or (is_number(limit) and limit > 0)
         require(right, f"{owner}.max_time_seconds must be a number of seconds above 0 or None, got {limit!r}.")
         require_choice(owner, "on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         if self.check_replicas_every_n_steps is not None:
             require_integer(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
         split = self.validation_split
-        right = _is_number(split) and 0 <= split < 1
+        right = is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
         self._validate_checkpoints(owner)
+
+    def _validate_clipping(self, owner: str) -> None:
+        asked = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
+        for name in asked:
+            value = getattr(self, name)
+            right = is_number(value) and 0 < value < math.inf
+            require(right, f"{owner}.{name} must be a number above 0 or None, got {value!r}.")
+        require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
 
     def _validate_checkpoints(self, owner: str) -> None:
         require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)
         require_integer(owner, "checkpoint_every_n_steps", self.checkpoint_every_n_steps, 0)
         minutes = self.checkpoint_every_n_minutes
-        right = _is_number(minutes) and 0 <= minutes < math.inf
+        right = is_number(minutes) and 0 <= minutes < math.inf
         require(right, f"{owner}.checkpoint_every_n_minutes must be a number of at least 0, got {minutes!r}.")
         require_integer(owner, "keep_last", self.keep_last, 0)
         idle = self.keep_last > 0 and not self.makes_checkpoints

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from cyxtrain import environment, talking
-from cyxtrain.config import BackendType, DistributedConfig, require
+from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, DistributedTrainingError, NotInitializedError
 from cyxtrain.joining import Joined, join
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.settings import require
 
 _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""

@@ -17,6 +17,7 @@ import pytest
 import cyxtrain as cx
 
 WHOLE_NUMBERS = (True, 2.0, "3", math.nan, np.float64(2))
+NO_LIMIT = (0, -1.0, math.nan, math.inf, True, "1")
 NO_BOOLEAN = (1, 0, "yes", None)
 
 WRONG = {
@@ -52,6 +53,10 @@ WRONG = {
         "max_time_seconds": (0, -1, math.nan, True, "1"),
         "on_nonfinite": ("ignore", None, True),
         "check_replicas_every_n_steps": (-1, 1.5, True, "1"),
+        "accumulation_steps": (0, -1, None, *WHOLE_NUMBERS),
+        "clip_norm": NO_LIMIT,
+        "clip_value": NO_LIMIT,
+        "clip_adaptive": NO_LIMIT,
         "keep_last": (-1, None, *WHOLE_NUMBERS),
         "keep_best": ("", "losses", 3, True),
         "on_save_error": ("", "ignore", None, True),

@@ -13,6 +13,7 @@ import cyxtrain
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
     {"errors"},
+    {"settings"},
     {"config"},
     {"environment"},
     {"ring"},

@@ -79,7 +79,8 @@ SIGNATURES = {
     "verbose=True, log_every_n_batches=0, checkpoint_every_n_epochs=0, checkpoint_dir='./checkpoints', "
     "save_on_master_only=True, validation_split=0.0, checkpoint_every_n_steps=0, checkpoint_every_n_minutes=0.0, "
     "max_time_seconds=None, keep_last=0, keep_best=None, on_save_error='warn', "
-    "on_nonfinite='raise', check_replicas_every_n_steps=None)",
+    "on_nonfinite='raise', check_replicas_every_n_steps=None, accumulation_steps=1, clip_norm=None, clip_value=None, "
+    "clip_adaptive=None)",
     "save_weights": "(model, path)",
     "load_weights": "(model, path)",
 }

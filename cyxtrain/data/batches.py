@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.sampler import Indices
 from cyxtrain.data.source import ArraySource
 
 PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
@@ -18,26 +17,64 @@ PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 
 @dataclass
 class Batch:
-    """This rank's part of a batch.
+    """Rows that go through the model at once.
 
     Attributes:
         number: Of the batch in its epoch, from 0; the same on every rank.
         inputs: Shape (rows, ...).
         targets: Shape (rows, ...), or None.
-        joined_rows: Rows of the batch over all ranks.
-        indices: Which rows of the data these are, shape (rows,); None outside training.
     """
 
     number: int
     inputs: Tensor
     targets: Tensor | None
-    joined_rows: int
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     @property
     def rows(self) -> int:
-        """Rows on this rank; 0 where the tail of an epoch has none for it."""
+        """How many there are."""
         return len(self.inputs)
+
+
+class Share:
+    """This rank's part of a joined batch: one step's worth, a micro-batch after the other.
+
+    Each `for` gathers the rows anew, so that there is memory for one micro-batch at a time.
+
+    Args:
+        number: Of the joined batch in its epoch, from 0; the same on every rank.
+        indices: Which rows of the data these are, shape (rows,); of none where the tail of an epoch has none for this
+            rank.
+        joined_rows: Rows of the joined batch, over all ranks.
+        rows_at_once: Rows of a micro-batch; the last one may have fewer.
+        gather: Returns (inputs, targets) of rows by number.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        indices: Indices,
+        joined_rows: int,
+        rows_at_once: int,
+        gather: Callable[[Indices], tuple[Tensor, Tensor | None]],
+    ) -> None:
+        self.number = number
+        self.indices = indices
+        self.joined_rows = joined_rows
+        self._rows_at_once = rows_at_once
+        self._gather = gather
+
+    @property
+    def rows(self) -> int:
+        """How many there are on this rank."""
+        return len(self.indices)
+
+    def __len__(self) -> int:
+        """How many micro-batches there are."""
+        return -(-len(self.indices) // self._rows_at_once)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self.indices), self._rows_at_once):
+            yield Batch(self.number, *self._gather(self.indices[first : first + self._rows_at_once]))
 
 
 @dataclass(frozen=True)
@@ -68,15 +105,22 @@ class Placement:
         return inputs, self.prepare_target(targets.to(self.device), self.dtype)
 
 
-def training_batches(
-    source: ArraySource, iterator: DistributedBatchIterator, placement: Placement, epoch: int, first: int = 0
-) -> Iterator[Batch]:
-    """Gives this rank's batches of an epoch from number `first` on: as many on every rank, in the one global order."""
+def training_shares(
+    source: ArraySource,
+    iterator: DistributedBatchIterator,
+    placement: Placement,
+    rows_at_once: int,
+    epoch: int,
+    first: int = 0,
+) -> Iterator[Share]:
+    """Gives this rank's shares of an epoch from number `first` on: as many on every rank, in the one global order."""
+
+    def gather(indices: Indices) -> tuple[Tensor, Tensor | None]:
+        return placement.place(*source.gather(indices))
+
     iterator.reset(epoch, first)
     for number in range(first, iterator.num_batches):
-        indices = iterator.next()
-        inputs, targets = placement.place(*source.gather(indices))
-        yield Batch(number, inputs, targets, iterator.global_batch_size(number), indices)
+        yield Share(number, iterator.next(), iterator.global_batch_size(number), rows_at_once, gather)
 
 
 def whole_batches(
@@ -90,7 +134,7 @@ def whole_batches(
     for number in range(first, end):
         rows = source.slice(number * batch_size, (number + 1) * batch_size)
         inputs, targets = placement.place(*rows)
-        yield Batch(number, inputs, targets, len(inputs))
+        yield Batch(number, inputs, targets)
 
 
 def share_of_batches(rows: int, batch_size: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
-from cyxtrain.config import DDPConfig, require, unknown_name
+from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.replicas import check_replicas
+from cyxtrain.settings import require, unknown_name
 
 _BROADCAST_BYTES = 25 << 20
 
@@ -269,6 +270,16 @@ class DistributedDataParallel(nn.Module):
     def is_master(self) -> bool:
         """Returns whether this is rank 0."""
         return runtime.is_master()
+
+
+def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
+    """Returns (wrappers of ours, the module inside them or PyTorch's)."""
+    wrappers = []
+    while isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, DistributedDataParallel):
+            wrappers.append(model)
+        model = model.module
+    return wrappers, model
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], src: int = 0) -> None:

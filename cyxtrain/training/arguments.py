@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cyxtrain.config import DistributedTrainingConfig, unknown_name
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
+from cyxtrain.settings import unknown_name
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 
 # Keras's own letter for X is small.

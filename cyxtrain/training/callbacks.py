@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cyxtrain import runtime
-from cyxtrain.config import unknown_name
 from cyxtrain.errors import ConfigError, warn
+from cyxtrain.settings import unknown_name
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer

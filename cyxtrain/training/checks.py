@@ -108,7 +108,7 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
     if loss.function is None and not predicting:
         return  # such a model may compute its loss in training mode only
     inputs, targets = placement.place(*source.slice(0, _PROBED_ROWS))
-    batch = Batch(0, inputs, targets, joined_rows=len(inputs))
+    batch = Batch(0, inputs, targets)
     with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
         shape = list(inputs.shape)  # asked for now: a model may change its input

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from cyxtrain import runtime
-from cyxtrain.config import require, require_boolean, require_choice, require_integer
 from cyxtrain.errors import ConfigError
+from cyxtrain.settings import require, require_boolean, require_choice, require_integer
 from cyxtrain.training.callbacks import Callback, Logs
 from cyxtrain.training.saving.names import load_plain_state, plain_state
 

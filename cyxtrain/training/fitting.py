@@ -6,15 +6,17 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import Batch, training_batches
+from cyxtrain.data.batches import Share, training_shares
 from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import telling
+from cyxtrain.training.clipping import make_clip
 from cyxtrain.training.display import numbers
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.history import record_epoch
@@ -24,9 +26,11 @@ from cyxtrain.training.plan import Rows, Run
 from cyxtrain.training.randomness import generators_kept, seed_generators
 from cyxtrain.training.resuming import Resumed
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import Step, TrainingStep
+from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
 from cyxtrain.training.totals import Totals, loss_and_accuracy
+
+_Batch = TypeVar("_Batch")
 
 
 class Fit:
@@ -156,21 +160,20 @@ class Fit:
         began = time.perf_counter()
         run, position, loss = self._run, self._state.position, self._run.data.loss
         every = run.config.check_replicas_every_n_steps
-        guard = FiniteGuard(self._ddp, run.config.on_nonfinite, position, self._device)
-        step = TrainingStep(self._ddp, loss, self._state.optimizer, self._state.scheduler, guard, self._device)
+        step = self._make_step()
         self._totals = step.totals
         self._prepare(step)
 
-        def step_and_listen(batch: Batch) -> None:
-            self._callbacks.on_train_batch_begin(batch.number)
+        def step_and_listen(share: Share) -> None:
+            self._callbacks.on_train_batch_begin(share.number)
             heard = self._ddp.exchange_signals(self._wishes.own())
-            step(batch)
-            position.samples += batch.joined_rows
+            step(share)
+            position.samples += share.joined_rows
             position.step += 1
             self._state.ranks = []
             self._heed_end(heard())
-            self._callbacks.on_train_batch_end(batch.number, lambda: self._here(step.totals))
-            self._show(batch, step.totals)
+            self._callbacks.on_train_batch_end(share.number, lambda: self._here(step.totals))
+            self._show(share, step.totals)
             if every and position.step % every == 0:
                 self._ddp.check_replicas()
             self._keeper.after_step(step.totals)
@@ -178,20 +181,35 @@ class Fit:
 
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
-        batches = training_batches(run.data.source, run.batches, run.data.placement, position.epoch, done)
+        shares = training_shares(
+            run.data.source, run.batches, run.data.placement, run.rows_at_once, position.epoch, done
+        )
         if not position.stopped:
-            run_epoch(batches, step_and_listen, give_up=lambda: bool(position.stopped))
+            run_epoch(shares, step_and_listen, give_up=lambda: bool(position.stopped))
         sums = step.totals.over_ranks(runtime.cpu_group())
         return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
 
-    def _show(self, batch: Batch, totals: Totals) -> None:
+    def _make_step(self) -> TrainingStep:
+        config, state = self._run.config, self._state
+        return TrainingStep(
+            self._ddp,
+            self._run.data.loss,
+            state.optimizer,
+            state.scheduler,
+            make_clip(config),
+            FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device),
+            self._device,
+            accumulates=config.accumulation_steps > 1,
+        )
+
+    def _show(self, share: Share, totals: Totals) -> None:
         """Shows how far the epoch is."""
         run, weighting = self._run, self._run.data.loss.weighting
-        run.display.step(batch.joined_rows, lambda: loss_and_accuracy(totals.here(), weighting))
+        run.display.step(share.joined_rows, lambda: loss_and_accuracy(totals.here(), weighting))
         every = run.config.log_every_n_batches
-        if every and (batch.number + 1) % every == 0:
+        if every and (share.number + 1) % every == 0:
             text = numbers(*loss_and_accuracy(totals.over_ranks(runtime.cpu_group()), weighting))
-            run.display.line(f"batch {batch.number + 1}/{run.batches.num_batches}  {text}")
+            run.display.line(f"batch {share.number + 1}/{run.batches.num_batches}  {text}")
 
     def _here(self, totals: Totals) -> dict[str, float]:
         loss, accuracy = loss_and_accuracy(totals.here(), self._run.data.loss.weighting)
@@ -255,11 +273,13 @@ def _telling(ddp: DistributedDataParallel) -> Iterator[None]:
             raise
 
 
-def run_epoch(batches: Iterable[Batch], step: Step, give_up: Callable[[], bool] = lambda: False) -> bool:
+def run_epoch(
+    batches: Iterable[_Batch], step: Callable[[_Batch], object], give_up: Callable[[], bool] = lambda: False
+) -> bool:
     """Takes a step with each batch, in training and in evaluation alike; returns whether it took them all.
 
     Args:
-        batches: Of this rank.
+        batches: Of this rank; in training, its shares of them.
         step: What is done with each.
         give_up: Asked after each whether to leave the others.
     """

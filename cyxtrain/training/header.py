@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.training.loss import Loss
+from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import library_versions
 
 _BACKENDS = {
@@ -18,34 +17,26 @@ _BACKENDS = {
 }
 
 
-def explain(
-    model: nn.Module,
-    loss: Loss,
-    device: torch.device,
-    rows: tuple[int, int],
-    batches: DistributedBatchIterator,
-    epochs: tuple[int, int] | None,
-) -> list[tuple[str, str]]:
+def explain(model: nn.Module, run: Run, epochs: tuple[int, int] | None) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
         model: Not wrapped.
-        loss: As it is used.
-        device: Of this rank.
-        rows: Of training and of validation.
-        batches: Of an epoch.
+        run: What is asked for.
         epochs: The first and the last, from 1; None: nothing is left to train.
     """
-    steps, effective = batches.num_batches, batches.effective_batch_size
+    steps, effective = run.batches.num_batches, run.batches.effective_batch_size
+    loss, device = run.data.loss, run.data.placement.device
+    validation = "" if run.validation is None else f", and {len(run.validation):,} for validation"
     world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")
     left = f"epochs {epochs[0]} to {epochs[1]}" if epochs else "no epoch left"
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", counted(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
-        ("batch", _batch(effective, world_size)),
+        ("batch", _batch(effective, world_size, run.rows_at_once)),
         ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
-        ("data", counted(rows[0], "row") + (f", and {rows[1]:,} for validation" if rows[1] else "")),
+        ("data", counted(len(run.data), "row") + validation),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
     ]
@@ -60,10 +51,11 @@ def _backend() -> str:
     return _BACKENDS.get(name, name).format(transport=transport)
 
 
-def _batch(effective_batch_size: int, world_size: int) -> str:
+def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:
     whole, rest = divmod(effective_batch_size, world_size)
     per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
-    return f"{per_rank} per rank, {effective_batch_size:,} effective"
+    parts = "" if rows_at_once >= whole + (rest > 0) else f" in micro-batches of {rows_at_once:,}"
+    return f"{per_rank} per rank{parts}, {effective_batch_size:,} effective"
 
 
 def _parameters(model: nn.Module) -> str:

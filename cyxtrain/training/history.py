@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyxtrain.config import unknown_name
 from cyxtrain.errors import ConfigError
+from cyxtrain.settings import unknown_name
 
 # Keras's names, in the order of the columns; "train_" goes before the first two where the part must be clear.
 _KERAS_NAMES = {

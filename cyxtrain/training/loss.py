@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cyxtrain.config import unknown_name
 from cyxtrain.errors import ConfigError
+from cyxtrain.settings import unknown_name
 
 _BY_NAME: dict[str, Callable[[], nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,

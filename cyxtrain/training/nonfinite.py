@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import Batch
+from cyxtrain.data.batches import Share
 from cyxtrain.data.source import rows_not_finite
 from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
@@ -54,14 +54,14 @@ class FiniteGuard:
         """Keeps what a forward changes."""
         self._buffers.keep()
 
-    def lets_pass(self, batch: Batch, loss: Tensor | None, again: Callable[[], Tensor | None]) -> bool:
+    def lets_pass(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> bool:
         """Returns whether the step may be taken; the same on every rank. All ranks call it, after backward.
 
         Args:
-            batch: Of this rank.
-            loss: Of the batch; None: it has no rows.
-            again: Runs the batch once more, forward and backward, on this rank alone; returns its loss, or None
-                where it has no rows. `.grad` then holds this rank's own gradients.
+            share: Of this rank.
+            losses: Of its micro-batches.
+            again: Runs the share once more, forward and backward, on this rank alone; returns the losses. `.grad` then
+                holds this rank's own gradients.
 
         Raises:
             NonFiniteError: The loss or a gradient is not finite, and nobody wants to go on; the model is as it was.
@@ -72,17 +72,17 @@ class FiniteGuard:
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()
-            own = {} if once_more is None or loss is None else self._facts(batch, loss, once_more)
+            own = self._facts(share, losses, once_more) if share.rows else {}
         self._buffers.bring_back()
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-        self._judge(batch, _ranks_at_fault(everyone), _words(everyone, spoilt))
+        self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt))
         return False
 
-    def _judge(self, batch: Batch, ranks: Sequence[int], words: str) -> None:
+    def _judge(self, share: Share, ranks: Sequence[int], words: str) -> None:
         """Raises, or goes on to the next step and says so."""
         position = self._position
-        where = f"epoch {position.epoch + 1}, step {batch.number + 1} ({position.step + 1} in all): {words}."
+        where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
         position.skipped += 1
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
@@ -104,14 +104,15 @@ class FiniteGuard:
         named = ((name, parameter.grad) for name, parameter in self._ddp.module.named_parameters())
         return [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
 
-    def _facts(self, batch: Batch, loss: Tensor, once_more: Tensor) -> dict[str, Any]:
+    def _facts(self, share: Share, losses: Sequence[Tensor], once_more: Sequence[Tensor]) -> dict[str, Any]:
         """Returns what is wrong on this rank: JSON values."""
         parameters = self._ddp.module.named_parameters()
-        value = None if _is_finite(once_more) else str(once_more.item())
-        if value is None and not _is_finite(loss):
-            value = f"{loss.item()}, and finite when its batch is run once more: chance decides, as in dropout"
+        value = _first_not_finite(once_more)
+        if value is None and _first_not_finite(losses):
+            by_chance = "and finite when its batch is run once more: chance decides, as in dropout"
+            value = f"{_first_not_finite(losses)}, {by_chance}"
         return {
-            "data": "; ".join(filter(None, (_rows(batch, "X"), _rows(batch, "y")))),
+            "data": "; ".join(filter(None, (_rows(share, "X"), _rows(share, "y")))),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
             "loss": value,
             "gradients": shortened(self._spoilt_gradients()),
@@ -144,13 +145,21 @@ def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
     return "; ".join([*texts, *(["the same on more ranks"] if len(ranks) > _SHOWN_RANKS else [])])
 
 
-def _rows(batch: Batch, name: str) -> str:
-    """Returns which rows of the data, in this batch, are not finite."""
-    values = batch.inputs if name == "X" else batch.targets
-    if values is None or _is_finite(values):
+def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
+    return next((str(loss.item()) for loss in losses if not _is_finite(loss)), None)
+
+
+def _rows(share: Share, name: str) -> str:
+    """Returns which rows of the data, in this share, are not finite."""
+    found, before = [], 0
+    for batch in share:
+        values = batch.inputs if name == "X" else batch.targets
+        if values is not None and not _is_finite(values):
+            found += [before + row for row in rows_not_finite(values)]
+        before += batch.rows
+    if not found:
         return ""
-    found = rows_not_finite(values)
-    numbers = found if batch.indices is None else batch.indices[found].tolist()
+    numbers = share.indices[found].tolist()
     rows = "row" if len(numbers) == 1 else "rows"
     return f"{name} holds NaN or infinities ({rows} {shortened(map(str, numbers))})"
 

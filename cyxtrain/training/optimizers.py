@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cyxtrain.config import unknown_name
 from cyxtrain.errors import ConfigError
+from cyxtrain.settings import unknown_name
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain import runtime
-from cyxtrain.config import DistributedTrainingConfig, require_integer
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Placement
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError, warn
+from cyxtrain.settings import require_integer
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
@@ -80,6 +81,12 @@ class Run:
             "validation": self.validation is not None,
         }
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a micro-batch."""
+        most = -(-self.batches.effective_batch_size // self.batches.sampler.world_size)
+        return -(-most // self.config.accumulation_steps)
+
     def steps_done(self, position: Position) -> int:
         """Returns how many steps of the running epoch have been taken."""
         return -(-position.samples // self.batches.effective_batch_size)  # only the last one may be smaller
@@ -137,7 +144,8 @@ def plan_fit(
     elif (config.keep_best or "").startswith("val_"):
         raise ConfigError(f"keep_best={config.keep_best!r} needs validation data: give some, or keep the best loss.")
     sampler = DistributedSampler(len(source), config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
-    batches = DistributedBatchIterator(sampler, config.batch_size, effective_batch_size=config.effective_batch_size)
+    per_rank = config.batch_size * config.accumulation_steps
+    batches = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
     facts = {
         **config_facts(config),
         **source.facts("training"),

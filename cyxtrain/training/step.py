@@ -1,7 +1,7 @@
 """What happens with one batch.
 
-The order of a training step: zero the gradients; forward; the weight of the joined batch; backward, which averages
-gradients over ranks while it runs; finite?; step the optimizer, then its schedule; add to the sums of the epoch.
+The order of a training step: zero the gradients; forward and backward of each micro-batch, of which the last backward
+averages gradients over ranks; finite?; clip; step the optimizer, then its schedule; add to the sums of the epoch.
 
 Parameters change only after every collective of the step has succeeded.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,31 +18,27 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import Batch
+from cyxtrain.data.batches import Batch, Share
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.totals import Totals, count_correct
 
 
-class Step(Protocol):
-    """Deals with a batch, and keeps what it gives."""
-
-    def __call__(self, batch: Batch) -> None:
-        """Deals with one batch."""
-
-
 class TrainingStep:
-    """One update of the parameters per batch.
+    """One update of the parameters per joined batch.
 
     Args:
         ddp: The model.
         loss: Of a batch.
         optimizer: Of the model's parameters.
         scheduler: Of its learning rate, or None.
+        clip: Makes gradients smaller where they are too large, or None.
         guard: Lets a step pass, or not.
         device: Where the model computes.
+        accumulates: Whether a step may have several micro-batches, on any rank.
     """
 
     def __init__(
@@ -51,79 +47,113 @@ class TrainingStep:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
+        clip: Clip | None,
         guard: FiniteGuard,
         device: torch.device,
+        *,
+        accumulates: bool,
     ) -> None:
         self._ddp = ddp
         self._loss = loss
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._clip = clip
         self._guard = guard
+        # What a micro-batch counts is known when it has been run: of several, together, when all have.
+        self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device)
 
-    def __call__(self, batch: Batch) -> None:
-        """Zero, forward, backward, finite?, step, and the learning rate of the next one."""
+    def __call__(self, share: Share) -> None:
+        """Zero, forward and backward of each micro-batch, finite?, clip, step; the learning rate of the next one."""
         self._zero()
         self._guard.before_step()
-        output, loss = self._forward(batch)
-        self._backward(loss, self._joined_weight(loss, batch))
-        value = None if loss is None else loss.value
-        if not self._guard.lets_pass(batch, value, lambda: self._run_alone(batch)):
+        results = self._accumulate(share)
+        if not self._guard.lets_pass(share, [result.loss.value for result in results], lambda: self._run_alone(share)):
             return
+        if self._clip is not None:
+            self._clip(self._parameters)
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        if loss is not None:
-            self.totals.add(0, loss, *count_correct(output, batch.targets, self._loss))
+        for result in results:
+            self.totals.add(0, *result)
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have: they would add up for ever
             parameter.grad = None
 
-    def _run_alone(self, batch: Batch) -> Tensor | None:
-        """Makes this rank's own gradients of a batch; returns its loss."""
-        self._zero()
-        if batch.rows == 0:
-            return None
-        _, loss = self._forward(batch)
-        assert loss is not None
-        loss.value.backward()
-        return loss.value.detach()
+    def _accumulate(self, share: Share) -> list[Result]:
+        """Makes the averaged gradients of the joined batch; returns what each micro-batch of this rank gave.
 
-    def _forward(self, batch: Batch) -> tuple[Any, BatchLoss | None]:
-        if batch.rows == 0:
+        Only the last backward averages, and with it all that was accumulated before.
+        """
+        results: list[Result] = []
+        if share.rows == 0:
             self._ddp.forward_without_batch()
-            return None, None
-        output = call_model(self._ddp, batch, self._loss)
-        return output, self._loss(output, batch.targets, batch.rows)
-
-    def _joined_weight(self, loss: BatchLoss | None, batch: Batch) -> float:
-        """Returns what the sum of all ranks' terms is divided by."""
-        if self._loss.weighting is Weighting.SAMPLES:
-            return batch.joined_rows
-        if self._loss.weighting is Weighting.NOTHING:
-            return 1
-        weight = (
-            torch.as_tensor(0.0 if loss is None else loss.weight, dtype=torch.float64, device="cpu")
-            .detach()
-            .cpu()
-            .reshape(1)
-        )
-        weight = weight.clone()
-        dist.all_reduce(weight, group=runtime.cpu_group())
-        return weight.item()
-
-    def _backward(self, loss: BatchLoss | None, joined_weight: float) -> None:
-        if loss is None:
+            self._divisor(0.0, share)
             self._ddp.backward_without_batch()
-            return
+        for batch in share:
+            is_last = len(results) == len(share) - 1
+            with contextlib.nullcontext() if is_last else self._ddp.no_sync():
+                results.append(self._forward(batch))
+                self._backward(results[-1].loss, share)
+        if self._weighs_at_end:
+            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        return results
+
+    def _run_alone(self, share: Share) -> list[Tensor]:
+        """Makes this rank's own gradients of a share; returns its losses."""
+        self._zero()
+        losses = []
+        for batch in share:
+            loss = self._forward(batch).loss.value
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _forward(self, batch: Batch) -> Result:
+        output = call_model(self._ddp, batch, self._loss)
+        loss = self._loss(output, batch.targets, batch.rows)
+        return Result(loss, *count_correct(output, batch.targets, self._loss))
+
+    def _backward(self, loss: BatchLoss, share: Share) -> None:
+        divisor = self._divisor(loss.weight, share)
         # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even batches.
         # A batch in which nothing counts has no gradient.
-        share = loss.terms * dist.get_world_size() / joined_weight if joined_weight else 0.0
-        value = loss.value if share == 1 else loss.value * share
+        factor = loss.terms * dist.get_world_size() / divisor if divisor else 0.0
+        value = loss.value if factor == 1 else loss.value * factor
         self._ddp.watch(value)
         value.backward()
+
+    def _divisor(self, weight: Tensor | float, share: Share) -> float:
+        """Returns what the sum of all ranks' terms is divided by, in this backward."""
+        if self._loss.weighting is Weighting.NOTHING:
+            return 1
+        if self._loss.weighting is Weighting.SAMPLES or self._weighs_at_end:
+            return share.joined_rows
+        return _sum_over_ranks(weight)
+
+    def _divide_by_weight(self, weight: Tensor | float, share: Share) -> None:
+        """Divides by what all ranks have counted, instead of by the number of samples."""
+        joined = _sum_over_ranks(weight)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
+
+
+class Result(NamedTuple):
+    """What a micro-batch gave: its loss, how many are right, and of how many."""
+
+    loss: BatchLoss
+    correct: Tensor | None
+    counted: Tensor | float
+
+
+def _sum_over_ranks(weight: Tensor | float) -> float:
+    joined = torch.as_tensor(weight, dtype=torch.float64, device="cpu").detach().reshape(1).clone()
+    dist.all_reduce(joined, group=runtime.cpu_group())
+    return joined.item()
 
 
 class EvaluationStep:

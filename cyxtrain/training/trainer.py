@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
-from cyxtrain.data.batches import share_of_batches, whole_batches
+from cyxtrain.data.batches import Batch, share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
-from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
@@ -41,7 +41,7 @@ from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import EvaluationStep, PredictionStep, Step, modes_kept
+from cyxtrain.training.step import EvaluationStep, PredictionStep, modes_kept
 from cyxtrain.training.stopping import REASONS, Wish, leave_for
 from cyxtrain.training.totals import loss_and_accuracy
 
@@ -252,7 +252,12 @@ class DistributedTrainer:
         return agree_on(plan)[0] if distributed else plan()[0]
 
     def _run_whole_batches(
-        self, rows: Rows, step: Step, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
+        self,
+        rows: Rows,
+        step: Callable[[Batch], object],
+        *,
+        distributed: bool,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Takes a step with each of this rank's batches, in evaluation mode; a rank that fails tells the others.
 
@@ -374,20 +379,9 @@ class DistributedTrainer:
         return arithmetic(self.model, run.data.placement.device, self.ddp_config)
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
-        rows = len(run.data), 0 if run.validation is None else len(run.validation)
         last = self._state.position.first_epoch + run.config.epochs
         epochs = None if run.is_over(self._state.position) else (self.epoch + 1, last)
-        return explain(self.model, run.data.loss, run.data.placement.device, rows, run.batches, epochs)
-
-
-def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
-    """Returns (wrappers of ours, the module inside them or PyTorch's)."""
-    wrappers = []
-    while isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        if isinstance(model, DistributedDataParallel):
-            wrappers.append(model)
-        model = model.module
-    return wrappers, model
+        return explain(self.model, run, epochs)
 
 
 def _join_world() -> None:

@@ -1,0 +1,106 @@
+"""How settings are made and looked at: dataclasses that explain themselves, and refusals in words.
+
+A name that does not exist is refused at once, with the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from typing_extensions import TypeIs, dataclass_transform
+
+from cyxtrain.errors import ConfigError
+
+_Settings = TypeVar("_Settings")
+
+
+def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
+    """Returns the error for a name that does not exist, with the nearest one that does."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
+    return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
+
+
+class _DocumentedFields:
+    """A docstring that also has those under the fields, for `help`: it is put together when somebody asks for it.
+
+    Args:
+        text: The class's own.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, _: object, owner: type) -> str:
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        lines = [self._text, "", "Fields:"]
+        for field, under in itertools.pairwise(body.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(under, ast.Expr)
+                and isinstance(under.value, ast.Constant)
+            ):
+                lines.append(f"    {ast.unparse(field)}")
+                lines += [f"        {line.strip()}" for line in str(under.value.value).splitlines()]
+        return "\n".join(lines)
+
+
+@dataclass_transform()
+def settings(cls: type[_Settings]) -> type[_Settings]:
+    """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
+    made: Any = dataclass(cls)
+    known = [field.name for field in dataclasses.fields(made)]
+    generated: Callable[..., None] = made.__init__
+
+    @functools.wraps(generated)
+    def initialize(self: Any, *args: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in known:
+                raise unknown_name(cls.__name__, name, known)
+        generated(self, *args, **fields)
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        if name not in known:
+            raise unknown_name(cls.__name__, name, known)
+        object.__setattr__(self, name, value)
+
+    made.__init__, made.__setattr__ = initialize, assign
+    made.__doc__ = _DocumentedFields(made.__doc__)
+    return cls
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ConfigError(message)` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
+    """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
+    right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
+
+
+def is_number(value: object) -> TypeIs[int | float]:
+    """Returns whether a value is a number; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_boolean(owner: str, name: str, value: object) -> None:
+    """Refuses what is not True or False."""
+    require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
+
+
+def require_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuses what is none of the choices."""
+    require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.")

@@ -1,0 +1,60 @@
+"""Gradients that are made smaller where they are too large: all ranks hold the same averages, and come to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import DistributedTrainingConfig
+
+Clip = Callable[[Sequence[nn.Parameter]], None]
+"""Changes the gradients of parameters in place."""
+
+_LEAST_NORM = 1e-3
+
+
+def make_clip(config: DistributedTrainingConfig) -> Clip | None:
+    """Returns what a config asks for; None: nothing."""
+    if config.clip_norm is not None:
+        return partial(_clip_norm, limit=config.clip_norm)
+    if config.clip_value is not None:
+        return partial(_clip_value, limit=config.clip_value)
+    if config.clip_adaptive is not None:
+        return partial(clip_adaptive, factor=config.clip_adaptive)
+    return None
+
+
+def _clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, limit)
+
+
+def _clip_value(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    nn.utils.clip_grad_value_(parameters, limit)
+
+
+def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Limits the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
+
+    A unit is what feeds one output: a row of a matrix, a filter of a convolution; of a vector, such as a bias, each
+    element.
+    Cost: weights and gradients are read once more.
+    Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        limit = unit_norms(parameter.detach()).clamp(min=_LEAST_NORM) * factor
+        norms = unit_norms(parameter.grad)
+        # Where the norm is within the limit the factor is exactly 1.
+        parameter.grad.mul_(torch.where(norms > limit, limit / norms, 1.0))
+
+
+def unit_norms(tensor: Tensor) -> Tensor:
+    """Returns the norm of each unit, in a shape that stretches over the tensor's."""
+    if tensor.dim() <= 1:
+        return tensor.abs()
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True)
+    return norms
