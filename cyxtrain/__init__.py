@@ -12,7 +12,14 @@ Importing opens no socket, starts no thread, logs nothing and reads no environme
 from torch.distributed import ReduceOp
 
 from cyxtrain import callbacks, datasets, ring
-from cyxtrain.config import BackendType, DDPConfig, DistributedConfig, DistributedTrainingConfig
+from cyxtrain.config import (
+    AMPConfig,
+    BackendType,
+    DDPConfig,
+    DistributedConfig,
+    DistributedTrainingConfig,
+    create_default_amp_config,
+)
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.errors import (
@@ -89,6 +96,8 @@ __all__ = [  # noqa: RUF022
     "DDPConfig",
     "DistributedDataParallel",
     "DistributedTrainingConfig",
+    "AMPConfig",
+    "create_default_amp_config",
     "DistributedTrainer",
     "callbacks",
     "TrainingHistory",

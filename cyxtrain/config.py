@@ -161,6 +161,50 @@ class DDPConfig:
 
 
 @settings
+class AMPConfig:
+    """How the loss is scaled with precision="fp16", so that small gradients are not lost."""
+
+    use_dynamic_scaling: bool = True
+    """Lower the scale where gradients overflow, and raise it again."""
+    dynamic_history_size: int = 2000
+    """Steps without an overflow after which the scale grows."""
+    initial_scale: float = 2.0**15
+    """What the loss is multiplied by at first."""
+    growth_factor: float = 2.0
+    """What the scale is multiplied by when it grows."""
+    backoff_factor: float = 0.5
+    """What the scale is multiplied by after an overflow."""
+
+    def validate(self) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            ConfigError: With the field, what it must be and what it is.
+        """
+        owner = "AMPConfig"
+        require_boolean(owner, "use_dynamic_scaling", self.use_dynamic_scaling)
+        require_integer(owner, "dynamic_history_size", self.dynamic_history_size, 1)
+        limits = {"initial_scale": (0.0, math.inf), "growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            right = is_number(value) and low < value < high
+            require(right, f"{owner}.{name} must be a number above {low:g} and below {high:g}, got {value!r}.")
+
+
+def create_default_amp_config(
+    use_dynamic_scaling: bool = True, dynamic_history_size: int = 2000, initial_scale: float = 2.0**15
+) -> AMPConfig:
+    """Returns how the loss is usually scaled.
+
+    Args:
+        use_dynamic_scaling: Lower the scale where gradients overflow, and raise it again.
+        dynamic_history_size: Steps without an overflow after which the scale doubles.
+        initial_scale: What the loss is multiplied by at first.
+    """
+    return AMPConfig(use_dynamic_scaling, dynamic_history_size, initial_scale)
+
+
+@settings
 class DistributedTrainingConfig:
     """One call of `fit`."""
 
@@ -214,6 +258,10 @@ class DistributedTrainingConfig:
     """Largest absolute value of an element of a gradient."""
     clip_adaptive: float | None = None
     """Largest norm of a unit's gradient as a multiple of that of the unit's weights; 0.01 is usual."""
+    precision: str = "fp32"
+    """What the model computes in: "fp32", as its parameters are; "bf16" or "fp16", by autocast, where that is safe."""
+    amp: AMPConfig | None = None
+    """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
 
     @property
     def makes_checkpoints(self) -> bool:
@@ -234,6 +282,13 @@ class DistributedTrainingConfig:
             require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
         require_integer(owner, "accumulation_steps", self.accumulation_steps, 1)
         self._validate_clipping(owner)
+        require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"))
+        if self.amp is not None:
+            right = isinstance(self.amp, AMPConfig)
+            require(right, f"{owner}.amp must be an AMPConfig or None, got {self.amp!r}.")
+            self.amp.validate()
+            right = self.precision == "fp16"
+            require(right, f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.")
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)

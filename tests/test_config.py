@@ -39,6 +39,13 @@ WRONG = {
         "gradient_as_bucket_view": NO_BOOLEAN,
         "static_graph": NO_BOOLEAN,
     },
+    cx.AMPConfig: {
+        "use_dynamic_scaling": NO_BOOLEAN,
+        "dynamic_history_size": (0, -1, None, *WHOLE_NUMBERS),
+        "initial_scale": (0, -1.0, math.nan, math.inf, True, "1", None),
+        "growth_factor": (1, 0.5, math.nan, math.inf, True, "2", None),
+        "backoff_factor": (0, 1, -0.5, math.nan, True, "0.5", None),
+    },
     cx.DistributedTrainingConfig: {
         "epochs": (0, -1, None, *WHOLE_NUMBERS),
         "batch_size": (0, -1, None, *WHOLE_NUMBERS),
@@ -57,6 +64,8 @@ WRONG = {
         "clip_norm": NO_LIMIT,
         "clip_value": NO_LIMIT,
         "clip_adaptive": NO_LIMIT,
+        "precision": ("", "half", "float16", None, 16),
+        "amp": (True, {}, "fp16"),
         "keep_last": (-1, None, *WHOLE_NUMBERS),
         "keep_best": ("", "losses", 3, True),
         "on_save_error": ("", "ignore", None, True),

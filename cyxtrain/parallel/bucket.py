@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class Bucket:
         self._flags = self._flat[spec.flags_offset :]
         self.heard: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
+        self.losses_are_finite = True
+        """In the last bucket: whether the losses of all ranks were."""
         self._gradients_end = spec.flags_offset
         signals = self._flags[len(self._parameters) + 1 :]
         self._signals = signals[:-1] if spec.has_signals else None
@@ -152,6 +155,7 @@ class Bucket:
         numbers = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
         count = len(self._parameters)
         shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 : -1]
+        self.losses_are_finite = not math.isnan(numbers[-1])
         unused = []
         for slot, parameter in enumerate(self._parameters):
             # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.

@@ -64,6 +64,7 @@ class DistributedDataParallel(nn.Module):
         self._last_input: weakref.ref[Tensor] | None = None
         self._last_output: weakref.ref[Tensor] | None = None
         self._loss: Tensor | None = None
+        self._latest_loss: Tensor | None = None
         self._all_parameters = list(model.parameters())
         if world_size > 1:
             _check_same_module(model)
@@ -191,8 +192,15 @@ class DistributedDataParallel(nn.Module):
         loss, self._loss = self._loss, None
         if self._reducer is not None:
             return all_finite(self._reducer.numbers)
+        self._latest_loss = loss
         gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
+
+    def losses_are_finite(self) -> bool:
+        """Returns whether the losses that were watched are, of all ranks: what else `is_finite` found is gradients."""
+        if self._reducer is not None:
+            return self._reducer.losses_are_finite
+        return self._latest_loss is None or all_finite([self._latest_loss])
 
     def check_trained(self) -> None:
         """Refuses parameters that have begun or ceased to be trained since the wrapper was made.

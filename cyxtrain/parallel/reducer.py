@@ -70,6 +70,11 @@ class Reducer:
         return self._buckets[-1].heard
 
     @property
+    def losses_are_finite(self) -> bool:
+        """Whether the losses of all ranks were, in the latest synchronisation."""
+        return self._buckets[-1].losses_are_finite
+
+    @property
     def numbers(self) -> list[Tensor]:
         """All that has travelled in the latest synchronisation, the same on every rank: gradients and losses."""
         return [bucket.numbers for bucket in self._buckets]

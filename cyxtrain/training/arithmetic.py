@@ -12,12 +12,13 @@ from torch import nn
 from cyxtrain.config import DDPConfig
 
 
-def arithmetic(model: nn.Module, device: torch.device, ddp_config: DDPConfig) -> dict[str, Any]:
+def arithmetic(model: nn.Module, device: torch.device, ddp_config: DDPConfig, precision: str) -> dict[str, Any]:
     """Returns the arithmetic in use, by what people call it: JSON values."""
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     return {
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": precision,
         "the device": device.type,
         "the backend": dist.get_backend(),
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from cyxtrain.data.batches import Batch, Placement
 from cyxtrain.data.source import ArraySource
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.step import call_model, modes_kept
+from cyxtrain.training.precision import Precision
+from cyxtrain.training.step import call_model, compute, modes_kept
 
 _PROBED_ROWS = 2
 
@@ -89,7 +90,29 @@ def check_classes(source: ArraySource, output: Any, loss: Loss) -> None:
         )
 
 
-def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Loss, *, predicting: bool = False) -> None:
+def check_precision(model: nn.Module, precision: str) -> None:
+    """Refuses parameters of 16 bits where the loss is scaled: their gradients could not be divided again.
+
+    Raises:
+        ConfigError: With their names.
+    """
+    halves = [name for name, parameter in trained_parameters(model) if parameter.dtype is torch.float16]
+    if precision == "fp16" and halves:
+        raise ConfigError(
+            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are float16: "
+            "give the model as float32."
+        )
+
+
+def probe(
+    model: nn.Module,
+    source: ArraySource,
+    placement: Placement,
+    loss: Loss,
+    precision: Precision,
+    *,
+    predicting: bool = False,
+) -> None:
     """Runs the model on two rows, without gradients, to find what does not fit before anything has changed.
 
     Every rank takes the same rows, so all come to the same verdict. Modes, buffers and random generators stay as
@@ -100,6 +123,7 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
         source: Its first rows are taken.
         placement: Of batches.
         loss: Learns here whether it returns (sum, weight).
+        precision: What the model computes in.
         predicting: Only the model is tried.
 
     Raises:
@@ -113,7 +137,7 @@ def probe(model: nn.Module, source: ArraySource, placement: Placement, loss: Los
         model.eval()
         shape = list(inputs.shape)  # asked for now: a model may change its input
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
-            output = model(inputs) if predicting else call_model(model, batch, loss)
+            output = compute(precision, model, inputs) if predicting else call_model(model, batch, loss, precision)
         if predicting:
             return
         loss.check_shapes(output, targets)

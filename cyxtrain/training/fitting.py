@@ -197,7 +197,9 @@ class Fit:
             state.optimizer,
             state.scheduler,
             make_clip(config),
-            FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device),
+            FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device, state.loss_scale),
+            self._run.data.precision,
+            state.loss_scale,
             self._device,
             accumulates=config.accumulation_steps > 1,
         )

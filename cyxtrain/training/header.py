@@ -38,6 +38,7 @@ def explain(model: nn.Module, run: Run, epochs: tuple[int, int] | None) -> list[
         ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
         ("data", counted(len(run.data), "row") + validation),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
+        *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
     ]
     if loss.is_assumed_mean:

@@ -20,6 +20,7 @@ from cyxtrain.data.source import rows_not_finite
 from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
+from cyxtrain.training.precision import LossScale
 from cyxtrain.training.randomness import generators_kept
 from cyxtrain.training.state import Position
 
@@ -39,15 +40,22 @@ class FiniteGuard:
         on_nonfinite: "raise", or "skip": the step is not taken, and training goes on.
         position: Where training is; counts the steps that were not taken.
         device: Where the model computes.
+        scale: Of the loss, or None: it goes on here. An overflow that a smaller one may cure is no fault.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, on_nonfinite: str, position: Position, device: torch.device
+        self,
+        ddp: DistributedDataParallel,
+        on_nonfinite: str,
+        position: Position,
+        device: torch.device,
+        scale: LossScale | None = None,
     ) -> None:
         self._ddp = ddp
         self._skips = on_nonfinite == SKIP
         self._position = position
         self._device = device
+        self._scale = scale
         self._buffers = BuffersKept(ddp.module)
 
     def before_step(self) -> None:
@@ -66,9 +74,16 @@ class FiniteGuard:
         Raises:
             NonFiniteError: The loss or a gradient is not finite, and nobody wants to go on; the model is as it was.
         """
-        if self._ddp.is_finite():
+        finite = self._ddp.is_finite()
+        curable = self._scale is not None and self._scale.can_fall
+        if self._scale is not None:
+            self._scale.update(overflowed=not finite)
+        if finite:
             self._position.skipped = 0
             return True
+        if curable and self._ddp.losses_are_finite():
+            self._buffers.bring_back()
+            return False
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()

@@ -25,10 +25,11 @@ from cyxtrain.errors import ConfigError, warn
 from cyxtrain.settings import require_integer
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
-from cyxtrain.training.checks import check_model, check_optimizer, check_targets, probe
+from cyxtrain.training.checks import check_model, check_optimizer, check_precision, check_targets, probe
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
 
 LossLike = nn.Module | Callable[..., Any] | str | None
@@ -43,12 +44,14 @@ class Rows:
         batch_size: Rows at once, outside training.
         placement: Of batches.
         loss: For these rows.
+        precision: What the model computes in.
     """
 
     source: ArraySource
     batch_size: int
     placement: Placement
     loss: Loss
+    precision: Precision
 
     def __len__(self) -> int:
         return len(self.source)
@@ -134,6 +137,7 @@ def plan_fit(
     config = arguments.config
     check_model(model)
     check_optimizer(optimizer)
+    check_precision(model, config.precision)
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     source, validation_source = _split(arguments)
     data = _training_rows(source, config, model, loss_fn, device)
@@ -186,6 +190,7 @@ def plan_rows(
     model: nn.Module,
     loss_fn: LossLike,
     device: str | torch.device,
+    precision: str,
     *,
     predicting: bool,
 ) -> tuple[Rows, dict[str, Any]]:
@@ -199,8 +204,9 @@ def plan_rows(
     if not predicting:
         check_targets(source, loss)
     loss.look_at(source.targets)
-    rows = Rows(source, batch_size, place_model(model, loss, device), loss)
-    probe(model, source, rows.placement, loss, predicting=predicting)
+    placement = place_model(model, loss, device)
+    rows = Rows(source, batch_size, placement, loss, Precision(precision, placement.device))
+    probe(model, source, rows.placement, loss, rows.precision, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
 
@@ -245,8 +251,9 @@ def _training_rows(
     loss = Loss(loss_fn)
     check_targets(source, loss)
     loss.look_at(source.targets)
-    rows = Rows(source, config.batch_size, place_model(model, loss, device), loss)
-    probe(model, source, rows.placement, loss)
+    placement = place_model(model, loss, device)
+    rows = Rows(source, config.batch_size, placement, loss, Precision(config.precision, placement.device))
+    probe(model, source, rows.placement, loss, rows.precision)
     return rows
 
 

@@ -19,6 +19,7 @@ from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
+from cyxtrain.training.precision import LossScale, make_loss_scale
 from cyxtrain.training.saving.checkpoint import CheckpointState
 from cyxtrain.training.saving.names import plain_state
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
@@ -69,6 +70,7 @@ class TrainingState:
         optimizer: Of its parameters.
         trainer: Number of the trainer in its program, from 1.
         scheduler: Of the optimizer's learning rate, or None.
+        loss_scale: Of the latest call of `fit`, or None.
         position: Where training is.
         history: Of the latest call of `fit`, so far.
         config: Of the latest call of `fit`.
@@ -87,6 +89,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     trainer: int
     scheduler: LRScheduler | None = None
+    loss_scale: LossScale | None = None
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
     config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
@@ -125,6 +128,7 @@ class TrainingState:
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
         self.config, self.ranks, self.kept = config, [], {}
+        self.loss_scale = make_loss_scale(config)
         self._begin_run(data)
 
     def go_on(
@@ -148,6 +152,7 @@ class TrainingState:
         Raises:
             CheckpointError: As `load`.
         """
+        self.loss_scale = make_loss_scale(config)
         self.load(state, source)
         self.history.world_size = runtime.get_world_size()
         self.config = config
@@ -171,6 +176,7 @@ class TrainingState:
             optimizer_groups=groups,
             others={
                 "scheduler": scheduler_state(self.scheduler),
+                "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
             },
             ranks=self.ranks,
@@ -211,3 +217,5 @@ class TrainingState:
         load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
         load_scheduler_state(self.scheduler, state.others.get("scheduler", {}))
+        if self.loss_scale is not None and state.others.get("loss_scale"):
+            self.loss_scale.load_state_dict(state.others["loss_scale"], source)

@@ -1,7 +1,8 @@
 """What happens with one batch.
 
 The order of a training step: zero the gradients; forward and backward of each micro-batch, of which the last backward
-averages gradients over ranks; finite?; clip; step the optimizer, then its schedule; add to the sums of the epoch.
+averages gradients over ranks; unscale; finite?, and the next loss scale; clip; step the optimizer, then its schedule;
+add to the sums of the epoch.
 
 Parameters change only after every collective of the step has succeeded.
 """
@@ -24,6 +25,7 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.totals import Totals, count_correct
 
 
@@ -37,6 +39,8 @@ class TrainingStep:
         scheduler: Of its learning rate, or None.
         clip: Makes gradients smaller where they are too large, or None.
         guard: Lets a step pass, or not.
+        precision: What the model computes in.
+        scale: Of the loss, or None.
         device: Where the model computes.
         accumulates: Whether a step may have several micro-batches, on any rank.
     """
@@ -49,6 +53,8 @@ class TrainingStep:
         scheduler: LRScheduler | None,
         clip: Clip | None,
         guard: FiniteGuard,
+        precision: Precision,
+        scale: LossScale | None,
         device: torch.device,
         *,
         accumulates: bool,
@@ -59,16 +65,20 @@ class TrainingStep:
         self._scheduler = scheduler
         self._clip = clip
         self._guard = guard
+        self._precision = precision
+        self._scale = scale
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device)
 
     def __call__(self, share: Share) -> None:
-        """Zero, forward and backward of each micro-batch, finite?, clip, step; the learning rate of the next one."""
+        """Zero, forward and backward of each micro-batch, unscale, finite?, clip, step, and the schedule's."""
         self._zero()
         self._guard.before_step()
         results = self._accumulate(share)
+        if self._scale is not None:
+            self._scale.unscale(self._parameters)
         if not self._guard.lets_pass(share, [result.loss.value for result in results], lambda: self._run_alone(share)):
             return
         if self._clip is not None:
@@ -108,12 +118,12 @@ class TrainingStep:
         losses = []
         for batch in share:
             loss = self._forward(batch).loss.value
-            loss.backward()
+            self._scaled(loss).backward()
             losses.append(loss.detach())
         return losses
 
     def _forward(self, batch: Batch) -> Result:
-        output = call_model(self._ddp, batch, self._loss)
+        output = call_model(self._ddp, batch, self._loss, self._precision)
         loss = self._loss(output, batch.targets, batch.rows)
         return Result(loss, *count_correct(output, batch.targets, self._loss))
 
@@ -124,7 +134,10 @@ class TrainingStep:
         factor = loss.terms * dist.get_world_size() / divisor if divisor else 0.0
         value = loss.value if factor == 1 else loss.value * factor
         self._ddp.watch(value)
-        value.backward()
+        self._scaled(value).backward()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scale is None else loss * self._scale.value
 
     def _divisor(self, weight: Tensor | float, share: Share) -> float:
         """Returns what the sum of all ranks' terms is divided by, in this backward."""
@@ -163,18 +176,20 @@ class EvaluationStep:
         model: In evaluation mode.
         loss: Of a batch.
         batches: How many there are over all ranks.
-        device: Where the model computes.
+        precision: What the model computes in.
+        device: Where it does so.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, batches: int, precision: Precision, device: torch.device) -> None:
         self._model = model
         self._loss = loss
+        self._precision = precision
         self.totals = Totals(batches, device)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
         with torch.no_grad():
-            output = call_model(self._model, batch, self._loss)
+            output = call_model(self._model, batch, self._loss, self._precision)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch.targets, batch.rows)
             self.totals.add(batch.number, loss, *count_correct(output, batch.targets, self._loss))
@@ -185,10 +200,12 @@ class PredictionStep:
 
     Args:
         model: In evaluation mode.
+        precision: What it computes in.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
         self._model = model
+        self._precision = precision
         self.outputs: list[Tensor] = []
 
     def __call__(self, batch: Batch) -> None:
@@ -198,7 +215,7 @@ class PredictionStep:
             ConfigError: The model does not return one tensor with a row per row, of one kind.
         """
         with torch.no_grad():
-            output = self._model(batch.inputs)
+            output = compute(self._precision, self._model, batch.inputs)
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != batch.rows:
             found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(
@@ -214,11 +231,18 @@ class PredictionStep:
         self.outputs.append(output.cpu())
 
 
-def call_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
+def call_model(model: nn.Module, batch: Batch, loss: Loss, precision: Precision) -> Any:
     """Returns the model's output; a model that computes its own loss is given the targets too."""
     if loss.function is None and batch.targets is not None:
-        return model(batch.inputs, batch.targets)
-    return model(batch.inputs)
+        return compute(precision, model, batch.inputs, batch.targets)
+    return compute(precision, model, batch.inputs)
+
+
+def compute(precision: Precision, model: nn.Module, *inputs: Tensor) -> Any:
+    """Returns what a model gives for inputs, in no fewer bits than float32."""
+    with precision.computing():
+        output = model(*inputs)
+    return precision.widened(output)
 
 
 @contextlib.contextmanager

@@ -200,7 +200,8 @@ class DistributedTrainer:
     def _evaluate(
         self, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        step = EvaluationStep(self.model, rows.loss, -(-len(rows) // rows.batch_size), rows.placement.device)
+        batches = -(-len(rows) // rows.batch_size)
+        step = EvaluationStep(self.model, rows.loss, batches, rows.precision, rows.placement.device)
         complete = self._run_whole_batches(rows, step, distributed=distributed, give_up=give_up)
         sums = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
         value, accuracy = loss_and_accuracy(sums, rows.loss.weighting)
@@ -224,7 +225,7 @@ class DistributedTrainer:
         """
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
         rows = self._rows(X, None, batch_size, distributed=distributed, predicting=True)
-        step = PredictionStep(self.model)
+        step = PredictionStep(self.model, rows.precision)
         self._run_whole_batches(rows, step, distributed=distributed)
         output = self._gathered(rows, step) if distributed else torch.cat(step.outputs)
         if not rows.source.is_numpy:
@@ -246,8 +247,11 @@ class DistributedTrainer:
 
         def plan() -> tuple[Rows, dict[str, Any]]:
             source = ArraySource(inputs, targets)
-            at_once = self._state.config.batch_size if batch_size is None else batch_size
-            return plan_rows(source, at_once, self.model, self.loss_fn, self._device, predicting=predicting)
+            config = self._state.config
+            at_once = config.batch_size if batch_size is None else batch_size
+            return plan_rows(
+                source, at_once, self.model, self.loss_fn, self._device, config.precision, predicting=predicting
+            )
 
         return agree_on(plan)[0] if distributed else plan()[0]
 
@@ -376,7 +380,7 @@ class DistributedTrainer:
         return f"{where}: {REASONS[stopped]}; {kept}"
 
     def _arithmetic(self, run: Run) -> dict[str, Any]:
-        return arithmetic(self.model, run.data.placement.device, self.ddp_config)
+        return arithmetic(self.model, run.data.placement.device, self.ddp_config, run.config.precision)
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
         last = self._state.position.first_epoch + run.config.epochs

@@ -1,0 +1,116 @@
+"""In which precision a model computes, and how its loss is scaled so that small gradients are not lost.
+
+Parameters, gradients, sums and the optimizer stay as they are: only what autocast knows to be safe is calculated in
+16 bits. Source: Micikevicius et al., Mixed Precision Training (2018), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import AMPConfig, DistributedTrainingConfig
+from cyxtrain.errors import CheckpointError
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEAST_SCALE = 1.0
+"""Gradients that overflow below it are too large for 16 bits as they are."""
+
+
+class Precision:
+    """In which precision a model computes.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device: Where it does so.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._dtype = _HALVES.get(name)
+        self._device_type = device.type
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, PyTorch calculates in this precision."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, self._dtype)
+
+    def widened(self, output: Any) -> Any:
+        """Returns what a model gave, its 16-bit numbers as float32: losses and metrics are not made of 16 bits."""
+        if self._dtype is None:
+            return output
+        if isinstance(output, Tensor):
+            return output.float() if output.dtype is self._dtype else output
+        if type(output) in (tuple, list):
+            return type(output)(map(self.widened, output))
+        if type(output) is dict:
+            return {name: self.widened(value) for name, value in output.items()}
+        return output
+
+
+class LossScale:
+    """What the loss is multiplied by before backward, and the gradients divided by after it.
+
+    It halves when gradients overflow, and doubles after so many steps in which none did: the sequence of PyTorch's
+    GradScaler. The averages tell all ranks alike whether any of them overflowed: they stay in step without a message.
+
+    Args:
+        config: How it begins, and changes.
+    """
+
+    def __init__(self, config: AMPConfig) -> None:
+        self._config = config
+        self.value = float(config.initial_scale)
+        self._steps = 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be cured by a smaller scale."""
+        return self._config.use_dynamic_scaling and self.value > _LEAST_SCALE
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divides gradients by it, in place."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.value)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Goes on to the scale of the next step."""
+        config = self._config
+        if not config.use_dynamic_scaling:
+            return
+        self._steps = 0 if overflowed else self._steps + 1
+        if overflowed:
+            self.value = _as_float32(self.value * config.backoff_factor)
+        elif self._steps == config.dynamic_history_size:
+            grown = _as_float32(self.value * config.growth_factor)
+            self.value, self._steps = (grown if math.isfinite(grown) else self.value), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it."""
+        return {"scale": self.value, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            CheckpointError: That is no such state.
+        """
+        value, steps = state.get("scale"), state.get("steps")
+        if not isinstance(value, float) or not 0 < value < math.inf or type(steps) is not int or steps < 0:
+            raise CheckpointError(f"Cannot load {source}: its loss scale is {dict(state)}.")
+        self.value, self._steps = value, steps
+
+
+def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
+    """Returns the scale that a fit begins with; None: only fp16 needs one."""
+    return LossScale(config.amp or AMPConfig()) if config.precision == "fp16" else None
+
+
+def _as_float32(number: float) -> float:  # which GradScaler's is
+    return torch.tensor(number, dtype=torch.float32).item()
