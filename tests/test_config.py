@@ -66,6 +66,7 @@ WRONG = {
         "clip_adaptive": NO_LIMIT,
         "precision": ("", "half", "float16", None, 16),
         "amp": (True, {}, "fp16"),
+        "fused_optimizer": ("yes", None, 2),
         "keep_last": (-1, None, *WHOLE_NUMBERS),
         "keep_best": ("", "losses", 3, True),
         "on_save_error": ("", "ignore", None, True),

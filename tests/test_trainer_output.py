@@ -71,7 +71,7 @@ def test_the_header_has_a_line_for_each_fact(shown):
 
 def test_a_line_per_epoch_without_a_terminal(shown):
     text, history = shown[0]["plain"]
-    lines = text.splitlines()[8:]
+    lines = text.splitlines()[9:]
     found = [EPOCH_LINE.fullmatch(line) for line in lines]
     assert len(found) == 2
     assert all(found), lines
@@ -203,7 +203,7 @@ def test_a_terminal_has_a_bar_with_loss_accuracy_rate_and_remaining_time(columns
     assert re.search(rf"epoch 1/2 .+ \d+/10 +{numbers} +\d:\d\d:\d\d", "\n".join(bars)), bars
     assert max(len(bar.rstrip()) for bar in bars) <= columns
     left = screen(text)
-    assert len(left) == 8 + 2 * 3  # the header; per epoch two lines of steps and its own
+    assert len(left) == 9 + 2 * 3  # the header; per epoch two lines of steps and its own
     assert not [line for line in left if "━" in line]
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0  # the cursor is hidden, and shown again
 

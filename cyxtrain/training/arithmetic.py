@@ -10,15 +10,18 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.config import DDPConfig
+from cyxtrain.training.plan import Run
 
 
-def arithmetic(model: nn.Module, device: torch.device, ddp_config: DDPConfig, precision: str) -> dict[str, Any]:
+def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, Any]:
     """Returns the arithmetic in use, by what people call it: JSON values."""
+    device = run.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     return {
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
-        "the precision": precision,
+        "the precision": run.config.precision,
+        "the optimizer's kernel": "fused" if run.fuses else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,

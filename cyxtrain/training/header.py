@@ -17,11 +17,14 @@ _BACKENDS = {
 }
 
 
-def explain(model: nn.Module, run: Run, epochs: tuple[int, int] | None) -> list[tuple[str, str]]:
+def explain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, epochs: tuple[int, int] | None
+) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
         model: Not wrapped.
+        optimizer: Of its parameters.
         run: What is asked for.
         epochs: The first and the last, from 1; None: nothing is left to train.
     """
@@ -40,6 +43,7 @@ def explain(model: nn.Module, run: Run, epochs: tuple[int, int] | None) -> list[
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
+        ("optimizer", type(optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
     ]
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))

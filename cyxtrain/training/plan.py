@@ -29,6 +29,7 @@ from cyxtrain.training.checks import check_model, check_optimizer, check_precisi
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
 
@@ -59,7 +60,7 @@ class Rows:
 
 @dataclass
 class Run:
-    """One call of `fit`."""
+    """One call of `fit`; `fuses`: whether the optimizer steps by the fused kernel."""
 
     config: DistributedTrainingConfig
     data: Rows
@@ -68,6 +69,7 @@ class Run:
     display: Display
     resume: str | None
     callbacks: Callbacks
+    fuses: bool
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -162,7 +164,8 @@ def plan_fit(
     }
     display = make_display(config.verbose and rank == 0)
     callbacks = Callbacks(arguments.callbacks)
-    return Run(config, data, validation, batches, display, arguments.resume, callbacks), facts
+    fuses = can_fuse(optimizer, config.fused_optimizer)
+    return Run(config, data, validation, batches, display, arguments.resume, callbacks, fuses), facts
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:

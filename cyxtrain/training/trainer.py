@@ -32,7 +32,7 @@ from cyxtrain.training.fitting import Fit, run_epoch
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
+from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import gather_rows
 from cyxtrain.training.resuming import begin_or_go_on
@@ -150,6 +150,8 @@ class DistributedTrainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
             stack.enter_context(torch.enable_grad())
+            if run.fuses:
+                stack.enter_context(fused(self.optimizer))
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
@@ -380,12 +382,12 @@ class DistributedTrainer:
         return f"{where}: {REASONS[stopped]}; {kept}"
 
     def _arithmetic(self, run: Run) -> dict[str, Any]:
-        return arithmetic(self.model, run.data.placement.device, self.ddp_config, run.config.precision)
+        return arithmetic(self.model, run, self.ddp_config)
 
     def _header(self, run: Run) -> list[tuple[str, str]]:
         last = self._state.position.first_epoch + run.config.epochs
         epochs = None if run.is_over(self._state.position) else (self.epoch + 1, last)
-        return explain(self.model, run, epochs)
+        return explain(self.model, self.optimizer, run, epochs)
 
 
 def _join_world() -> None:

@@ -18,6 +18,8 @@ from cyxtrain.training.saving.names import plain_parameters
 
 # Names inside a group that are not hyper-parameters.
 _PARAMETERS = ("params", "param_names")
+# How it steps, which is the program's affair, and not the checkpoint's.
+_WAYS = ("fused",)
 
 
 def optimizer_state_by_name(
@@ -91,7 +93,10 @@ def load_optimizer_state_by_name(
         saved = _hyper_parameters(matching[frozenset(names)])
         _require_same_kind(optimizer, saved)
         new_groups.append(
-            {**{name: _like(value, own.get(name)) for name, value in saved.items()}, "params": own["params"]}
+            {
+                **{name: _like(value, own.get(name)) for name, value in saved.items()},
+                **{name: own[name] for name in (*_WAYS, "params") if name in own},
+            }
         )
     indices = {name: index for index, name in _names_by_index(current["param_groups"], name_groups).items()}
     new_state = {indices[name]: dict(values) for name, values in state.items()}
@@ -123,7 +128,7 @@ def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[S
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _PARAMETERS}
+    return {name: value for name, value in group.items() if name not in (*_PARAMETERS, *_WAYS)}
 
 
 def _require_same_parameters(
@@ -152,7 +157,7 @@ def _require_same_parameters(
 
 def _require_same_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Refuses hyper-parameters of another optimizer: half of them would silently stay as they are."""
-    missing = sorted(set(optimizer.defaults) - set(saved))
+    missing = sorted(set(optimizer.defaults) - set(saved) - set(_WAYS))
     if missing:
         raise CheckpointError(
             f"The checkpoint's optimizer has no {missing}, which {type(optimizer).__name__} needs: it was written with "
