@@ -262,6 +262,11 @@ class DistributedTrainingConfig:
     """What the model computes in: "fp32", as its parameters are; "bf16" or "fp16", by autocast, where that is safe."""
     amp: AMPConfig | None = None
     """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
+    learning_rate_scaling: str | None = None
+    """How the learning rate, which is given for `batch_size` samples per step (times `accumulation_steps`), grows with
+    what a step has over all ranks: "linear", with the ratio of the two; "sqrt", with its root; None: not at all."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate grows to its value, evenly; its schedule follows."""
     fused_optimizer: bool | str = "auto"
     """Whether the optimizer steps by PyTorch's fused kernel, several times as fast: "auto": where it can, and its user
     has not built it with another way; True: it must; False: as it was built."""
@@ -285,6 +290,8 @@ class DistributedTrainingConfig:
             require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
         require_integer(owner, "accumulation_steps", self.accumulation_steps, 1)
         self._validate_clipping(owner)
+        require_choice(owner, "learning_rate_scaling", self.learning_rate_scaling, (None, "linear", "sqrt"))
+        require_integer(owner, "warmup_steps", self.warmup_steps, 0)
         require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
         require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"))
         if self.amp is not None:

@@ -238,3 +238,8 @@ def _failures(values: object) -> Iterator[Failure]:
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
             yield Failure(**{name: value[name] for name in kinds})
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

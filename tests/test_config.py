@@ -66,6 +66,8 @@ WRONG = {
         "clip_adaptive": NO_LIMIT,
         "precision": ("", "half", "float16", None, 16),
         "amp": (True, {}, "fp16"),
+        "learning_rate_scaling": ("cubic", True, 1),
+        "warmup_steps": (-1, None, *WHOLE_NUMBERS),
         "fused_optimizer": ("yes", None, 2),
         "keep_last": (-1, None, *WHOLE_NUMBERS),
         "keep_best": ("", "losses", 3, True),

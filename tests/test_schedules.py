@@ -119,7 +119,7 @@ def test_what_is_no_schedule_of_this_optimizer_is_refused():
         (schedulers.StepLR(other, 3), "StepLR is of another optimizer"),
         (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau looks at a number after each epoch"),
         (lambda optimizer: None, "scheduler must be one of torch.optim.lr_scheduler"),
-        ("cosine", "scheduler must be one of torch.optim.lr_scheduler"),
+        (3, "scheduler must be one of torch.optim.lr_scheduler"),
     ):
         with pytest.raises(cx.ConfigError, match=words):
             cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=wrong)

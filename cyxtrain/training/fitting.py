@@ -195,7 +195,7 @@ class Fit:
             self._ddp,
             self._run.data.loss,
             state.optimizer,
-            state.scheduler,
+            state.rates,
             make_clip(config),
             FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device, state.loss_scale),
             self._run.data.precision,

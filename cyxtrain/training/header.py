@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cyxtrain.errors import counted
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.plan import Run
+from cyxtrain.training.rates import Rates
 from cyxtrain.training.saving.checkpoint import library_versions
 
 _BACKENDS = {
@@ -17,14 +19,12 @@ _BACKENDS = {
 }
 
 
-def explain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, epochs: tuple[int, int] | None
-) -> list[tuple[str, str]]:
+def explain(model: nn.Module, rates: Rates, run: Run, epochs: tuple[int, int] | None) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
         model: Not wrapped.
-        optimizer: Of its parameters.
+        rates: Of the optimizer of its parameters.
         run: What is asked for.
         epochs: The first and the last, from 1; None: nothing is left to train.
     """
@@ -43,7 +43,8 @@ def explain(
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}"),
-        ("optimizer", type(optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
+        ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
+        *([("rate", rates.explain(run.config.learning_rate_scaling))] if rates.are_moving else []),
     ]
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
@@ -67,8 +68,3 @@ def _parameters(model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -13,9 +13,8 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, ConfigError, on_all_ranks, warn
+from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn
 from cyxtrain.training.arithmetic import differences
-from cyxtrain.training.header import counted
 from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
@@ -154,7 +153,8 @@ def _begin_or_go_on(
     found = find_checkpoint(run.resume, run.config, state)
     data = run.digests()
     if found is None:
-        check_schedule(state.scheduler, run.config.epochs * run.batches.num_batches)
+        steps = run.config.epochs * run.batches.num_batches - run.config.warmup_steps
+        check_schedule(state.rates.scheduler, steps)
         state.begin_fit(run.config, data, run.batches)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
@@ -166,7 +166,7 @@ def _begin_or_go_on(
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
     run.go_on(state)
-    check_schedule(state.scheduler, run.steps_left(state.position))
+    check_schedule(state.rates.scheduler, run.steps_left(state.position) - state.rates.warmup_steps_left)
     _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
     state.arithmetic = arithmetic
     return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *rates]
@@ -192,14 +192,22 @@ def _other_settings(state: TrainingState, checkpoint: CheckpointState) -> list[t
     _, groups = optimizer_state_by_name(state.optimizer, state.model)
     found = []
     for own, saved in zip(groups, checkpoint.optimizer_groups, strict=False):
-        # A schedule changes the rate, and remembers with what it began.
-        hidden = {"params", "lr"} if "initial_lr" in own and "initial_lr" in saved else {"params"}
+        hidden = {"params"}
+        if not _rates_stand_still(checkpoint):  # they have been scaled, or warm up
+            hidden |= {"lr", "initial_lr"}
+        elif "initial_lr" in own and "initial_lr" in saved:  # a schedule remembers with what it began
+            hidden |= {"lr"}
         found += [
             f"{name.removeprefix('initial_')} {saved[name]} as in the checkpoint (the program has {own[name]})"
             for name in own.keys() & saved.keys() - hidden
             if not isinstance(own[name], torch.Tensor) and own[name] != saved[name]
         ]
     return [("optimizer", "; ".join(sorted(set(found))))] if found else []
+
+
+def _rates_stand_still(checkpoint: CheckpointState) -> bool:
+    rates = checkpoint.others.get("rates", {})
+    return rates.get("factor", 1.0) == 1.0 and not rates.get("warmup_steps")
 
 
 def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:

@@ -10,19 +10,23 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.settings import unknown_name
+from cyxtrain.training.rates import Cosine
 from cyxtrain.training.saving.tree import encode_tree
 
 _PARTS = "_schedulers"
 """Where PyTorch keeps the state of schedules within a schedule."""
 
-SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None
+_BY_NAME = {"cosine": Cosine}
 
 
 def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Returns a scheduler of the optimizer, or None.
 
     Args:
-        scheduler: One of `torch.optim.lr_scheduler` that is built, or a function of the optimizer that builds one.
+        scheduler: One of `torch.optim.lr_scheduler` that is built, a function of the optimizer that builds one, or
+            "cosine": to zero over each fit.
         optimizer: Whose learning rate it sets.
 
     Raises:
@@ -30,7 +34,9 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     """
     if scheduler is None:
         return None
-    made: Any = scheduler
+    if isinstance(scheduler, str) and scheduler not in _BY_NAME:
+        raise unknown_name("cyxtrain", scheduler, list(_BY_NAME), "scheduler")
+    made: Any = _BY_NAME[scheduler](optimizer) if isinstance(scheduler, str) else scheduler
     if not isinstance(made, LRScheduler):
         made = scheduler(optimizer) if callable(scheduler) else None
     if not isinstance(made, LRScheduler):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
@@ -20,6 +19,7 @@ from cyxtrain.errors import CheckpointError
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.precision import LossScale, make_loss_scale
+from cyxtrain.training.rates import Rates, scaling_of
 from cyxtrain.training.saving.checkpoint import CheckpointState
 from cyxtrain.training.saving.names import plain_state
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
@@ -69,7 +69,7 @@ class TrainingState:
         model: Not wrapped.
         optimizer: Of its parameters.
         trainer: Number of the trainer in its program, from 1.
-        scheduler: Of the optimizer's learning rate, or None.
+        rates: Of the optimizer.
         loss_scale: Of the latest call of `fit`, or None.
         position: Where training is.
         history: Of the latest call of `fit`, so far.
@@ -88,7 +88,7 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     trainer: int
-    scheduler: LRScheduler | None = None
+    rates: Rates
     loss_scale: LossScale | None = None
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
@@ -129,6 +129,8 @@ class TrainingState:
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
         self.config, self.ranks, self.kept = config, [], {}
         self.loss_scale = make_loss_scale(config)
+        steps = config.epochs * batches.num_batches
+        self.rates.begin(scaling_of(config, effective), config.warmup_steps, steps)
         self._begin_run(data)
 
     def go_on(
@@ -175,7 +177,8 @@ class TrainingState:
             optimizer=state,
             optimizer_groups=groups,
             others={
-                "scheduler": scheduler_state(self.scheduler),
+                "scheduler": scheduler_state(self.rates.scheduler),
+                "rates": self.rates.state_dict(),
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
             },
@@ -201,7 +204,7 @@ class TrainingState:
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
-        check_scheduler_state(self.scheduler, state.others.get("scheduler", {}), source)
+        check_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}), source)
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
         self.runs.add(self.run.get("id"))
@@ -216,6 +219,8 @@ class TrainingState:
         # First, because it takes all or nothing, and the model has been seen to fit.
         load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
-        load_scheduler_state(self.scheduler, state.others.get("scheduler", {}))
+        load_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}))
+        if state.others.get("rates"):
+            self.rates.load_state_dict(state.others["rates"], source)
         if self.loss_scale is not None and state.others.get("loss_scale"):
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, Share
@@ -26,6 +25,7 @@ from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.precision import LossScale, Precision
+from cyxtrain.training.rates import Rates
 from cyxtrain.training.totals import Totals, count_correct
 
 
@@ -36,7 +36,7 @@ class TrainingStep:
         ddp: The model.
         loss: Of a batch.
         optimizer: Of the model's parameters.
-        scheduler: Of its learning rate, or None.
+        rates: Of the optimizer.
         clip: Makes gradients smaller where they are too large, or None.
         guard: Lets a step pass, or not.
         precision: What the model computes in.
@@ -50,7 +50,7 @@ class TrainingStep:
         ddp: DistributedDataParallel,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        rates: Rates,
         clip: Clip | None,
         guard: FiniteGuard,
         precision: Precision,
@@ -62,7 +62,7 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = loss
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._rates = rates
         self._clip = clip
         self._guard = guard
         self._precision = precision
@@ -84,8 +84,7 @@ class TrainingStep:
         if self._clip is not None:
             self._clip(self._parameters)
         self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._rates.step()
         for result in results:
             self.totals.add(0, *result)
 

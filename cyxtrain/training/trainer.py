@@ -35,6 +35,7 @@ from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import gather_rows
+from cyxtrain.training.rates import Rates, check_scaling
 from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.saving.files import read_file
@@ -59,8 +60,8 @@ class DistributedTrainer:
         loss_fn: A module of torch.nn, a callable of (output, target), a name, or None: the model returns its loss.
         optimizer: From torch.optim, a factory, or a name.
         metrics: Reserved; accuracy comes by itself where targets are classes.
-        scheduler: Of the learning rate: one of `torch.optim.lr_scheduler`, or a function of the optimizer that makes
-            one. It is stepped once per optimizer step.
+        scheduler: Of the learning rate: one of `torch.optim.lr_scheduler`, a function of the optimizer that makes it,
+            or "cosine". It is stepped once per optimizer step.
         callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
         ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
         device: "auto": where the model is on CUDA; else the rank's GPU under NCCL; else the CPU.
@@ -91,9 +92,8 @@ class DistributedTrainer:
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
         self._device = checked_device(device)
         self.callbacks = checked_callbacks(callbacks)
-        self._state = TrainingState(
-            self.model, self.optimizer, next(_numbers), make_scheduler(scheduler, self.optimizer)
-        )
+        rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
+        self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
         self._fit: Fit | None = None
         Loss(loss_fn)  # refuses what is no loss, here and now
 
@@ -365,7 +365,8 @@ class DistributedTrainer:
         arguments = parse_fit(data, dict(keywords))
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device)
-        facts |= scheduler_facts(self._state.scheduler)
+        check_scaling(self._state.rates.scheduler, run.config)
+        facts |= scheduler_facts(self._state.rates.scheduler)
         run.callbacks.meet(self, run.params(self.epoch + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in dataclasses.asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
@@ -387,7 +388,7 @@ class DistributedTrainer:
     def _header(self, run: Run) -> list[tuple[str, str]]:
         last = self._state.position.first_epoch + run.config.epochs
         epochs = None if run.is_over(self._state.position) else (self.epoch + 1, last)
-        return explain(self.model, self.optimizer, run, epochs)
+        return explain(self.model, self._state.rates, run, epochs)
 
 
 def _join_world() -> None:

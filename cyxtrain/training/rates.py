@@ -1,0 +1,195 @@
+"""The learning rate of each step: scaled with the size of a step, warmed up, and then as the schedule has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import CheckpointError, ConfigError, counted
+
+_OWN_RATES = (OneCycleLR, CyclicLR)
+_RATES = ("lr", "initial_lr")
+
+
+class Cosine(LRScheduler):
+    """Lets the learning rate fall to zero along half a cosine, over the steps of a fit, and begins anew with the next.
+
+    Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), equation 5, without
+    restarts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.total_steps = 0
+        super().__init__(optimizer)
+
+    def begin(self, total_steps: int) -> None:
+        """Begins again, with so many steps until the rate is zero."""
+        self.total_steps, self.last_epoch = total_steps, 0
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Returns the rate of each group."""
+        part = min(self.last_epoch / self.total_steps, 1.0) if self.total_steps else 0.0
+        return [rate * (1 + math.cos(math.pi * part)) / 2 for rate in self.base_lrs]
+
+
+class Rates:
+    """The learning rates of an optimizer's groups, step by step.
+
+    Args:
+        optimizer: Whose.
+        scheduler: What they follow after the warm-up, or None.
+
+    Attributes:
+        optimizer: It.
+        scheduler: It.
+        factor: What the rates that the program gave have been multiplied by.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+        self.scheduler = scheduler
+        self.factor = 1.0
+        self.optimizer = optimizer
+        self._warmup_steps = self._warm_steps = 0
+        self._targets: list[float] = []
+
+    @property
+    def warmup_steps_left(self) -> int:
+        """Steps until the rates have their values."""
+        return self._warmup_steps - self._warm_steps if self._targets else 0
+
+    @property
+    def are_moving(self) -> bool:
+        """Whether they are not simply those that the program gave."""
+        return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
+
+    def explain(self, scaling: str | None) -> str:
+        """Returns what becomes of them, for people.
+
+        Args:
+            scaling: How they have been scaled.
+        """
+        rates = self._targets or [float(group["lr"]) for group in self.optimizer.param_groups]
+        words = [", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))]
+        words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
+        words += [f"after a warm-up of {counted(self._warmup_steps, 'step')}"] if self._warmup_steps else []
+        words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
+        return ", ".join(words)
+
+    def begin(self, factor: float, warmup_steps: int, steps: int) -> None:
+        """Begins a fit.
+
+        Args:
+            factor: What the rates that the program gave are to be multiplied by.
+            warmup_steps: Steps until they have their values.
+            steps: Of the fit.
+        """
+        if self._targets:  # an earlier fit ended before its warm-up
+            self._set(self._targets)
+        self._scale(factor / self.factor)
+        self.factor = factor
+        if isinstance(self.scheduler, Cosine):
+            self.scheduler.begin(max(1, steps - warmup_steps))
+        self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
+        if warmup_steps:
+            self._targets = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._warm()
+
+    def step(self) -> None:
+        """Goes on to the rates of the next step."""
+        if self._targets:
+            self._warm_steps += 1
+            self._warm()
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of them, beside the scheduler's own state."""
+        return {
+            "factor": self.factor,
+            "warmup_steps": self._warmup_steps,
+            "warm_steps": self._warm_steps,
+            "targets": list(self._targets),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
+        """Goes on from a checkpoint; the optimizer has its own rates from there.
+
+        Raises:
+            CheckpointError: That is no such state.
+        """
+        factor, targets = state.get("factor"), state.get("targets")
+        whole, done = state.get("warmup_steps"), state.get("warm_steps")
+        if (
+            not isinstance(factor, float)
+            or not 0 < factor < math.inf
+            or not isinstance(targets, list)
+            or not all(isinstance(rate, float) for rate in targets)
+            or len(targets) not in (0, len(self.optimizer.param_groups))
+            or not isinstance(whole, int)
+            or not isinstance(done, int)
+            or not 0 <= done <= whole
+        ):
+            raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
+        self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
+
+    def _warm(self) -> None:
+        part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
+        self._set([rate * part for rate in self._targets])
+        if self._warm_steps >= self._warmup_steps:
+            self._targets = []
+
+    def _set(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _scale(self, ratio: float) -> None:
+        if ratio == 1:
+            return
+        for group in self.optimizer.param_groups:
+            for name in _RATES:
+                if name in group:
+                    group[name] = group[name] * ratio
+        for scheduler in _parts(self.scheduler):
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+
+def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:
+    """Returns what the learning rate is multiplied by: it is given for one rank's samples of a step.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.1; for "sqrt", Krizhevsky, One weird trick for
+    parallelizing convolutional neural networks (2014), section 5.
+    """
+    ratio = effective_batch_size / (config.batch_size * config.accumulation_steps)
+    return {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.learning_rate_scaling]
+
+
+def check_scaling(scheduler: LRScheduler | None, config: DistributedTrainingConfig) -> None:
+    """Refuses to scale what has rates of its own.
+
+    Raises:
+        ConfigError: With its name.
+    """
+    own = next((type(part).__name__ for part in _parts(scheduler) if isinstance(part, _OWN_RATES)), None)
+    if config.learning_rate_scaling and own:
+        raise ConfigError(
+            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
+            "of its own: build it with larger ones."
+        )
+
+
+def _parts(scheduler: Any) -> Iterator[LRScheduler]:
+    """Gives a scheduler and those that it is made of."""
+    if scheduler is not None:
+        yield scheduler
+        for part in getattr(scheduler, "_schedulers", ()):
+            yield from _parts(part)

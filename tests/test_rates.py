@@ -1,0 +1,182 @@
+"""The learning rate of every step: scaled, warmed up, scheduled; the same trace on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import fingerprint, make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.training.rates import Rates
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+STEPS = 18  # 3 epochs of 6 steps
+ASKED = {
+    "nothing": {},
+    "linear": {"learning_rate_scaling": "linear"},
+    "root": {"learning_rate_scaling": "sqrt"},
+    "warm-up": {"warmup_steps": 4},
+    "cosine": {"scheduler": "cosine"},
+    "all": {"learning_rate_scaling": "linear", "warmup_steps": 4, "scheduler": "cosine"},
+    "one of PyTorch's": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1)},
+    "warm-up before it": {
+        "warmup_steps": 3,
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1),
+    },
+}
+
+
+class Trace(cx.callbacks.Callback):
+    """Notes with which rate of the first group each step is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
+
+
+def make_trainer(scheduler: Any = None) -> cx.DistributedTrainer:
+    model = make_model()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return cx.DistributedTrainer(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler)
+
+
+def trace(asked: dict[str, Any], **settings: Any) -> tuple[list[float], cx.DistributedTrainer]:
+    kept = {name: value for name, value in asked.items() if name != "scheduler"}
+    trainer, found = make_trainer(asked.get("scheduler")), Trace()
+    fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, "verbose": False, **settings}
+    trainer.fit(*make_rows(96), callbacks=[found], **fit, **kept)
+    return found.rates, trainer
+
+
+def traces() -> dict[str, list[float]]:
+    return {name: trace(asked)[0] for name, asked in ASKED.items()}
+
+
+def test_each_step_has_the_rate_that_was_asked_for():
+    with one_process():
+        found = traces()
+    warm = [0.25, 0.5, 0.75, 1.0]
+    cosine = [(1 + math.cos(math.pi * step / (STEPS - 4))) / 2 for step in range(STEPS - 4)]
+    expected = {
+        "nothing": [0.1] * STEPS,
+        "linear": [0.4] * STEPS,
+        "root": [0.2] * STEPS,
+        "warm-up": [0.1 * part for part in warm] + [0.1] * (STEPS - 4),
+        "cosine": [0.1 * (1 + math.cos(math.pi * step / STEPS)) / 2 for step in range(STEPS)],
+        "all": [0.4 * part for part in [*warm, *cosine]],
+        "one of PyTorch's": [0.1] * 5 + [0.01] * 5 + [0.001] * 5 + [0.0001] * 3,
+        "warm-up before it": [0.1 / 3, 0.2 / 3, 0.1] + [0.1] * 5 + [0.01] * 5 + [0.001] * 5,
+    }
+    for name in ASKED:
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_trace_is_the_same_on_any_number_of_ranks(world_size):
+    with one_process():
+        alone = traces()
+    for found in run_world(world_size, traces_by_name):
+        assert found == {name: alone[name] for name in found}
+
+
+def traces_by_name() -> dict[str, list[float]]:
+    return traces()
+
+
+def test_without_an_effective_batch_size_the_rate_grows_with_the_ranks():
+    for world_size in (1, 2, 3):
+        for found in run_world(world_size, scaled_by_ranks):
+            assert found == pytest.approx([0.1 * world_size, 0.01 * world_size])
+
+
+def scaled_by_ranks() -> list[float]:
+    trainer = trace(ASKED["linear"], effective_batch_size=None, accumulation_steps=2, epochs=1)[1]
+    return [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+def test_a_second_fit_begins_its_warm_up_and_cosine_anew_and_scales_nothing_twice():
+    with one_process():
+        first, trainer = trace(ASKED["all"])
+        again = Trace()
+        fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, "verbose": False}
+        trainer.fit(*make_rows(96), callbacks=[again], learning_rate_scaling="linear", warmup_steps=4, **fit)
+        assert again.rates == first
+        back = Trace()
+        trainer.fit(*make_rows(96), callbacks=[back], **fit)
+        assert back.rates[0] == pytest.approx(0.1)
+
+
+class Interrupt(cx.callbacks.Callback):
+    """As Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer._state.position.step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["all", "warm-up before it"])
+def test_a_fit_resumed_in_or_after_its_warm_up_has_the_rates_and_bits_of_the_whole(tmp_path: Path, name: str, capsys):
+    asked = ASKED[name]
+    with one_process():
+        whole, trainer = trace(asked)
+        bits = fingerprint(trainer.model)
+        for step in (2, 3, 4, 11):
+            folder = {"checkpoint_dir": f"{tmp_path}/{step}", "checkpoint_every_n_steps": 1, "resume": "auto"}
+            kept = {key: value for key, value in asked.items() if key != "scheduler"}
+            fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, **folder, **kept}
+            with pytest.raises(KeyboardInterrupt):
+                make_trainer(asked.get("scheduler")).fit(
+                    *make_rows(96), callbacks=[Interrupt(step)], verbose=False, **fit
+                )
+            resumed, rest = make_trainer(asked.get("scheduler")), Trace()
+            capsys.readouterr()
+            resumed.fit(*make_rows(96), callbacks=[rest], **fit)
+            assert rest.rates == whole[-len(rest.rates) :]
+            assert len(rest.rates) == STEPS - step + 1  # the last step had not been kept yet
+            assert fingerprint(resumed.model) == bits
+            assert "lr" not in capsys.readouterr().out  # nothing is put back that the program had otherwise
+
+
+def test_what_has_rates_of_its_own_is_not_scaled():
+    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.1], total_steps=100)
+
+    with one_process():
+        with pytest.raises(cx.ConfigError, match="OneCycleLR has rates of its own"):
+            trace({"scheduler": one_cycle, "learning_rate_scaling": "sqrt"})
+        assert len(trace({"scheduler": one_cycle, "warmup_steps": 2})[0]) == STEPS
+        with pytest.raises(cx.ConfigError, match=r"no scheduler 'cosin'. Did you mean 'cosine'"):
+            make_trainer("cosin")
+
+
+def test_the_header_says_what_becomes_of_the_rate(capsys):
+    with one_process():
+        trace(ASKED["all"], verbose=True)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "rate 0.4, 0.04, 4 times what was given (linear), after a warm-up of 4 steps, then by Cosine" in shown
+        trace({}, verbose=True)
+        assert "rate " not in capsys.readouterr().out
+
+
+def test_a_checkpoint_with_wrong_rates_is_refused():
+    rates = Rates(torch.optim.SGD(make_model().parameters(), 0.1), None)
+    good = {"factor": 1.0, "warmup_steps": 3, "warm_steps": 1, "targets": [0.1]}
+    rates.load_state_dict(good, "checkpoint x")
+    wrong = ({"factor": 0.0}, {"factor": "1"}, {"targets": 3}, {"targets": [1.0, 2.0]}, {"warm_steps": 4})
+    for change in wrong:
+        with pytest.raises(cx.CheckpointError, match="its learning rates are"):
+            rates.load_state_dict({**good, **change}, "checkpoint x")
