@@ -34,7 +34,7 @@ LOSSES = {
     "sum and weight": sum_and_weight,
 }
 Case = tuple[str, int]
-CASES: list[Case] = list(itertools.product(LOSSES, (1, 2, 3, 5, 12)))
+CASES: list[Case] = list(itertools.product(LOSSES, (1, 3, 5)))
 
 
 class Watching(nn.Module):
@@ -103,13 +103,12 @@ def test_each_micro_batch_has_its_part_of_the_rows_and_the_last_of_a_step_the_re
         assert found["mean", 1]["seen"] == [12, 12, 12, 12, 2] * 2  # the last step has 4 rows, 2 on each rank
         assert found["mean", 3]["seen"] == [4] * 12 + [2] + [4] * 12 + [2]
         assert found["mean", 5]["seen"] == ([3, 3, 3, 3] * 4 + [2]) * 2
-        assert found["mean", 12]["seen"] == [1] * 100
 
 
 def test_ranks_talk_once_a_step_however_many_micro_batches_it_has():
     for found in fitted(2):
         for loss in LOSSES:
-            assert {found[loss, steps]["calls"] for steps in (2, 3, 5, 12)} == {found[loss, 1]["calls"]}
+            assert {found[loss, steps]["calls"] for steps in (3, 5)} == {found[loss, 1]["calls"]}
 
 
 def batches_of(keywords: dict[str, Any]) -> dict[str, Any]:
