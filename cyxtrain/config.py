@@ -262,6 +262,8 @@ class DistributedTrainingConfig:
     """What the model computes in: "fp32", as its parameters are; "bf16" or "fp16", by autocast, where that is safe."""
     amp: AMPConfig | None = None
     """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
+    compile: bool = False
+    """Run the model by `torch.compile`, while it is fitted. The first steps take longer, by seconds or minutes."""
     learning_rate_scaling: str | None = None
     """How the learning rate, which is given for `batch_size` samples per step (times `accumulation_steps`), grows with
     what a step has over all ranks: "linear", with the ratio of the two; "sqrt", with its root; None: not at all."""
@@ -303,7 +305,7 @@ class DistributedTrainingConfig:
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
-        for name in ("shuffle", "verbose", "save_on_master_only"):
+        for name in ("shuffle", "verbose", "save_on_master_only", "compile"):
             require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
         right = limit is None or (is_number(limit) and limit > 0)

@@ -66,6 +66,7 @@ WRONG = {
         "clip_adaptive": NO_LIMIT,
         "precision": ("", "half", "float16", None, 16),
         "amp": (True, {}, "fp16"),
+        "compile": NO_BOOLEAN,
         "learning_rate_scaling": ("cubic", True, 1),
         "warmup_steps": (-1, None, *WHOLE_NUMBERS),
         "fused_optimizer": ("yes", None, 2),

@@ -21,6 +21,7 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
         "the precision": run.config.precision,
+        "the model": "compiled" if run.config.compile else "run as it is",
         "the optimizer's kernel": "fused" if run.fuses else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),

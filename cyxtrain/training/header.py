@@ -42,7 +42,7 @@ def explain(model: nn.Module, rates: Rates, run: Run, epochs: tuple[int, int] | 
         ("data", counted(len(run.data), "row") + validation),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
-        ("model", f"{type(model).__name__}, {_parameters(model)}"),
+        ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
         ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
         *([("rate", rates.explain(run.config.learning_rate_scaling))] if rates.are_moving else []),
     ]

@@ -26,6 +26,7 @@ from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
 from cyxtrain.training.fitting import Fit, run_epoch
@@ -152,6 +153,8 @@ class DistributedTrainer:
             stack.enter_context(torch.enable_grad())
             if run.fuses:
                 stack.enter_context(fused(self.optimizer))
+            if run.config.compile:
+                stack.enter_context(compiled(self.model))
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
