@@ -9,8 +9,8 @@ from torch import nn
 from cyxtrain.errors import counted
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.plan import Run
-from cyxtrain.training.rates import Rates
 from cyxtrain.training.saving.checkpoint import library_versions
+from cyxtrain.training.state import TrainingState
 
 _BACKENDS = {
     "ring": "cpu (cyxtrain's ring, {transport})",
@@ -19,20 +19,20 @@ _BACKENDS = {
 }
 
 
-def explain(model: nn.Module, rates: Rates, run: Run, epochs: tuple[int, int] | None) -> list[tuple[str, str]]:
+def explain(state: TrainingState, run: Run) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
-        model: Not wrapped.
-        rates: Of the optimizer of its parameters.
+        state: What is trained.
         run: What is asked for.
-        epochs: The first and the last, from 1; None: nothing is left to train.
     """
+    model, rates, position = state.model, state.rates, state.position
     steps, effective = run.batches.num_batches, run.batches.effective_batch_size
     loss, device = run.data.loss, run.data.placement.device
     validation = "" if run.validation is None else f", and {len(run.validation):,} for validation"
     world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")
-    left = f"epochs {epochs[0]} to {epochs[1]}" if epochs else "no epoch left"
+    epochs = f"epochs {position.epoch + 1} to {position.first_epoch + run.config.epochs}"
+    left = "no epoch left" if run.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", counted(world_size, "rank")),

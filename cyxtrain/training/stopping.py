@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.parallel.layout import NUM_SIGNALS
-from cyxtrain.training.state import TrainingState
+from cyxtrain.training.state import Position, TrainingState
 
 
 class Wish(enum.IntEnum):
@@ -176,3 +176,10 @@ def leave_for(wish: Wish | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
     if wish is Wish.INTERRUPT and not runtime.is_interactive():
         raise KeyboardInterrupt
+
+
+def explain_stop(wish: Wish, position: Position, config: DistributedTrainingConfig) -> str:
+    """Returns where a fit has stopped before its end, why, and what is left of it."""
+    kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
+    where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
+    return f"{where}: {REASONS[wish]}; {kept}"
