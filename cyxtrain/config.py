@@ -264,6 +264,9 @@ class DistributedTrainingConfig:
     """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
     compile: bool = False
     """Run the model by `torch.compile`, while it is fitted. The first steps take longer, by seconds or minutes."""
+    sync_batchnorm: bool = False
+    """Let batch norm take its statistics from the samples of all ranks: the model's layers become PyTorch's
+    SyncBatchNorm, and stay so. On GPUs alone."""
     learning_rate_scaling: str | None = None
     """How the learning rate, which is given for `batch_size` samples per step (times `accumulation_steps`), grows with
     what a step has over all ranks: "linear", with the ratio of the two; "sqrt", with its root; None: not at all."""
@@ -305,7 +308,7 @@ class DistributedTrainingConfig:
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
-        for name in ("shuffle", "verbose", "save_on_master_only", "compile"):
+        for name in ("shuffle", "verbose", "save_on_master_only", "compile", "sync_batchnorm"):
             require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
         right = limit is None or (is_number(limit) and limit > 0)

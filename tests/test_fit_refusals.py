@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world
+from fitting import CLASSES, FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -366,3 +366,15 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
 def test_a_trainer_that_cannot_work_is_not_made(arguments, words):
     with pytest.raises(cx.ConfigError, match=words):
         cx.DistributedTrainer(**{"model": make_model(), **arguments})
+
+
+def test_batch_norm_over_ranks_is_refused_on_cpus():
+    with_sync = nn.Sequential(nn.Linear(FEATURES, 8), nn.SyncBatchNorm(8), nn.Linear(8, CLASSES))
+    with pytest.raises(cx.ConfigError, match=r"the model's 1 is SyncBatchNorm, which PyTorch has on GPUs alone"):
+        cx.DistributedTrainer(with_sync, "cross_entropy", "sgd", device="cpu")
+    plain = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    with one_process():
+        trainer = cx.DistributedTrainer(plain, "cross_entropy", "sgd")
+        with pytest.raises(cx.ConfigError, match=r"sync_batchnorm=True, which PyTorch has on GPUs alone"):
+            trainer.fit(*make_rows(8), sync_batchnorm=True)
+    assert isinstance(plain[1], nn.BatchNorm1d)

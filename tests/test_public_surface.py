@@ -81,7 +81,8 @@ SIGNATURES = {
     "save_on_master_only=True, validation_split=0.0, checkpoint_every_n_steps=0, checkpoint_every_n_minutes=0.0, "
     "max_time_seconds=None, keep_last=0, keep_best=None, on_save_error='warn', "
     "on_nonfinite='raise', check_replicas_every_n_steps=None, accumulation_steps=1, clip_norm=None, clip_value=None, "
-    "clip_adaptive=None, precision='fp32', amp=None, compile=False, learning_rate_scaling=None, "
+    "clip_adaptive=None, precision='fp32', amp=None, compile=False, sync_batchnorm=False, "
+    "learning_rate_scaling=None, "
     "warmup_steps=0, fused_optimizer='auto')",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",

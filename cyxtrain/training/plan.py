@@ -25,7 +25,14 @@ from cyxtrain.errors import ConfigError, warn
 from cyxtrain.settings import require_integer
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
-from cyxtrain.training.checks import check_model, check_optimizer, check_precision, check_targets, probe
+from cyxtrain.training.checks import (
+    check_batch_norm,
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_targets,
+    probe,
+)
 from cyxtrain.training.compiling import check_compiler
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
@@ -165,6 +172,7 @@ def plan_fit(
     }
     display = make_display(config.verbose and rank == 0)
     callbacks = Callbacks(arguments.callbacks)
+    check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     if config.compile:
         check_compiler(data.placement.device)
     fuses = can_fuse(optimizer, config.fused_optimizer)

@@ -26,6 +26,7 @@ from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.checks import check_batch_norm
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
@@ -99,6 +100,8 @@ class DistributedTrainer:
         self._fit: Fit | None = None
         self._recomputed: list[nn.Module] = []
         Loss(loss_fn)  # refuses what is no loss, here and now
+        if device == "cpu" or not torch.cuda.is_available():
+            check_batch_norm(self.model, torch.device("cpu"), wanted=False)
 
     @property
     def epoch(self) -> int:
@@ -162,6 +165,8 @@ class DistributedTrainer:
         with telling():
             warn_of_data(everyone)
             resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))
+            if run.config.sync_batchnorm:
+                nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model))
