@@ -200,26 +200,29 @@ def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
 
 def plan_rows(
     source: ArraySource,
-    batch_size: int,
+    batch_size: int | None,
     model: nn.Module,
     loss_fn: LossLike,
     device: str | torch.device,
-    precision: str,
+    config: DistributedTrainingConfig,
     *,
     predicting: bool,
 ) -> tuple[Rows, dict[str, Any]]:
     """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
 
+    What is not given is as in the latest fit, whose config it is.
+
     Raises:
         ConfigError: The batch size is none, the loss has no targets, or the rows do not fit the model.
     """
+    batch_size = config.batch_size if batch_size is None else batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
     loss.look_at(source.targets)
     placement = place_model(model, loss, device)
-    rows = Rows(source, batch_size, placement, loss, Precision(precision, placement.device))
+    rows = Rows(source, batch_size, placement, loss, Precision(config.precision, placement.device))
     probe(model, source, rows.placement, loss, rows.precision, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
@@ -239,11 +242,11 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
 
 
-def checked_device(device: str | torch.device) -> str | torch.device:
+def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
     """Returns the device that a user named, "auto" as it is.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: There is no such device, or the model cannot be trained there.
     """
     try:
         found = torch.device("cpu" if device == "auto" else device)
@@ -251,6 +254,8 @@ def checked_device(device: str | torch.device) -> str | torch.device:
         raise ConfigError(f"device must be 'auto', or one of torch's such as 'cpu', got {device!r}.") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: no CUDA device is visible. Use 'auto' or 'cpu'.")
+    if device == "cpu" or not torch.cuda.is_available():
+        check_batch_norm(model, torch.device("cpu"), wanted=False)
     return device
 
 

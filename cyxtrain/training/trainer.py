@@ -26,7 +26,6 @@ from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
-from cyxtrain.training.checks import check_batch_norm
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
@@ -93,15 +92,13 @@ class DistributedTrainer:
         self.loss_fn = loss_fn
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
-        self._device = checked_device(device)
+        self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
         rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
         self._fit: Fit | None = None
         self._recomputed: list[nn.Module] = []
         Loss(loss_fn)  # refuses what is no loss, here and now
-        if device == "cpu" or not torch.cuda.is_available():
-            check_batch_norm(self.model, torch.device("cpu"), wanted=False)
 
     @property
     def epoch(self) -> int:
@@ -274,10 +271,7 @@ class DistributedTrainer:
         def plan() -> tuple[Rows, dict[str, Any]]:
             source = ArraySource(inputs, targets)
             config = self._state.config
-            at_once = config.batch_size if batch_size is None else batch_size
-            return plan_rows(
-                source, at_once, self.model, self.loss_fn, self._device, config.precision, predicting=predicting
-            )
+            return plan_rows(source, batch_size, self.model, self.loss_fn, self._device, config, predicting=predicting)
 
         return agree_on(plan)[0] if distributed else plan()[0]
 
