@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
 
-Clip = Callable[[Sequence[nn.Parameter]], None]
+Clip = Callable[[Sequence[nn.Parameter]], object]
 """Changes the gradients of parameters in place."""
 
 _LEAST_NORM = 1e-3
@@ -19,20 +19,12 @@ _LEAST_NORM = 1e-3
 def make_clip(config: DistributedTrainingConfig) -> Clip | None:
     """Returns what a config asks for; None: nothing."""
     if config.clip_norm is not None:
-        return partial(_clip_norm, limit=config.clip_norm)
+        return partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm)
     if config.clip_value is not None:
-        return partial(_clip_value, limit=config.clip_value)
+        return partial(nn.utils.clip_grad_value_, clip_value=config.clip_value)
     if config.clip_adaptive is not None:
         return partial(clip_adaptive, factor=config.clip_adaptive)
     return None
-
-
-def _clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    nn.utils.clip_grad_norm_(parameters, limit)
-
-
-def _clip_value(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    nn.utils.clip_grad_value_(parameters, limit)
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
