@@ -111,9 +111,9 @@ def _last_words(group: RingProcessGroup, rank: int, results: list[Any], ended: l
         results[rank], ended[rank] = error, time.monotonic()
 
 
-def run_worlds(plans: list[Plan], run: Callable[[Plan], World]) -> list[World]:
+def run_worlds(plans: list[Plan], run: Callable[[Plan], World], at_once: int = AT_ONCE) -> list[World]:
     """Runs a world for each plan, several at a time."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(run, plans))
 
 
