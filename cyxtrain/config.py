@@ -144,6 +144,10 @@ class DDPConfig:
     """Let `.grad` be a view of the bucket, which saves a copy of all gradients."""
     static_graph: bool = False
     """The same parameters are used in every step; those never used are allowed."""
+    compression: str | None = None
+    """How gradients are made smaller on their way: "fp16", "bf16", "powersgd", or None."""
+    matrix_approximation_rank: int = 1
+    """With "powersgd": columns of the thin matrices; more are closer and larger."""
 
     def validate(self) -> None:
         """Refuses what cannot work.
@@ -155,8 +159,10 @@ class DDPConfig:
             is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
             f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
         )
+        require_choice("DDPConfig", "compression", self.compression, (None, "fp16", "bf16", "powersgd"))
+        require_integer("DDPConfig", "matrix_approximation_rank", self.matrix_approximation_rank, 1)
         for field in dataclasses.fields(self):
-            if field.name != "bucket_size_mb":
+            if field.type == "bool":
                 require_boolean("DDPConfig", field.name, getattr(self, field.name))
 
 

@@ -38,6 +38,8 @@ WRONG = {
         "find_unused_parameters": NO_BOOLEAN,
         "gradient_as_bucket_view": NO_BOOLEAN,
         "static_graph": NO_BOOLEAN,
+        "compression": ("fp32", "FP16", "", True, 16),
+        "matrix_approximation_rank": (0, -1, None, *WHOLE_NUMBERS),
     },
     cx.AMPConfig: {
         "use_dynamic_scaling": NO_BOOLEAN,

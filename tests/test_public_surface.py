@@ -49,7 +49,8 @@ SIGNATURES = {
     "backend=None, timeout_ms=30000, collective_timeout_ms=1800000, require_secret=False)",
     "DistributedConfig.from_environment": "()",
     "DDPConfig": "(broadcast_parameters=True, bucket_size_mb=25, find_unused_parameters=False, "
-    "gradient_as_bucket_view=True, static_graph=False)",
+    "gradient_as_bucket_view=True, static_graph=False, "
+    "compression=None, matrix_approximation_rank=1)",
     "DistributedDataParallel": "(model, config=None, *, device_ids=None, output_device=None, **fields)",
     "DistributedDataParallel.forward": "(self, *inputs, **named_inputs)",
     "DistributedDataParallel.backward": "(self, t)",

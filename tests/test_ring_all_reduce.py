@@ -139,21 +139,12 @@ def test_tensors_without_memory_of_their_own_are_never_read_where_they_seem_to_b
     assert run_threads(2, rank_main) == [[2.0] * 3] * 2
 
 
-def test_what_numpy_raises_when_it_adds_ends_no_group():
-    def rank_main(group):
-        tensor = torch.full((3,), math.inf if group.rank() == 0 else -math.inf)
-        with np.errstate(all="raise"), pytest.raises(FloatingPointError):
-            all_reduce(group, tensor)
-        return all_reduce(group, torch.ones(3)).tolist()
-
-    assert run_threads(2, rank_main) == [[2.0] * 3] * 2
-
-
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_large_sums_of_infinities_are_made_without_a_word_whatever_numpy_is_told(transport):
+@pytest.mark.parametrize("count", [3, 100_003])
+def test_sums_of_infinities_are_made_without_a_word_whatever_numpy_is_told(count, transport):
     def rank_main(group):
-        tensor = torch.full((100_003 * group.size(),), math.inf if group.rank() == 0 else -math.inf)
-        part = torch.empty(100_003)
+        tensor = torch.full((count * group.size(),), math.inf if group.rank() == 0 else -math.inf)
+        part = torch.empty(count)
         with np.errstate(all="raise"):
             everything = all_reduce(group, tensor.clone())
             group.reduce_scatter_single(part, tensor)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.layout import BucketSpec
+from cyxtrain.parallel.travel import AsItIs, ByHook, Travel
 
 
 class Bucket:
@@ -42,8 +42,8 @@ class Bucket:
         ]
         self._index = index
         self._last = last
-        self._works: list[Any] = []
-        self._future: Any = None
+        self.travel: Travel = AsItIs(self._flat, self._gradients_end)
+        """How it does."""
         self.clear()
 
     def clear(self) -> None:
@@ -52,12 +52,9 @@ class Bucket:
         What an interrupted one has sent must be over first: it travels in the memory that is filled now. If it failed,
         the group says so at its next call.
         """
-        for travelling in (*self._works, *([] if self._future is None else [self._future])):
-            with contextlib.suppress(RuntimeError):
-                travelling.wait()
+        self.travel.abandon()
         self._ready = [False] * len(self._parameters)
         self._missing = len(self._parameters)
-        self._works, self._future = [], None
         self.launched = False
 
     def take(self, slot: int, *, as_view: bool) -> None:
@@ -93,28 +90,28 @@ class Bucket:
             else:
                 self._views[slot].zero_()
 
+    def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets a comm hook do it, from now on."""
+        self.travel = ByHook(self._flat, self._gradients_end, hook, state, self)
+
     def launch(
         self,
         group: Any,
-        averages: bool,
-        hook: tuple[Any, Any] | None,
         *,
         absent: bool,
         signals: Sequence[float] = (),
         loss: Tensor | None = None,
+        scale: float = 1.0,
     ) -> None:
         """Sends the bucket on its way.
 
         Args:
             group: The process group.
-            averages: Whether its backend has AVG; else the sum is divided afterwards.
-            hook: (state, function) as PyTorch's comm hooks; None: all_reduce.
             absent: Whether this rank had no samples: then it has no say in what was used.
             signals: Of this rank; they travel with the last bucket.
             loss: Of this rank, so that all see where it is not finite; it travels there too.
+            scale: What gradients are multiplied by in this step.
         """
-        dist = torch.distributed
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self.launched = True
         self._flags.zero_()
         count = len(self._parameters)
@@ -127,42 +124,29 @@ class Bucket:
             self._signals.copy_(torch.tensor(signals))
         if self._loss is not None and loss is not None:
             self._loss.copy_(loss * 0)  # without asking the device what it is
-        if hook is None:
-            self._works = [dist.all_reduce(self._flat, op, group, async_op=True)]
-            return
-        # A hook may do anything to gradients: the flags travel by themselves.
-        state, function = hook
-        self._future = function(state, self)
-        self._works = [dist.all_reduce(self._flags, op, group, async_op=True)]
+        self.travel.launch(group, scale)
 
-    def finish(self, world_size: int, averages: bool, *, as_view: bool) -> list[nn.Parameter]:
-        """Waits, and gives each parameter its averaged gradient.
+    def finish(self, *, as_view: bool, is_whole: bool) -> list[nn.Parameter]:
+        """Gives each parameter its averaged gradient, once all have arrived.
+
+        Args:
+            as_view: Whether `.grad` becomes its place in the bucket.
+            is_whole: Whether what has arrived, in all buckets, is finite.
 
         Returns:
             The parameters that took no part on some rank that had samples. Those used on none of them keep the
             gradient that they had: none.
         """
-        for work in self._works:
-            work.wait()
-        if self._future is not None:
-            self._set_result(self._future.wait())
-        if not averages:
-            self._flags.div_(world_size)
-            if self._future is None:
-                self._flat[: self._gradients_end].div_(world_size)
-        self._works, self._future = [], None
         flags = self._flags.real if self._flags.is_complex() else self._flags
         numbers = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
         count = len(self._parameters)
         shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 : -1]
         self.losses_are_finite = not math.isnan(numbers[-1])
-        unused = []
+        # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
+        nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
+        self.travel.settle(is_whole=is_whole, unused=nowhere)
         for slot, parameter in enumerate(self._parameters):
-            # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
-            nowhere = not self._ready[slot] and shares[slot] >= 1.0 - absent - 1e-6
-            if shares[slot] > 0:
-                unused.append(parameter)
-            if nowhere:
+            if slot in nowhere:
                 continue
             if as_view:
                 parameter.grad = self._views[slot]
@@ -170,12 +154,7 @@ class Bucket:
                 parameter.grad = self._views[slot].clone()
             else:
                 parameter.grad.copy_(self._views[slot])
-        return unused
-
-    def _set_result(self, result: Any) -> None:
-        flat = result[0] if isinstance(result, (list, tuple)) else result
-        if flat.data_ptr() != self._flat.data_ptr():
-            self._flat[: self._gradients_end] = flat
+        return [parameter for parameter, share in zip(self._parameters, shares, strict=True) if share > 0]
 
     @property
     def numbers(self) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.replicas import check_replicas
@@ -173,6 +174,11 @@ class DistributedDataParallel(nn.Module):
         self._reducer.signals = list(signals)
         return lambda: self._reducer.heard if self._reducer is not None else list(signals)
 
+    def expect_scale(self, scale: float) -> None:
+        """Says what the gradients of the next synchronisations are multiplied by, the same on every rank."""
+        if self._reducer is not None:
+            self._reducer.scale = scale
+
     def watch(self, loss: Tensor) -> None:
         """Lets the loss take part in the next synchronisation: `is_finite` looks at it too.
 
@@ -229,13 +235,24 @@ class DistributedDataParallel(nn.Module):
         """
         check_replicas([*self.module.named_parameters()], runtime.cpu_group())
 
+    def compression_state(self) -> dict[str, Any]:
+        """Returns what compression keeps from step to step, of all ranks, for a checkpoint. All ranks call it."""
+        low_rank = {} if self._reducer is None else self._reducer.low_rank
+        return gathered_state(low_rank, runtime.cpu_group())
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `compression_state` gave, on any number of ranks.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        if self._reducer is not None and state:
+            load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
+
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
-        if self._reducer is None:
-            return  # a world of one has nothing to send
-        if self._reducer.comm_hook is not None:
-            raise ConfigError("a comm hook is registered already; a module has one.")
-        self._reducer.comm_hook = (state, hook)
+        if self._reducer is not None:  # a world of one has nothing to send
+            self._reducer.travel_by_hook(state, hook)
 
     def sync_buffers(self) -> None:
         """Copies rank 0's buffers, such as running means, to all."""

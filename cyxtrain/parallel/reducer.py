@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
+from cyxtrain.parallel.compression import compress
 from cyxtrain.parallel.layout import NUM_SIGNALS, ParameterSpec, bucket_layout
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
@@ -39,7 +40,11 @@ class Reducer:
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
         self._buckets = [Bucket(spec, trained, index, index == len(layout) - 1) for index, spec in enumerate(layout)]
-        self.comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
+        named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]
+        self.low_rank = compress(self._buckets, named, config)
+        """The gradients that travel as thin matrices, by name."""
+        self._is_compressing = config.compression is not None
+        self._has_hook = False
         self._group: Any = None
         self._armed = False
         self._backward: weakref.ref[_Backward] | None = None
@@ -51,6 +56,8 @@ class Reducer:
         """What this rank tells the others in each synchronisation."""
         self.loss: Tensor | None = None
         """This rank's loss in the next synchronisation."""
+        self.scale = 1.0
+        """What the gradients of the next synchronisations are multiplied by."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles = []
@@ -78,6 +85,20 @@ class Reducer:
     def numbers(self) -> list[Tensor]:
         """All that has travelled in the latest synchronisation, the same on every rank: gradients and losses."""
         return [bucket.numbers for bucket in self._buckets]
+
+    def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets a comm hook average gradients, from now on.
+
+        Raises:
+            ConfigError: Something else does.
+        """
+        if self._has_hook:
+            raise ConfigError("a comm hook is registered already; a module has one.")
+        if self._is_compressing:
+            raise ConfigError("DDPConfig.compression and a comm hook both say how gradients travel: leave one out.")
+        self._has_hook = True
+        for bucket in self._buckets:
+            bucket.travel_by_hook(state, hook)
 
     def close(self) -> None:
         """Removes the hooks; `.grad` stays as it is."""
@@ -137,9 +158,7 @@ class Reducer:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
-        bucket.launch(
-            self._group, self._averages, self.comm_hook, absent=self._absent, signals=self.signals, loss=self.loss
-        )
+        bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
         self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
@@ -148,15 +167,24 @@ class Reducer:
             while self._next_bucket < len(self._buckets):
                 self._buckets[self._next_bucket].fill(as_view=self._as_view)
                 self._launch_next()
-            world_size = torch.distributed.get_world_size(self._group)
-            unused: list[nn.Parameter] = []
-            for bucket in self._buckets:
-                unused += bucket.finish(world_size, self._averages, as_view=self._as_view)
+            unused = self._receive()
         finally:
             self._backward = self.loss = None
         self.unsynced = False
         if check and unused:
             self._refuse_unused(unused)
+
+    def _receive(self) -> list[nn.Parameter]:
+        """Waits for all, and gives each parameter its averaged gradient; returns those that were unused somewhere."""
+        for bucket in self._buckets:
+            bucket.travel.send_on()
+        for bucket in self._buckets:
+            bucket.travel.arrive()
+        is_whole = not self.low_rank or all(bucket.travel.is_finite() for bucket in self._buckets)
+        unused: list[nn.Parameter] = []
+        for bucket in self._buckets:
+            unused += bucket.finish(as_view=self._as_view, is_whole=is_whole)
+        return unused
 
     def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         # Every rank has seen the same flags, so every rank raises.
@@ -166,10 +194,6 @@ class Reducer:
             "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
         )
         raise on_all_ranks(error)
-
-    @property
-    def _averages(self) -> bool:
-        return torch.distributed.get_backend(self._group) in ("ring", "nccl")  # Gloo, say, has no AVG
 
 
 class _Backward:

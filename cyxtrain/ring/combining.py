@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -106,6 +107,11 @@ def _as_parts(flat: Tensor, memory: memoryview) -> Any:
 
 def _as_array(dtype: type[np.number[Any]]) -> Callable[[Tensor, memoryview], Any]:
     return lambda flat, memory: np.frombuffer(memory, dtype)
+
+
+def silent_numpy() -> contextlib.AbstractContextManager[None]:
+    """Within, NumPy adds infinities as PyTorch does: without a word. What it raised would be the end of the group."""
+    return np.errstate(all="ignore")
 
 
 @functools.cache

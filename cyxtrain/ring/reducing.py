@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Fold, Spans, Step
-from cyxtrain.ring.combining import Combiner, Scratch, divide
+from cyxtrain.ring.combining import Combiner, Scratch, divide, silent_numpy
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.routes import Routes, few
 from cyxtrain.ring.transfers import Buffers
@@ -55,7 +53,8 @@ class Reducing:
         if routes.tells_all(count, self._item_bytes):
             rows = Buffers(self._memory, self._scratch.memory, self._item_bytes)
             self._run(algorithms.telling_all(routes.rank, routes.world_size, count), rows)
-            self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
+            with silent_numpy():
+                self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
         else:
             self._run(algorithms.recursive_doubling(routes.rank, routes.world_size, count), self._buffers())
         if self._averages:
@@ -64,7 +63,7 @@ class Reducing:
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> None:
         """Leaves this rank's span reduced, and the others half done; then brings them where `rest` says."""
         buffers = self._buffers()
-        with _silent_numpy():
+        with silent_numpy():
             self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
         if self._averages:
             divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
@@ -81,15 +80,10 @@ class Reducing:
         *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
         assert isinstance(fold, Fold)
         buffers = self._buffers()._replace(source=source)
-        with _silent_numpy():
+        with silent_numpy():
             self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
         if self._averages:
             divide(self._flat, self._routes.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)
-
-
-def _silent_numpy() -> contextlib.AbstractContextManager[None]:
-    """Within, NumPy adds infinities as PyTorch does: without a word. What it raised would be the end of the group."""
-    return np.errstate(all="ignore")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import Tell
-from cyxtrain.ring.combining import added_by_numpy, divide
+from cyxtrain.ring.combining import added_by_numpy, divide, silent_numpy
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     Kind,
@@ -138,8 +138,9 @@ class SmallReduction:
 
     def conclude(self, tensor: Tensor) -> None:
         """Puts the result in the place of the tensor's elements, once all have been heard."""
-        for into, source in self._steps:
-            np.add(into, source, into)
+        with silent_numpy():
+            for into, source in self._steps:
+                np.add(into, source, into)
         ctypes.memmove(tensor.data_ptr(), self._sum, self._bytes)
         if self._averages:
             divide(tensor.detach(), self._world_size)

@@ -28,6 +28,8 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
         "the precision of float32 products": _product_precision(device),
         "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
     }
 
 

@@ -61,7 +61,7 @@ class Fit:
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
-        self._keeper = Keeper(state, run.config, self._device)
+        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state)
         self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
         state.stop_training = False
@@ -93,6 +93,7 @@ class Fit:
         if self._totals is not None:
             self._keeper.gather(self._totals)
         else:
+            self._keeper.gather_compression()
             self._heed_end(self._wishes.agree()[0])
 
     def prepare_to_evaluate(self) -> None:
@@ -108,6 +109,7 @@ class Fit:
             # Once more: what a callback does to a model or a rate when training begins was done before.
             self._state.load_values(resumed.checkpoint, resumed.source)
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
+            self._ddp.load_compression_state(self._state.compression)
             self._state.stop_training |= resumed.stop_training
         self._keeper.check()
 
@@ -128,7 +130,7 @@ class Fit:
         self._ddp.sync_buffers()
         validation = None if run.validation is None else self._validate(run.validation)
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
-        self._state.ranks = []
+        self._state.forget_ranks()
         self._record(loss, accuracy, validation, seconds, rows)
         self._callbacks.call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
@@ -170,7 +172,7 @@ class Fit:
             step(share)
             position.samples += share.joined_rows
             position.step += 1
-            self._state.ranks = []
+            self._state.forget_ranks()
             self._heed_end(heard())
             self._callbacks.on_train_batch_end(share.number, lambda: self._here(step.totals))
             self._show(share, step.totals)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cyxtrain.config import DDPConfig
 from cyxtrain.errors import counted
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.plan import Run
@@ -19,12 +20,13 @@ _BACKENDS = {
 }
 
 
-def explain(state: TrainingState, run: Run) -> list[tuple[str, str]]:
+def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
         state: What is trained.
         run: What is asked for.
+        ddp_config: How gradients travel.
     """
     model, rates, position = state.model, state.rates, state.position
     steps, effective = run.batches.num_batches, run.batches.effective_batch_size
@@ -37,6 +39,7 @@ def explain(state: TrainingState, run: Run) -> list[tuple[str, str]]:
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", counted(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
+        *([("gradients", _compression(ddp_config))] if ddp_config.compression and world_size > 1 else []),
         ("batch", _batch(effective, world_size, run.rows_at_once)),
         ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
         ("data", counted(len(run.data), "row") + validation),
@@ -55,6 +58,12 @@ def _backend() -> str:
     name, group = dist.get_backend(), dist.group.WORLD
     transport = group.transport if isinstance(group, RingProcessGroup) else ""
     return _BACKENDS.get(name, name).format(transport=transport)
+
+
+def _compression(config: DDPConfig) -> str:
+    if config.compression == "powersgd":
+        return f"sent as matrices of rank {config.matrix_approximation_rank}; what they leave out joins the next step"
+    return f"sent as {config.compression}"
 
 
 def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:

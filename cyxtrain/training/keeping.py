@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,16 +27,24 @@ class Keeper:
     """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
-    written to beside the training.
+    written to beside the training. With compression="powersgd", what it has left out on each rank is gathered too.
 
     Args:
         state: What is saved.
         config: When, where, and which are kept.
         device: Whose generators are saved, beside the CPU's.
+        compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
     """
 
-    def __init__(self, state: TrainingState, config: DistributedTrainingConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        compression_state: Callable[[], dict[str, Any]],
+    ) -> None:
         self._state = state
+        self._compression_state = compression_state
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints
@@ -100,12 +110,19 @@ class Keeper:
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
         self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
+        self.gather_compression()
+
+    def gather_compression(self) -> None:
+        """Takes into the state what gradient compression keeps, where it may be written. All ranks call it."""
+        state = self._compression_state()
+        self._state.compression = state if self._writer is not None or runtime.is_master() else {}
 
     def after_epoch(self) -> None:
         """An epoch is complete, with its validation and its entry in the history."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
+            self.gather_compression()
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: Totals | None) -> None:
@@ -114,8 +131,11 @@ class Keeper:
         Args:
             totals: Of this rank in the epoch in which it stops; None: it stops between two.
         """
+        # Also for whoever saves by hand afterwards.
         if totals is not None:
-            self.gather(totals)  # also for whoever saves by hand afterwards
+            self.gather(totals)
+        else:
+            self.gather_compression()
         if not self.is_on:
             return
         if self._saved != self._here():

@@ -91,7 +91,7 @@ class FiniteGuard:
         self._buffers.bring_back()
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-        self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt))
+        self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt, self._ddp.config.compression))
         return False
 
     def _judge(self, share: Share, ranks: Sequence[int], words: str) -> None:
@@ -138,13 +138,14 @@ def _ranks_at_fault(everyone: Sequence[dict[str, Any]]) -> list[int]:
     return [rank for rank, facts in enumerate(everyone) if any(facts.values())]
 
 
-def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str]) -> str:
+def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str], compression: str | None) -> str:
     """Returns who has what that is not finite."""
     ranks = _ranks_at_fault(everyone)
     if not ranks:
+        too_large = "to be added" if compression is None else f"for compression={compression!r}"
         return (
             f"the gradients of {shortened(spoilt)} are not finite in the average over ranks; those that each rank "
-            "makes when it runs its batch once more are: they are too large to be added, or chance decides, as in "
+            f"makes when it runs its batch once more are: they are too large {too_large}, or chance decides, as in "
             "dropout"
         )
     texts = []

@@ -77,6 +77,7 @@ class TrainingState:
         run: Which run this is: "id"; "started", in seconds since 1970; the "launched" command, and the "trainer" in it;
             and digests of the "data", and of those for "validation", or "". The same on every rank.
         ranks: What belongs to each rank in the middle of an epoch; empty between two, and where nobody asked them.
+        compression: What gradient compression keeps from step to step, of all ranks; empty where nobody asked them.
         callbacks: Of the latest call of `fit`.
         stop_training: Whether a callback on this rank wants the fit to end.
         kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
@@ -95,6 +96,7 @@ class TrainingState:
     config: DistributedTrainingConfig = field(default_factory=DistributedTrainingConfig)
     run: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    compression: dict[str, Any] = field(default_factory=dict)
     callbacks: Callbacks = field(default_factory=Callbacks)
     stop_training: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +129,8 @@ class TrainingState:
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = batches.effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.ranks, self.kept = config, [], {}
+        self.config, self.kept = config, {}
+        self.forget_ranks()
         self.loss_scale = make_loss_scale(config)
         steps = config.epochs * batches.num_batches
         self.rates.begin(scaling_of(config, effective), config.warmup_steps, steps)
@@ -169,6 +172,10 @@ class TrainingState:
         self.runs.add(name)
         self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
 
+    def forget_ranks(self) -> None:
+        """Training has gone on since the ranks were asked what belongs to each."""
+        self.ranks, self.compression = [], {}
+
     def to_checkpoint(self) -> CheckpointState:
         """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
         state, groups = optimizer_state_by_name(self.optimizer, self.model)
@@ -180,6 +187,7 @@ class TrainingState:
                 "scheduler": scheduler_state(self.rates.scheduler),
                 "rates": self.rates.state_dict(),
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
+                "compression": self.compression,
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
             },
             ranks=self.ranks,
@@ -207,6 +215,7 @@ class TrainingState:
         check_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}), source)
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
+        self.compression = state.others.get("compression", {})
         self.runs.add(self.run.get("id"))
         self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 

@@ -76,6 +76,8 @@ class TrainingStep:
         """Zero, forward and backward of each micro-batch, unscale, finite?, clip, step, and the schedule's."""
         self._zero()
         self._guard.before_step()
+        if self._scale is not None:
+            self._ddp.expect_scale(self._scale.value)
         results = self._accumulate(share)
         if self._scale is not None:
             self._scale.unscale(self._parameters)

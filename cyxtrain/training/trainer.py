@@ -176,7 +176,7 @@ class DistributedTrainer:
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                run.display.header([*explain(self._state, run), *says])
+                run.display.header([*explain(self._state, run, self.ddp_config), *says])
                 self._fit = Fit(self._state, run, ddp, self._validate, resumed)
                 stopped = self._fit.train()
             finally:
