@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.moving import Mover, Placement, make_mover
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.source import ArraySource
-
-PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Share:
             rank.
         joined_rows: Rows of the joined batch, over all ranks.
         rows_at_once: Rows of a micro-batch; the last one may have fewer.
-        gather: Returns (inputs, targets) of rows by number.
+        mover: Brings rows to the model.
     """
 
     def __init__(
@@ -55,13 +54,15 @@ class Share:
         indices: Indices,
         joined_rows: int,
         rows_at_once: int,
-        gather: Callable[[Indices], tuple[Tensor, Tensor | None]],
+        mover: Mover,
     ) -> None:
         self.number = number
         self.indices = indices
         self.joined_rows = joined_rows
-        self._rows_at_once = rows_at_once
-        self._gather = gather
+        self._mover = mover
+        self._pieces = [indices[first : first + rows_at_once] for first in range(0, len(indices), rows_at_once)]
+        self.next: Share | None = None
+        """The share that comes next in the epoch, where it is known."""
 
     @property
     def rows(self) -> int:
@@ -70,39 +71,12 @@ class Share:
 
     def __len__(self) -> int:
         """How many micro-batches there are."""
-        return -(-len(self.indices) // self._rows_at_once)
+        return len(self._pieces)
 
     def __iter__(self) -> Iterator[Batch]:
-        for first in range(0, len(self.indices), self._rows_at_once):
-            yield Batch(self.number, *self._gather(self.indices[first : first + self._rows_at_once]))
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a model wants its batches, and in which types.
-
-    Attributes:
-        device: To compute on.
-        dtype: Of the model's parameters: floats become it, and bytes (images) too. Other whole numbers stay whole;
-            unsigned ones become int64, because no layer takes them.
-        prepare_target: Gives targets the type that the loss wants.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    prepare_target: PrepareTarget
-
-    def place(self, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns a batch's tensors on the device, converted."""
-        dtype = inputs.dtype
-        if inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
-            dtype = self.dtype
-        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
-            dtype = torch.int64
-        inputs = inputs.to(self.device, dtype)
-        if targets is None:
-            return inputs, None
-        return inputs, self.prepare_target(targets.to(self.device), self.dtype)
+        following = [] if self.next is None else self.next._pieces[:1]
+        for indices, coming in zip(self._pieces, [*self._pieces[1:], *following, None], strict=False):
+            yield Batch(self.number, *self._mover(indices, coming))
 
 
 def training_shares(
@@ -114,13 +88,17 @@ def training_shares(
     first: int = 0,
 ) -> Iterator[Share]:
     """Gives this rank's shares of an epoch from number `first` on: as many on every rank, in the one global order."""
+    mover = make_mover(source, placement)
 
-    def gather(indices: Indices) -> tuple[Tensor, Tensor | None]:
-        return placement.place(*source.gather(indices))
+    def share(number: int) -> Share:
+        return Share(number, iterator.next(), iterator.global_batch_size(number), rows_at_once, mover)
 
     iterator.reset(epoch, first)
-    for number in range(first, iterator.num_batches):
-        yield Share(number, iterator.next(), iterator.global_batch_size(number), rows_at_once, gather)
+    shares = map(share, range(first, iterator.num_batches))
+    for this, following in itertools.pairwise(itertools.chain(shares, [None])):
+        assert this is not None
+        this.next = following
+        yield this
 
 
 def whole_batches(

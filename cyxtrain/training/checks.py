@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain.data.batches import Batch, Placement
+from cyxtrain.data.batches import Batch
+from cyxtrain.data.moving import Placement
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters

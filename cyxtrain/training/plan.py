@@ -16,8 +16,8 @@ from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches import Placement
 from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.moving import Placement
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows

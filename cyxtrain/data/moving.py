@@ -1,0 +1,119 @@
+"""Rows on their way from memory to where the model computes; to a GPU one micro-batch ahead."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cyxtrain.data.sampler import Indices
+from cyxtrain.data.source import ArraySource
+
+PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
+Rows = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model wants its batches, and in which types.
+
+    Attributes:
+        device: To compute on.
+        dtype: Of the model's parameters: floats become it, and bytes (images) too. Other whole numbers stay whole;
+            unsigned ones become int64, because no layer takes them.
+        prepare_target: Gives targets the type that the loss wants.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    prepare_target: PrepareTarget
+
+    def place(self, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns a batch's tensors on the device, converted."""
+        dtype = inputs.dtype
+        if inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
+            dtype = self.dtype
+        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
+            dtype = torch.int64
+        inputs = inputs.to(self.device, non_blocking=True).to(dtype)  # as few bytes as can be, from pinned memory
+        if targets is None:
+            return inputs, None
+        return inputs, self.prepare_target(targets.to(self.device, non_blocking=True), self.dtype)
+
+
+class Mover(ABC):
+    """Gathers rows, and brings them to the model.
+
+    Args:
+        source: The rows.
+        placement: Where they go, and in which types.
+    """
+
+    def __init__(self, source: ArraySource, placement: Placement) -> None:
+        self._source = source
+        self._placement = placement
+
+    @abstractmethod
+    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
+        """Returns (inputs, targets) of rows by number.
+
+        Args:
+            indices: Which rows, shape (rows,).
+            following: Which come next, as the very array that will be given then; None: not known.
+        """
+
+
+class Here(Mover):
+    """To a CPU, when they are wanted: the core that gathers rows early is the one that computes."""
+
+    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
+        """Returns (inputs, targets)."""
+        return self._placement.place(*self._source.gather(indices))
+
+
+class ToGPU(Mover):
+    """To a GPU, on a stream of its own: the next rows travel while it computes with these.
+
+    Args:
+        source: As `Mover`.
+        placement: As `Mover`; of a GPU.
+    """
+
+    def __init__(self, source: ArraySource, placement: Placement) -> None:
+        super().__init__(source, placement)
+        self._stream = torch.cuda.Stream(placement.device)
+        self._ahead: tuple[Indices, Rows] | None = None
+
+    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
+        """Returns (inputs, targets), which the current stream may use, and sends the following rows on their way."""
+        ahead, self._ahead = self._ahead, None
+        inputs, targets = ahead[1] if ahead is not None and ahead[0] is indices else self._move(indices)
+        current = torch.cuda.current_stream(self._placement.device)
+        current.wait_stream(self._stream)
+        for tensor in (inputs, targets):
+            if tensor is not None:
+                tensor.record_stream(current)  # their memory is this stream's until it is done with them
+        if following is not None:
+            self._ahead = following, self._move(following)
+        return inputs, targets
+
+    def _move(self, indices: Indices) -> Rows:
+        rows = self._source.gather(indices)
+        if any(tensor is not None and tensor.is_cuda for tensor in rows):  # the current stream has gathered it
+            self._stream.wait_stream(torch.cuda.current_stream(self._placement.device))
+        inputs, targets = rows
+        with torch.cuda.stream(self._stream):
+            return self._placement.place(_pinned(inputs), None if targets is None else _pinned(targets))
+
+
+def make_mover(source: ArraySource, placement: Placement) -> Mover:
+    """Returns what brings rows to where the model computes."""
+    return (ToGPU if placement.device.type == "cuda" else Here)(source, placement)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Returns a tensor in memory that the GPU itself can read, while the CPU does something else."""
+    return tensor if tensor.is_cuda else tensor.pin_memory()

@@ -1,0 +1,125 @@
+"""Fits on GPUs: what holds on CPUs holds there. One GPU suffices, which two ranks share over the ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import fingerprint, flat, make_rows, seeded
+from torch import nn
+from worlds import run_processes
+
+import cyxtrain as cx
+from cyxtrain.data.moving import Here, Placement, ToGPU
+from cyxtrain.data.source import ArraySource
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+GPU = "cuda"
+ROWS, STEP = 50, 12
+
+
+def fit(device: str, model: str = "quiet", compression: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Trains in this process' world, evaluates and predicts; returns JSON types."""
+    with seeded():
+        between = {"quiet": nn.Identity(), "batch norm": nn.BatchNorm1d(24), "dropout": nn.Dropout(0.2)}[model]
+        module = nn.Sequential(nn.Linear(4, 24), between, nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    trainer = cx.DistributedTrainer(
+        module,
+        nn.CrossEntropyLoss(),
+        torch.optim.Adam(module.parameters(), 1e-2),
+        ddp_config=cx.DDPConfig(compression=compression, matrix_approximation_rank=STEP),
+        device=device,
+    )
+    given = {"epochs": 3, "effective_batch_size": STEP, "verbose": False, "validation_data": make_rows(20, seed=1)}
+    history = trainer.fit(*make_rows(ROWS), **{**given, **settings})
+    evaluation = trainer.evaluate(*make_rows(ROWS))
+    devices = sorted({parameter.device.type for parameter in module.parameters()})
+    module.cpu()
+    return {
+        "devices": devices,
+        "bits": fingerprint(module),
+        "numbers": [*flat(module.parameters()).tolist(), *history.train_losses, *history.val_losses, evaluation.loss],
+        "output": trainer.predict(make_rows(ROWS)[0]).flatten().tolist(),
+    }
+
+
+def fit_in_world(device: str, settings: dict[str, Any]) -> dict[str, Any]:
+    with cx.init():
+        return fit(device, **settings)
+
+
+def fits(world_size: int, device: str, backend: str = "cpu", **settings: Any) -> list[dict[str, Any]]:
+    """A fit on each rank of a world of processes."""
+    environment = {"DISTRIBUTED_BACKEND": backend}
+    found = run_processes(world_size, fit_in_world, device, settings, env=environment, seconds=100.0)
+    return [result.value for result in found]
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-3) -> None:
+    for name in ("numbers", "output"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("cpu", GPU)])
+@pytest.mark.parametrize("model", ["quiet", "batch norm"])
+def test_a_fit_on_a_gpu_is_that_on_a_cpu(model, backend, device):
+    [alone], [found] = fits(1, "cpu", model=model), fits(1, device, backend, model=model)
+    assert found["devices"] == [GPU]
+    assert_close(found, alone)
+
+
+@pytest.mark.parametrize("compression", [None, "fp16", "powersgd"])
+def test_two_ranks_that_share_a_gpu_are_one(compression):
+    [alone], together = fits(1, GPU), fits(2, GPU, compression=compression)
+    assert together[0]["bits"] == together[1]["bits"]
+    assert_close(together[0], alone, 1e-2)
+
+
+def test_batch_norm_over_two_ranks_that_share_a_gpu_is_that_of_one():
+    [alone] = fits(1, GPU, model="batch norm")
+    for found in fits(2, GPU, model="batch norm", sync_batchnorm=True):
+        assert_close(found, alone, 1e-2)
+
+
+def resume_each(folder: str, settings: dict[str, Any]) -> list[str]:
+    """The bits of an uninterrupted fit, then of one resumed from each of its checkpoints."""
+    with cx.init():
+        whole = fit(GPU, checkpoint_dir=folder, checkpoint_every_n_steps=4, **settings)
+        paths = sorted(Path(folder).glob("*.ckpt"))
+        resumed = [fit(GPU, checkpoint_dir=folder, resume=str(path), **settings) for path in paths]
+        return [found["bits"] for found in (whole, *resumed)]
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "cpu")])
+def test_a_resumed_fit_equals_the_uninterrupted_one(world_size, backend, tmp_path):
+    settings = {"model": "dropout", "precision": "fp16", "compression": "powersgd", "accumulation_steps": 2}
+    settings |= {"effective_batch_size": None, "batch_size": 3}
+    environment = {"DISTRIBUTED_BACKEND": backend}
+    for found in run_processes(world_size, resume_each, str(tmp_path), settings, env=environment, seconds=100.0):
+        assert len(found.value) > 4
+        assert len(set(found.value)) == 1
+
+
+@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"precision": "bf16"}, {"compile": True}], ids=str)
+def test_16_bits_and_a_compiled_model_train_as_well(settings):
+    if settings.get("compile"):
+        pytest.importorskip("triton", reason="PyTorch compiles for GPUs by Triton, which is not here")
+    [plain], [found] = fits(1, GPU), fits(1, "auto", "nccl", **settings)
+    assert_close(found, plain, 0.1)
+
+
+def test_rows_that_travel_ahead_are_the_rows_that_were_asked_for():
+    inputs, targets = torch.randint(0, 255, (1000, 64), dtype=torch.uint8), torch.arange(1000)
+    placement = Placement(torch.device(GPU), torch.float32, lambda values, dtype: values)
+    for source in (ArraySource(inputs, targets), ArraySource(inputs.to(GPU), targets.to(GPU)), ArraySource(inputs)):
+        ahead, here = ToGPU(source, placement), Here(source, placement)
+        asked = [np.random.default_rng(n).integers(0, 1000, 200) for n in range(20)]
+        coming = [*asked[1:10], None, *asked[:9], None]  # at first what comes, then something else
+        for indices, following in zip(asked, coming, strict=True):
+            torch.mm(*torch.ones(2, 2000, 2000, device=GPU))  # so that the stream is behind
+            for found, expected in zip(ahead(indices, following), here(indices, None), strict=True):
+                assert (found is None) == (expected is None)
+                assert found is None or (found.is_cuda and torch.equal(found, expected))
