@@ -69,23 +69,26 @@ def fit_half(amp: dict[str, Any], effective_batch_size: int = 12, large: bool = 
     }
 
 
-def by_hand(amp: dict[str, Any], large: bool = False) -> tuple[list[float], Any]:
+def by_hand(amp: dict[str, Any], large: bool = False) -> tuple[list[float], Any, list[float]]:
     """The same with PyTorch's autocast and GradScaler, written out."""
     model, optimizer, (inputs, targets) = make_task(large)
     sampler = DistributedSampler(60, rank=0, world_size=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=amp["initial_scale"], growth_interval=amp["dynamic_history_size"])
-    scales = []
+    scales, losses = [], []
     for epoch in range(3):
         sampler.set_epoch(epoch)
+        losses.append(0.0)
         for rows in torch.from_numpy(sampler.global_indices().copy()).split(12):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 output = model(inputs[rows])
-            scaler.scale(nn.functional.cross_entropy(output.float(), targets[rows])).backward()
+            loss = nn.functional.cross_entropy(output.float(), targets[rows])
+            losses[-1] += loss.item() / 5
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-    return scales, flat(model.parameters())
+    return scales, flat(model.parameters()), losses
 
 
 @settings(deadline=None)  # the first GradScaler imports much
@@ -116,24 +119,25 @@ def test_a_fit_in_fp16_goes_as_a_loop_with_gradscaler():
         ({"initial_scale": HUGE, "dynamic_history_size": 4}, False),
         ({"initial_scale": 2.0**10, "dynamic_history_size": 3}, True),
     ):
-        scales, parameters = by_hand(amp, large)
+        scales, parameters, losses = by_hand(amp, large)
         with one_process():
             found = fit_half(amp, large=large)
         assert found["scales"] == scales
         assert {min(scales), max(scales)} != {scales[0]}, "nothing happened"
         assert float(abs(found["parameters"] - parameters).max()) < 1e-6
+        assert found["losses"] == pytest.approx(losses, rel=1e-6)  # also of steps that were not taken
         assert found["dtypes"] == {"torch.float32"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_stay_in_step_when_one_overflows(world_size):
     amp = {"initial_scale": 2.0**10, "dynamic_history_size": 3}
-    scales, _ = by_hand(amp, large=True)
+    scales, _, losses = by_hand(amp, large=True)
     assert any(later < earlier for earlier, later in itertools.pairwise(scales))
     ranks = run_world(world_size, fit_half, amp, 12, True)
     for found in ranks:
         assert found["scales"] == scales  # though the large row is on one rank alone
-        assert found["losses"] == ranks[0]["losses"]
+        assert found["losses"] == ranks[0]["losses"] == pytest.approx(losses, rel=1e-2)
 
 
 def fit_bf16(effective_batch_size: int) -> Any:

@@ -7,6 +7,7 @@ whose fault it was.
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,6 +29,14 @@ SKIP = "skip"
 MAX_SKIPPED = 10
 """Steps in a row that are not taken before training gives up."""
 _SHOWN_RANKS = 4
+
+
+class Verdict(enum.Enum):
+    """What becomes of a step, on every rank alike."""
+
+    TAKEN = "taken"
+    OVERFLOW = "not taken, because the loss scale was too large: loss and metrics are right"
+    SKIPPED = "not taken, because something is wrong"
 
 
 class FiniteGuard:
@@ -62,8 +71,8 @@ class FiniteGuard:
         """Keeps what a forward changes."""
         self._buffers.keep()
 
-    def lets_pass(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> bool:
-        """Returns whether the step may be taken; the same on every rank. All ranks call it, after backward.
+    def verdict(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Verdict:
+        """Returns whether the step is to be taken. All ranks call it, after backward.
 
         Args:
             share: Of this rank.
@@ -80,10 +89,10 @@ class FiniteGuard:
             self._scale.update(overflowed=not finite)
         if finite:
             self._position.skipped = 0
-            return True
+            return Verdict.TAKEN
         if curable and self._ddp.losses_are_finite():
             self._buffers.bring_back()
-            return False
+            return Verdict.OVERFLOW
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()
@@ -92,7 +101,7 @@ class FiniteGuard:
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
         self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt, self._ddp.config.compression))
-        return False
+        return Verdict.SKIPPED
 
     def _judge(self, share: Share, ranks: Sequence[int], words: str) -> None:
         """Raises, or goes on to the next step and says so."""

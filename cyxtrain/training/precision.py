@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError
@@ -73,11 +73,13 @@ class LossScale:
         """Whether an overflow may be cured by a smaller scale."""
         return self._config.use_dynamic_scaling and self.value > _LEAST_SCALE
 
-    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divides gradients by it, in place."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / self.value)
+    def of_each(self, world_size: int) -> float:
+        """Returns what each rank's loss is multiplied by.
+
+        In a mean over N ranks a row counts N times as much on its rank as it would alone: in 16 bits its gradients
+        would overflow N times as early.
+        """
+        return self.value / world_size
 
     def update(self, *, overflowed: bool) -> None:
         """Goes on to the scale of the next step."""

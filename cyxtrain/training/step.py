@@ -23,7 +23,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
-from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.rates import Rates
 from cyxtrain.training.totals import Totals, count_correct
@@ -67,6 +67,7 @@ class TrainingStep:
         self._guard = guard
         self._precision = precision
         self._scale = scale
+        self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
         self._parameters = list(ddp.parameters())
@@ -77,18 +78,22 @@ class TrainingStep:
         self._zero()
         self._guard.before_step()
         if self._scale is not None:
-            self._ddp.expect_scale(self._scale.value)
+            self._multiplier = self._scale.of_each(dist.get_world_size())
+            self._ddp.expect_scale(self._multiplier)
         results = self._accumulate(share)
-        if self._scale is not None:
-            self._scale.unscale(self._parameters)
-        if not self._guard.lets_pass(share, [result.loss.value for result in results], lambda: self._run_alone(share)):
-            return
+        self._unscale()
+        verdict = self._guard.verdict(share, [result.loss.value for result in results], lambda: self._run_alone(share))
+        if verdict is Verdict.TAKEN:
+            self._update()
+        if verdict is not Verdict.SKIPPED:
+            for result in results:
+                self.totals.add(0, *result)
+
+    def _update(self) -> None:
         if self._clip is not None:
             self._clip(self._parameters)
         self._optimizer.step()
         self._rates.step()
-        for result in results:
-            self.totals.add(0, *result)
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have: they would add up for ever
@@ -138,7 +143,13 @@ class TrainingStep:
         self._scaled(value).backward()
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return loss if self._scale is None else loss * self._scale.value
+        return loss if self._multiplier == 1 else loss * self._multiplier
+
+    def _unscale(self) -> None:
+        if self._multiplier != 1:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / self._multiplier)
 
     def _divisor(self, weight: Tensor | float, share: Share) -> float:
         """Returns what the sum of all ranks' terms is divided by, in this backward."""
