@@ -62,6 +62,7 @@ def launch(
                 command = [sys.executable, str(_HERE / program), json.dumps(task), str(folder / f"report{rank}")]
                 with open(folder / f"output{rank}", "wb") as output:
                     environment = kept | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    environment["LAUNCHED_AT"] = repr(time.time())
                     process = subprocess.Popen(
                         command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
                     )

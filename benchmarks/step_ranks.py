@@ -20,7 +20,7 @@ import launches
 import raw_ranks
 import torch
 import torch.distributed as dist
-from fit_one_rank import make_convnet
+from fit_work import make_convnet
 from torch import Tensor, nn
 from torch.nn import functional
 

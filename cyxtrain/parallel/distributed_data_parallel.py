@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
-from cyxtrain.parallel.replicas import check_replicas
+from cyxtrain.parallel.replicas import check_replicas, check_same_module
 from cyxtrain.settings import require, unknown_name
 
 _BROADCAST_BYTES = 25 << 20
@@ -62,13 +61,10 @@ class DistributedDataParallel(nn.Module):
         named = trained_parameters(model)
         self._trained = {id(parameter) for _, parameter in named}
         self._reducer: Reducer | None = None
-        self._last_input: weakref.ref[Tensor] | None = None
-        self._last_output: weakref.ref[Tensor] | None = None
-        self._loss: Tensor | None = None
-        self._latest_loss: Tensor | None = None
+        self._latest = _Latest()
         self._all_parameters = list(model.parameters())
         if world_size > 1:
-            _check_same_module(model)
+            check_same_module(model, runtime.cpu_group())
             if self.config.broadcast_parameters:
                 broadcast_tensors([*model.parameters(), *model.buffers()])
             self._reducer = Reducer(named, self.config)
@@ -80,8 +76,8 @@ class DistributedDataParallel(nn.Module):
             if not self._reducer.held:
                 self._sync_buffers()
         output = self.module(*inputs, **named_inputs)
-        self._last_input = _reference(_first_tensor((inputs, named_inputs)))
-        self._last_output = _reference(_first_tensor(output))
+        self._latest.input = _reference(_first_tensor((inputs, named_inputs)))
+        self._latest.output = _reference(_first_tensor(output))
         return output
 
     def backward(self, t: Tensor) -> Tensor | None:
@@ -100,11 +96,11 @@ class DistributedDataParallel(nn.Module):
             if t.requires_grad:
                 t.backward()
             else:
-                output = None if self._last_output is None else self._last_output()
+                output = self._latest.output()
                 if output is None:
                     raise ConfigError("backward(gradient) needs the output of the last forward: keep it in a variable.")
                 output.backward(t)
-        source = None if self._last_input is None else self._last_input()
+        source = self._latest.input()
         return source.grad if source is not None and source.is_leaf else None
 
     def sync_gradients(self) -> dict[str, Tensor]:
@@ -186,19 +182,20 @@ class DistributedDataParallel(nn.Module):
             loss: Of this rank, 0-dim.
         """
         # Those of several backwards, with accumulation, add up: what is not finite stays so.
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        watched, own = self._latest.watched, loss.detach()
+        self._latest.watched = own if watched is None else watched + own
         if self._reducer is not None:
-            self._reducer.loss = self._loss
+            self._reducer.loss = self._latest.watched
 
     def is_finite(self) -> bool:
         """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
 
         The answer is the same on every rank, because all hold the same gradients. Cost: they are read once.
         """
-        loss, self._loss = self._loss, None
+        loss, self._latest.watched = self._latest.watched, None
         if self._reducer is not None:
             return all_finite(self._reducer.numbers)
-        self._latest_loss = loss
+        self._latest.checked = loss
         gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
@@ -206,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         """Returns whether the losses that were watched are, of all ranks: what else `is_finite` found is gradients."""
         if self._reducer is not None:
             return self._reducer.losses_are_finite
-        return self._latest_loss is None or all_finite([self._latest_loss])
+        return self._latest.checked is None or all_finite([self._latest.checked])
 
     def check_trained(self) -> None:
         """Refuses parameters that have begun or ceased to be trained since the wrapper was made.
@@ -297,6 +294,22 @@ class DistributedDataParallel(nn.Module):
         return runtime.is_master()
 
 
+def _nothing() -> Tensor | None:
+    return None
+
+
+@dataclasses.dataclass
+class _Latest:
+    """What changes in each step; in the module itself, it would take PyTorch as long as a small layer to set it."""
+
+    input: Callable[[], Tensor | None] = _nothing
+    output: Callable[[], Tensor | None] = _nothing
+    watched: Tensor | None = None
+    """The sum of the losses since the latest synchronisation."""
+    checked: Tensor | None = None
+    """That of the losses in it."""
+
+
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
     """Returns (wrappers of ours, the module inside them or PyTorch's)."""
     wrappers = []
@@ -351,39 +364,6 @@ def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
     return merged
 
 
-def _check_same_module(model: nn.Module) -> None:
-    """Refuses, on every rank, modules whose parameters or buffers differ in what the ring would not notice."""
-    own = {
-        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, _strides(tensor)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-    for rank, other in enumerate(everyone):
-        for name in {**everyone[0], **other}:
-            if everyone[0].get(name) != other.get(name):
-                raise ConfigError(
-                    f"rank {rank} has another model than rank 0: {name} is {_text(other.get(name))} on rank {rank} and "
-                    f"{_text(everyone[0].get(name))} on rank 0. Build the same model on every rank.",
-                    rank=rank,
-                )
-        if list(everyone[0]) != list(other):
-            raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
-
-
-def _text(facts: list[Any] | None) -> str:
-    if facts is None:
-        return "absent"
-    shape, dtype, trained, strides = facts
-    return f"{dtype.removeprefix('torch.')} {shape}{'' if trained else ' (frozen)'}" + (
-        f" (strides {strides})" if strides else ""
-    )
-
-
-def _strides(tensor: Tensor) -> list[int] | None:
-    """Returns how the elements lie in memory, where that is not the usual order: buckets follow it."""
-    return None if tensor.is_contiguous() else list(tensor.stride())
-
-
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
@@ -391,6 +371,6 @@ def _first_tensor(value: Any) -> Tensor | None:
     return next((found for found in map(_first_tensor, parts) if found is not None), None)
 
 
-def _reference(tensor: Tensor | None) -> weakref.ref[Tensor] | None:
+def _reference(tensor: Tensor | None) -> Callable[[], Tensor | None]:
     # Weak: a strong one would keep the last output alive, and with it memory that the next step needs.
-    return None if tensor is None else weakref.ref(tensor)
+    return _nothing if tensor is None else weakref.ref(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +17,17 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     Cost: the sum of each tensor, and one wait for each device; a sum that is not finite by itself costs a closer look.
     """
     found = list(tensors)
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in found:
-        # Sums of 16 bits would overflow too often.
-        own = tensor.sum(dtype=torch.float32) if tensor.dtype in _HALVES else tensor.sum()
-        kinds.setdefault((own.device, own.dtype), []).append(own)
-    totals = [torch.stack(sums).sum().item() if len(sums) > 1 else sums[0].item() for sums in kinds.values()]
+    # Sums of 16 bits would overflow too often.
+    sums = [tensor.sum(dtype=torch.float32) if tensor.dtype in _HALVES else tensor.sum() for tensor in found]
     # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
-    return all(map(cmath.isfinite, totals)) or all(bool(tensor.isfinite().all()) for tensor in found)
+    return all(map(cmath.isfinite, _numbers(sums))) or all(bool(tensor.isfinite().all()) for tensor in found)
+
+
+def _numbers(sums: Sequence[Tensor]) -> Sequence[complex]:
+    """Returns one number per tensor, or per kind of tensors on another device, for which one waits."""
+    numbers = [own.item() for own in sums if own.device.type == "cpu"]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for own in sums:
+        if own.device.type != "cpu":
+            kinds.setdefault((own.device, own.dtype), []).append(own)
+    return numbers + [torch.stack(kind).sum().item() for kind in kinds.values()]

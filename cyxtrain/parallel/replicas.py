@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same parameters, bit for bit; if not, who is the odd one."""
+"""Whether all ranks have the same module, and hold the same parameters, bit for bit; if not, who is the odd one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from cyxtrain.errors import ReplicasDifferError, on_all_ranks, shortened
+from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
 from cyxtrain.talking import gather_texts
 
 
@@ -71,3 +71,44 @@ def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
 def _hash(tensor: Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(content.numpy().data)
+
+
+def check_same_module(model: nn.Module, group: Any) -> None:
+    """Refuses, on every rank, modules whose parameters or buffers differ in what the ring would not notice.
+
+    Args:
+        model: The module.
+        group: Of all ranks, on CPUs.
+
+    Raises:
+        ConfigError: With the rank, and what it has.
+    """
+    own = {
+        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, _strides(tensor)]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    everyone = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
+    for rank, other in enumerate(everyone):
+        for name in {**everyone[0], **other}:
+            if everyone[0].get(name) != other.get(name):
+                raise ConfigError(
+                    f"rank {rank} has another model than rank 0: {name} is {_text(other.get(name))} on rank {rank} and "
+                    f"{_text(everyone[0].get(name))} on rank 0. Build the same model on every rank.",
+                    rank=rank,
+                )
+        if list(everyone[0]) != list(other):
+            raise ConfigError(f"rank {rank} has its parameters in another order than rank 0.", rank=rank)
+
+
+def _text(facts: list[Any] | None) -> str:
+    if facts is None:
+        return "absent"
+    shape, dtype, trained, strides = facts
+    return f"{dtype.removeprefix('torch.')} {shape}{'' if trained else ' (frozen)'}" + (
+        f" (strides {strides})" if strides else ""
+    )
+
+
+def _strides(tensor: Tensor) -> list[int] | None:
+    """Returns how the elements lie in memory, where that is not the usual order: buckets follow it."""
+    return None if tensor.is_contiguous() else list(tensor.stride())

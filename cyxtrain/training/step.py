@@ -26,7 +26,7 @@ from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.rates import Rates
-from cyxtrain.training.totals import Totals, count_correct
+from cyxtrain.training.totals import Answers, Totals, answers_to
 
 
 class TrainingStep:
@@ -71,7 +71,7 @@ class TrainingStep:
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
         self._parameters = list(ddp.parameters())
-        self.totals = Totals(1, device)
+        self.totals = Totals(1, device, loss)
 
     def __call__(self, share: Share) -> None:
         """Zero, forward and backward of each micro-batch, unscale, finite?, clip, step, and the schedule's."""
@@ -131,7 +131,7 @@ class TrainingStep:
     def _forward(self, batch: Batch) -> Result:
         output = call_model(self._ddp, batch, self._loss, self._precision)
         loss = self._loss(output, batch.targets, batch.rows)
-        return Result(loss, *count_correct(output, batch.targets, self._loss))
+        return Result(loss, answers_to(output, batch.targets, self._loss))
 
     def _backward(self, loss: BatchLoss, share: Share) -> None:
         divisor = self._divisor(loss.weight, share)
@@ -168,11 +168,10 @@ class TrainingStep:
 
 
 class Result(NamedTuple):
-    """What a micro-batch gave: its loss, how many are right, and of how many."""
+    """What a micro-batch gave: its loss, and what the model said."""
 
     loss: BatchLoss
-    correct: Tensor | None
-    counted: Tensor | float
+    answers: Answers
 
 
 def _sum_over_ranks(weight: Tensor | float) -> float:
@@ -196,7 +195,7 @@ class EvaluationStep:
         self._model = model
         self._loss = loss
         self._precision = precision
-        self.totals = Totals(batches, device)
+        self.totals = Totals(batches, device, loss)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
@@ -204,7 +203,7 @@ class EvaluationStep:
             output = call_model(self._model, batch, self._loss, self._precision)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch.targets, batch.rows)
-            self.totals.add(batch.number, loss, *count_correct(output, batch.targets, self._loss))
+            self.totals.add(batch.number, loss, answers_to(output, batch.targets, self._loss))
 
 
 class PredictionStep:

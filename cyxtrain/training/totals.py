@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,26 @@ _COLUMNS = 4
 _FOLD_BATCHES = 256
 """Batches whose numbers are kept until they are added in one go: single additions would cost a step more."""
 
+_KEPT_ELEMENTS = 8192
+"""Elements of an output that is kept until then: looking at it at once would take as long as the loss does."""
+
 _Number = Tensor | float
+
+
+class Answers(NamedTuple):
+    """What a model has said to a batch whose targets are classes: counted, or to be counted.
+
+    Attributes:
+        correct: How many are right.
+        counted: Of how many.
+        output: What is still to be looked at, or None.
+        target: Beside it.
+    """
+
+    correct: _Number
+    counted: _Number
+    output: Tensor | None = None
+    target: Tensor | None = None
 
 
 class Totals:
@@ -26,28 +45,48 @@ class Totals:
     Args:
         rows: Of the table.
         device: Where the model computes: nothing is fetched from there before it is asked for.
+        loss: What it says of targets decides what counts.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, loss: Loss) -> None:
         self._sums = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
-        self._pending: list[tuple[int, tuple[_Number, ...]]] = []
+        self._loss = loss
+        self._pending: list[tuple[int, tuple[_Number, ...], Answers]] = []
 
-    def add(self, row: int, loss: BatchLoss, correct: Tensor | None, counted: _Number) -> None:
+    def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
         """Adds a batch to a row, without waiting for the device."""
-        right = 0 if correct is None else correct
-        numbers = (loss.value.detach(), loss.terms, loss.weight, right, counted)
-        self._pending.append((row, numbers))
+        self._pending.append((row, (loss.value.detach(), loss.terms, loss.weight), answers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
 
     def _fold(self) -> None:
         if not self._pending:
             return
-        rows, numbers = zip(*self._pending, strict=True)
-        self._pending.clear()
-        values, terms, *others = (self._column(column) for column in zip(*numbers, strict=True))
+        pending, self._pending = self._pending, []
+        rows, losses, answers = zip(*pending, strict=True)
+        values, terms, weights = (self._column(column) for column in zip(*losses, strict=True))
+        correct = self._column([each.correct for each in answers])
+        counted = self._column([each.counted for each in answers])
         where = torch.tensor(rows, device=self._sums.device)
-        self._sums.index_add_(0, where, torch.stack([values * terms, *others], dim=1))
+        self._sums.index_add_(0, where, torch.stack([values * terms, weights, correct, counted], dim=1))
+        kinds: dict[tuple[torch.Size, torch.Size], list[tuple[int, Tensor, Tensor]]] = {}
+        for row, _, each in pending:
+            if each.output is not None and each.target is not None:
+                kind = each.output.shape[1:], each.target.shape[1:]
+                kinds.setdefault(kind, []).append((row, each.output, each.target))
+        for kept in kinds.values():
+            self._count(kept)
+
+    def _count(self, kept: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Counts the answers of batches of one shape in one go."""
+        rows, outputs, targets = zip(*kept, strict=True)
+        right, valid = _compare(torch.cat(outputs), torch.cat(targets), self._loss)
+        where = torch.repeat_interleave(
+            torch.tensor(rows, device=right.device),
+            torch.tensor([len(output) for output in outputs], device=right.device),
+        )
+        for column, found in ((CORRECT, right), (COUNTED, valid)):
+            self._sums[:, column].index_add_(0, where, found.reshape(len(where), -1).sum(1, dtype=torch.float64))
 
     def _column(self, numbers: Sequence[_Number]) -> Tensor:
         tensors = [number for number in numbers if isinstance(number, Tensor)]
@@ -98,19 +137,31 @@ def loss_and_accuracy(sums: list[float], weighting: Weighting) -> tuple[float, f
     return loss, sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan
 
 
-def count_correct(output: Any, target: Tensor | None, loss: Loss) -> tuple[Tensor | None, _Number]:
-    """Returns (how many are right, of how many), where targets are classes; else (None, 0).
+def answers_to(output: Any, target: Tensor | None, loss: Loss) -> Answers:
+    """Returns what is right in an output, where targets are classes; else nothing, of nothing.
 
     Class numbers of shape (n, ...) go with scores of shape (n, classes, ...); binary targets with one output each.
     """
-    if target is None or not isinstance(output, Tensor):
-        return None, 0
+    if target is None or not isinstance(output, Tensor) or not _are_classes(output, target, loss):
+        return Answers(0, 0)
     if loss.is_binary:
-        return ((output > loss.threshold) == (target > 0.5)).sum(), target.numel()
-    if target.is_floating_point() or target.is_complex() or output.dim() != target.dim() + 1 or output.shape[1] < 2:
-        return None, 0
-    right = output.argmax(1) == target
-    if loss.ignored is not None:
-        valid = target != loss.ignored
-        return (right & valid).sum(), valid.sum()
-    return right.sum(), target.numel()
+        output = output.reshape(target.shape)
+    if output.numel() <= _KEPT_ELEMENTS and len(output) > 0:
+        return Answers(0, 0, output.detach(), target)
+    right, valid = _compare(output, target, loss)
+    return Answers(right.sum(), valid.sum())
+
+
+def _are_classes(output: Tensor, target: Tensor, loss: Loss) -> bool:
+    if loss.is_binary:
+        return output.numel() == target.numel()
+    is_class = not target.is_floating_point() and not target.is_complex()
+    return is_class and output.dim() == target.dim() + 1 and output.shape[1] >= 2
+
+
+def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Returns (which are right, which count), of the targets' shape."""
+    if loss.is_binary:
+        return (output > loss.threshold) == (target > 0.5), torch.ones_like(target, dtype=torch.bool)
+    valid = torch.ones_like(target, dtype=torch.bool) if loss.ignored is None else target != loss.ignored
+    return (output.argmax(1) == target) & valid, valid
