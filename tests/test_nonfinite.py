@@ -277,6 +277,10 @@ def test_sums_that_overflow_are_no_alarm():
         assert all_finite([largest, largest])
         for bad in (math.nan, math.inf, -math.inf):
             assert not all_finite([torch.zeros(2), torch.tensor([1.0, bad]).to(dtype)])
+            large = torch.ones(1 << 17, dtype=dtype)
+            assert all_finite([large])
+            large[5] = bad
+            assert not all_finite([torch.zeros(2), large])
     assert not all_finite([torch.tensor([math.inf, -math.inf])])
     assert all_finite([])
 

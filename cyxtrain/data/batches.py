@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.iterator import DistributedBatchIterator, joined_batch
 from cyxtrain.data.moving import Mover, Placement, make_mover
-from cyxtrain.data.sampler import Indices
+from cyxtrain.data.sampler import Indices, deal
 from cyxtrain.data.source import ArraySource
 
 
@@ -31,7 +31,7 @@ class Batch:
     @property
     def rows(self) -> int:
         """How many there are."""
-        return len(self.inputs)
+        return self.inputs.shape[0]  # len() of a tensor is slow
 
 
 class Share:
@@ -88,12 +88,15 @@ def training_shares(
     first: int = 0,
 ) -> Iterator[Share]:
     """Gives this rank's shares of an epoch from number `first` on: as many on every rank, in the one global order."""
-    mover = make_mover(source, placement)
+    mover, sampler = make_mover(source, placement), iterator.sampler
+    sampler.set_epoch(epoch)
+    order = sampler.global_indices().copy()  # PyTorch takes rows from a read-only array by a copy of each batch
 
     def share(number: int) -> Share:
-        return Share(number, iterator.next(), iterator.global_batch_size(number), rows_at_once, mover)
+        joined = joined_batch(order, number, iterator.effective_batch_size)
+        own = deal(joined, sampler.rank, sampler.world_size)
+        return Share(number, own, len(joined), rows_at_once, mover)
 
-    iterator.reset(epoch, first)
     shares = map(share, range(first, iterator.num_batches))
     for this, following in itertools.pairwise(itertools.chain(shares, [None])):
         assert this is not None

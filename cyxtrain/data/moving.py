@@ -33,15 +33,18 @@ class Placement:
 
     def place(self, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns a batch's tensors on the device, converted."""
+        inputs = self._moved(inputs)  # as few bytes as can be, from pinned memory
         dtype = inputs.dtype
-        if inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
-            dtype = self.dtype
+        if dtype is self.dtype:
+            pass
+        elif inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
+            inputs = inputs.to(self.dtype)
         elif dtype in (torch.uint16, torch.uint32, torch.uint64):
-            dtype = torch.int64
-        inputs = inputs.to(self.device, non_blocking=True).to(dtype)  # as few bytes as can be, from pinned memory
-        if targets is None:
-            return inputs, None
-        return inputs, self.prepare_target(targets.to(self.device, non_blocking=True), self.dtype)
+            inputs = inputs.to(torch.int64)
+        return inputs, None if targets is None else self.prepare_target(self._moved(targets), self.dtype)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
 
 class Mover(ABC):

@@ -154,8 +154,9 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
-    signed = tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
-    return signed.index_select(0, rows.to(tensor.device)).view(tensor.dtype)
+    if tensor.dtype in _SIGNED:
+        return _gather(tensor.view(_SIGNED[tensor.dtype]), rows).view(tensor.dtype)
+    return tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device))
 
 
 def _copy(rows: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ class DistributedDataParallel(nn.Module):
             if not self._reducer.held:
                 self._sync_buffers()
         output = self.module(*inputs, **named_inputs)
-        self._latest.input = _reference(_first_tensor((inputs, named_inputs)))
-        self._latest.output = _reference(_first_tensor(output))
+        self._latest.input = _reference(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
+        self._latest.output = _reference(output)
         return output
 
     def backward(self, t: Tensor) -> Tensor | None:
@@ -371,6 +371,8 @@ def _first_tensor(value: Any) -> Tensor | None:
     return next((found for found in map(_first_tensor, parts) if found is not None), None)
 
 
-def _reference(tensor: Tensor | None) -> Callable[[], Tensor | None]:
-    # Weak: a strong one would keep the last output alive, and with it memory that the next step needs.
+def _reference(value: Any) -> Callable[[], Tensor | None]:
+    """Returns what gives the first tensor in a value, as long as somebody else keeps it."""
+    # A strong reference would keep the last output alive, and with it memory that the next step needs.
+    tensor = value if isinstance(value, Tensor) else _first_tensor(value)
     return _nothing if tensor is None else weakref.ref(tensor)

@@ -120,6 +120,8 @@ class Loss:
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns targets of the type that the loss wants: class numbers, else the model's floats."""
+        if target.dtype is torch.int64 and isinstance(self.function, _CLASS_LOSSES):
+            return target
         if target.is_floating_point():
             return target.to(dtype)
         if target.is_complex():

@@ -33,16 +33,18 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self._dtype = _HALVES.get(name)
         self._device_type = device.type
+        self.is_full = self._dtype is None
+        """Whether models compute in what they are made of."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Within, PyTorch calculates in this precision."""
-        if self._dtype is None:
+        if self.is_full:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
     def widened(self, output: Any) -> Any:
         """Returns what a model gave, its 16-bit numbers as float32: losses and metrics are not made of 16 bits."""
-        if self._dtype is None:
+        if self.is_full:
             return output
         if isinstance(output, Tensor):
             return output.float() if output.dtype is self._dtype else output

@@ -10,7 +10,7 @@ Parameters change only after every collective of the step has succeeded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +129,7 @@ class TrainingStep:
         return losses
 
     def _forward(self, batch: Batch) -> Result:
-        output = call_model(self._ddp, batch, self._loss, self._precision)
+        output = call_model(self._ddp.forward, batch, self._loss, self._precision)
         loss = self._loss(output, batch.targets, batch.rows)
         return Result(loss, answers_to(output, batch.targets, self._loss))
 
@@ -242,15 +242,17 @@ class PredictionStep:
         self.outputs.append(output.cpu())
 
 
-def call_model(model: nn.Module, batch: Batch, loss: Loss, precision: Precision) -> Any:
+def call_model(model: Callable[..., Any], batch: Batch, loss: Loss, precision: Precision) -> Any:
     """Returns the model's output; a model that computes its own loss is given the targets too."""
     if loss.function is None and batch.targets is not None:
         return compute(precision, model, batch.inputs, batch.targets)
     return compute(precision, model, batch.inputs)
 
 
-def compute(precision: Precision, model: nn.Module, *inputs: Tensor) -> Any:
+def compute(precision: Precision, model: Callable[..., Any], *inputs: Tensor) -> Any:
     """Returns what a model gives for inputs, in no fewer bits than float32."""
+    if precision.is_full:
+        return model(*inputs)
     with precision.computing():
         output = model(*inputs)
     return precision.widened(output)

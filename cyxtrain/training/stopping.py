@@ -66,6 +66,9 @@ class StoppedError(Exception):
         self.wish = wish
 
 
+_NO_WISH = [0.0] * len(Wish)
+
+
 class Wishes:
     """What this rank wishes, while a fit runs.
 
@@ -90,7 +93,7 @@ class Wishes:
             self._look_at_the_clock(time.monotonic())
         if self._state.stop_training:
             self._wished.add(Wish.COMPLETE)
-        return [float(wish in self._wished) for wish in Wish]
+        return [float(wish in self._wished) for wish in Wish] if self._wished else list(_NO_WISH)
 
     def saved(self) -> None:
         """A checkpoint has been made: the next one is due later."""
