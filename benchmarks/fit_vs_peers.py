@@ -1,6 +1,6 @@
 """`fit` beside what else people train with: the same work, side by side in one run.
 
-    pip install lightning accelerate pytorch-ignite skorch keras matplotlib
+    pip install '.[peers]'
     python benchmarks/fit_vs_peers.py [--ranks 1 2] [--models mlp "large mlp" convnet] [--launches 5] [--floors]
         [--json results.json] [--plot picture.svg]
 
