@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
-BY_DAY = [("ring", 1), ("ring", 3)]
+BY_DAY = [("ring", 1), ("ring", 2)]
 BY_NIGHT = [(backend, size) for backend in ("ring", "gloo") for size in range(1, 6)]
 BY_NIGHT += [(f"ring over {transport}", size) for transport in ("tcp", "unix", "cma") for size in range(2, 6)]
 SHOWN = 10

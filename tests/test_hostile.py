@@ -140,6 +140,7 @@ def test_a_thousand_strangers_at_every_port_change_nothing(tmp_path, world_size,
     check_strangers_change_nothing(tmp_path / "world", world_size, 1000, secret)
 
 
+@pytest.mark.nightly
 def test_a_rank_without_descriptors_does_not_spin_and_answers_again_when_it_has_some(tmp_path):
     folder = Folder(str(tmp_path))
 

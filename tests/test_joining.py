@@ -352,6 +352,7 @@ def start(program: Path, *arguments: str, **variables: str) -> subprocess.Popen[
     )
 
 
+@pytest.mark.nightly
 def test_program_under_torchrun_joins_as_it_is(program):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(program)]
     ran = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=False)

@@ -85,6 +85,7 @@ def uninterrupted(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("whole"), 0, {})
 
 
+@pytest.mark.nightly
 def test_killed_ranks_are_started_again_and_go_on_where_they_were(uninterrupted, tmp_path):
     # In the second fit: each has ten steps.
     done = launch(tmp_path, 3, {0: (1, 17)})

@@ -138,6 +138,7 @@ class _Sleeping:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGSTOP")
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rank_server")
 def test_a_process_that_is_stopped_in_a_wait_finds_its_deadline_moved(tmp_path):
     with living(tmp_path / "notes", 1, survival_ranks.wait_alone, str(tmp_path / "notes"), 3.0) as world:
