@@ -43,7 +43,7 @@ class Bucket:
         self._index = index
         self._last = last
         self.travel: Travel = AsItIs(self._flat, self._gradients_end)
-        """How it does."""
+        """How it travels."""
         self.clear()
 
     def clear(self) -> None:

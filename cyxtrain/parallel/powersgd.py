@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.travel import Mean, Travel, Waitable
 
 _LEAST_SAVING = 2
@@ -132,7 +133,7 @@ class LowRank(Travel):
 
     def is_finite(self) -> bool:
         """Returns whether what has arrived is: then each rank's gradients are, too."""
-        return bool(self._first.isfinite().all()) and bool(self._second.isfinite().all())
+        return all_finite([self._first, self._second])
 
     def settle(self, *, is_whole: bool, unused: Collection[int]) -> None:
         """Makes the approximations, and keeps what they leave out; of a step that cannot be taken, nothing."""

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain.parallel.finite import all_finite
+
 
 class Waitable(Protocol):
     """What travels, and can be waited for."""
@@ -84,7 +86,7 @@ class Travel(ABC):
 
     def is_finite(self) -> bool:
         """Returns whether what has arrived is; the same on every rank. Cost: it is read."""
-        return bool(self._numbers.isfinite().all())
+        return all_finite([self._numbers])
 
     def settle(self, *, is_whole: bool, unused: Collection[int]) -> None:  # noqa: B027 - most ways keep nothing
         """Completes the gradients, and keeps what is for the next step.

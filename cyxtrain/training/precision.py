@@ -37,15 +37,11 @@ class Precision:
         """Whether models compute in what they are made of."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, PyTorch calculates in this precision."""
-        if self.is_full:
-            return contextlib.nullcontext()
+        """Within, PyTorch calculates in this precision, where it is not full."""
         return torch.autocast(self._device_type, self._dtype)
 
     def widened(self, output: Any) -> Any:
         """Returns what a model gave, its 16-bit numbers as float32: losses and metrics are not made of 16 bits."""
-        if self.is_full:
-            return output
         if isinstance(output, Tensor):
             return output.float() if output.dtype is self._dtype else output
         if type(output) in (tuple, list):
