@@ -227,7 +227,7 @@ def install(plan: Plan, rank: int) -> None:
             _wrap(Link, name, calls, count)
     if collectives:
         count = itertools.count(1)
-        for name in ("run", "reduce_small"):
+        for name in ("run", "take_rounds"):
             _wrap(Mesh, name, collectives, count)
 
 

@@ -214,7 +214,7 @@ def test_leaving_while_another_thread_waits_in_a_collective_ends_that_wait():
         errors = []
         waiting = threading.Thread(target=lambda: errors.append(error_of(lambda: group.barrier())))
         waiting.start()
-        wait_until(lambda: group._group._sequence == 1)
+        wait_until(lambda: group._group.sequence == 1)
         group.shutdown()
         waiting.join(10)
         return errors[0]

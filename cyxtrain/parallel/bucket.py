@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.layout import BucketSpec
-from cyxtrain.parallel.travel import AsItIs, ByHook, Travel
+from cyxtrain.parallel.travel import AsItIs, ByHook, InCommon, Travel
+from cyxtrain.ring.shared import SharedMean
 
 
 class Bucket:
@@ -22,11 +23,19 @@ class Bucket:
         parameters: All parameters of the module, which `spec` indexes.
         index: Number of this bucket, in the order of launching.
         last: Whether it is the last one.
+        mean: Memory for it that all ranks have in common, or None.
     """
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[nn.Parameter], index: int, last: bool) -> None:
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[nn.Parameter],
+        index: int,
+        last: bool,
+        mean: SharedMean | None = None,
+    ) -> None:
         self._parameters = [parameters[i] for i in spec.parameters]
-        self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device)
+        self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor
         self._flags = self._flat[spec.flags_offset :]
         self.heard: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
@@ -42,7 +51,8 @@ class Bucket:
         ]
         self._index = index
         self._last = last
-        self.travel: Travel = AsItIs(self._flat, self._gradients_end)
+        end = self._gradients_end
+        self.travel: Travel = AsItIs(self._flat, end) if mean is None else InCommon(mean, end)
         """How it travels."""
         self.clear()
 

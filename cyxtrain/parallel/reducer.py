@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.compression import compress
-from cyxtrain.parallel.layout import NUM_SIGNALS, ParameterSpec, bucket_layout
+from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.shared import SharedMean
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 
@@ -39,7 +42,10 @@ class Reducer:
         trained = [parameter for _, parameter in parameters]
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
-        self._buckets = [Bucket(spec, trained, index, index == len(layout) - 1) for index, spec in enumerate(layout)]
+        self._buckets = [
+            Bucket(spec, trained, index, index == len(layout) - 1, _memory_in_common(spec, config))
+            for index, spec in enumerate(layout)
+        ]
         named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]
         self.low_rank = compress(self._buckets, named, config)
         """The gradients that travel as thin matrices, by name."""
@@ -194,6 +200,14 @@ class Reducer:
             "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
         )
         raise on_all_ranks(error)
+
+
+def _memory_in_common(spec: BucketSpec, config: DDPConfig) -> SharedMean | None:
+    """Returns memory for a bucket that goes as it is, where all ranks have some in common. All ranks call it."""
+    group = dist.group.WORLD
+    if config.compression is not None or spec.device.type != "cpu" or not isinstance(group, RingProcessGroup):
+        return None
+    return group.make_shared_mean(spec.count, spec.dtype)
 
 
 class _Backward:

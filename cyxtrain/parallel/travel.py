@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.parallel.finite import all_finite
+from cyxtrain.ring.shared import SharedMean
 
 
 class Waitable(Protocol):
@@ -109,6 +110,24 @@ class AsItIs(Travel):
 
     def _send(self, group: Any) -> list[Waitable]:
         return [Mean(self._numbers, group)]
+
+
+class InCommon(Travel):
+    """A bucket in memory that all ranks have in common: nothing of it travels.
+
+    Args:
+        mean: The bucket's numbers, and how they are averaged.
+        gradients_end: As `Travel`.
+    """
+
+    def __init__(self, mean: SharedMean, gradients_end: int) -> None:
+        super().__init__(mean.tensor, gradients_end)
+        self._mean = mean
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = True
+
+    def _send(self, group: Any) -> list[Waitable]:
+        return [self._mean.all_reduce(self._options)]
 
 
 class ByHook(Travel):

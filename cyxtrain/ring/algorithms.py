@@ -205,6 +205,16 @@ def tree(world_size: int) -> list[tuple[int, int]]:
     return steps
 
 
+@functools.cache
+def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
+    """Returns which row is combined into which, in order, to get chunk number `chunk` as `reduce_scatter` sums it.
+
+    The result is in the row of the last step.
+    """
+    first = (chunk + 1) % world_size
+    return [(first, (first + distance) % world_size) for distance in range(1, world_size)]
+
+
 @functools.lru_cache(maxsize=256)
 def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Leaves in `spans[rank]` the combination of all ranks, summed in the order of `reduce_scatter`, in one step.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -26,10 +26,10 @@ from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
 from cyxtrain.ring.mesh import Mesh
+from cyxtrain.ring.ready import Announcement, ReadyReductions
 from cyxtrain.ring.reducing import Reducing
 from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.small import SmallReductions
 from cyxtrain.ring.tensors import (
     check_target,
     check_tensor,
@@ -84,7 +84,8 @@ class Group:
         self.world_size = world_size
         self.timeout = timeout
         self._generation = generation
-        self._sequence = 0
+        self.sequence = 0
+        """How many collectives this group has begun."""
         self._lock = threading.RLock()
         self._left = False
         self._names = tuple(range(world_size)) if names is None else tuple(names)
@@ -105,13 +106,8 @@ class Group:
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes
         links = {} if self._ring is None or options.checksums else self._ring.links
-        self._small = SmallReductions(links, self._routes, generation)
+        self.ready = ReadyReductions(links, self._routes, generation)
         self._siblings.add(self)
-
-    @property
-    def sequence(self) -> int:
-        """How many collectives this group has begun."""
-        return self._sequence
 
     def courier(self, *, asynchronous: bool) -> Courier | None:
         """Returns who makes a call for the thread that asks; None: it makes it itself.
@@ -139,11 +135,9 @@ class Group:
         Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
         """
         with self._lock:
-            ready = self._small.of(tensor, reduction)
-            if ready is not None:
-                operation = self._begin(ready.numbered(self._sequence + 1))
-                self._mesh().reduce_small(ready, operation, tensor, self._deadline(timeout))
-                ready.conclude(tensor)
+            small = self.ready.of(tensor, reduction)
+            if small is not None:
+                self.take_rounds(small.announcement, small.rounds(tensor), timeout)
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
@@ -154,6 +148,12 @@ class Group:
                 spans = chunks(flat.numel(), self.world_size)
                 work.by_chunks(spans, self._routes.all_gather(spans, flat.element_size()))
         copy_back(flat, tensor)
+
+    def take_rounds(self, announcement: Announcement, rounds: Iterable[None], timeout: timedelta | None = None) -> None:
+        """Does an operation that is kept ready. Cost: N - 1 frames each way for each round."""
+        with self._lock:
+            operation = self._begin(announcement.numbered(self.sequence + 1))
+            self._mesh().take_rounds(announcement, rounds, operation, self._deadline(timeout))
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
@@ -325,12 +325,12 @@ class Group:
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
         name = -1 if root is None else self._names[root]
-        return self._begin(Operation(kind, self._sequence + 1, reduction, code, shape, name, self._generation))
+        return self._begin(Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
 
     def _begin(self, operation: Operation) -> Operation:
         """Takes note of an operation with the next number."""
         self._raise_failure(operation)
-        self._sequence += 1
+        self.sequence += 1
         self._doing.latest = operation
         return operation
 
@@ -373,7 +373,7 @@ class Group:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
                     self._ring.watch.fail(loss)  # it is why we leave: a goodbye would blame us
-                self._ring.close(self._sequence)
+                self._ring.close(self.sequence)
         finally:
             self._lock.release()
 

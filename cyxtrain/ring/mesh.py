@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
-
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
 from cyxtrain.ring.frames import (
@@ -34,7 +32,7 @@ from cyxtrain.ring.frames import (
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
-from cyxtrain.ring.small import Hearing, SmallReduction
+from cyxtrain.ring.ready import Announcement, Hearing
 from cyxtrain.ring.transfers import (
     SHORT_BYTES,
     Begins,
@@ -126,19 +124,21 @@ class Mesh:
         """
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
-    def reduce_small(self, ready: SmallReduction, operation: Operation, tensor: Tensor, deadline: Deadline) -> None:
-        """Tells and hears what a reduction that is kept ready adds.
+    def take_rounds(
+        self, announcement: Announcement, rounds: Iterable[None], operation: Operation, deadline: Deadline
+    ) -> None:
+        """Does an operation that is kept ready.
 
         Args:
-            ready: It.
+            announcement: Of it.
+            rounds: What this rank does; it gives way wherever all must have told each other.
             operation: With its number.
-            tensor: What is reduced.
             deadline: When to give up.
 
         Raises:
             As `run`.
         """
-        self._attempt(operation, self._tell_and_hear, ready, operation, tensor, deadline)
+        self._attempt(operation, self._take_rounds, announcement, rounds, operation, deadline)
 
     def _attempt(self, operation: Operation, do: Callable[..., None], *arguments: object) -> None:
         """Does something of an operation. Whatever goes wrong in it ends the group."""
@@ -174,14 +174,18 @@ class Mesh:
         if not more and (self._offered or self._read):
             self._settle(call)
 
-    def _tell_and_hear(self, ready: SmallReduction, operation: Operation, tensor: Tensor, deadline: Deadline) -> None:
-        ready.begin(operation.sequence, tensor)
-        for hearing in ready.hearings:
-            outgoing = begin_sending_frame(hearing.link, ready.frame)
-            if outgoing is not None:
-                self._drive(outgoing, None, operation, deadline)
-        for hearing in ready.hearings:
-            self._drive(None, hearing, operation, deadline)
+    def _take_rounds(
+        self, announcement: Announcement, rounds: Iterable[None], operation: Operation, deadline: Deadline
+    ) -> None:
+        for _ in rounds:
+            announcement.begin(operation.sequence)
+            hearings = announcement.hearings.values()
+            for hearing in hearings:
+                outgoing = begin_sending_frame(hearing.link, announcement.frame)
+                if outgoing is not None:
+                    self._drive(outgoing, None, operation, deadline)
+            for hearing in hearings:
+                self._drive(None, hearing, operation, deadline)
 
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""

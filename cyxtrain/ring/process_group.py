@@ -41,6 +41,7 @@ from cyxtrain.ring.arguments import (
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.naming import NamedGroup
+from cyxtrain.ring.shared import SharedMean, make_shared_mean
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of
 from cyxtrain.ring.uncompiled import uncompiled
@@ -218,6 +219,10 @@ class RingProcessGroup(NamedGroup):
         self._group.barrier(timeout_of(opts))
         return []
 
+    def make_shared_mean(self, count: int, dtype: torch.dtype) -> SharedMean | None:
+        """Returns zeros in memory that all ranks have in common, or None. All ranks call it."""
+        return make_shared_mean(self._group, count, dtype)
+
     # Several tensors at once.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -357,7 +362,7 @@ class RingProcessGroup(NamedGroup):
 
 def register() -> None:
     """Makes "ring" a backend of torch.distributed. No socket, no thread."""
-    for cls in (RingProcessGroup, NamedGroup, DoneWork, MessageWork, PostedWork):
+    for cls in (RingProcessGroup, NamedGroup, SharedMean, DoneWork, MessageWork, PostedWork):
         uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])

@@ -1,9 +1,9 @@
-"""Reductions of few elements, kept ready: training repeats them, and to prepare one takes longer than to do it."""
+"""Reductions that are kept ready: training repeats them, and to prepare a small one takes longer than to do it."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ _PADDING = -HEADER_BYTES % 16
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-class SmallReductions:
+class ReadyReductions:
     """The small reductions of one group, by what follows from shape, dtype and reduction.
 
     Args:
@@ -44,8 +44,8 @@ class SmallReductions:
     """
 
     def __init__(self, links: Mapping[int, Link], routes: Routes, generation: int) -> None:
+        self.routes = routes
         self._links = links
-        self._routes = routes
         self._generation = generation
         self._ready: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
 
@@ -69,15 +69,56 @@ class SmallReductions:
 
     def _prepared(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
         count, item_bytes = tensor.numel(), tensor.element_size()
-        told = bool(self._links) and count > 0 and self._routes.tells_all(count, item_bytes)
         array = added_by_numpy(reduction, tensor.dtype)
-        if not told or array is None:
+        if array is None or count == 0 or not self.routes.tells_all(count, item_bytes):
             return None
-        shape = tuple(tensor.shape)
-        operation = Operation(
-            Kind.ALL_REDUCE, 0, reduction, dtype_code(tensor.dtype), shape, generation=self._generation
-        )
-        return SmallReduction(operation, self._links, self._routes, count * item_bytes, array)
+        announcement = self.announcement(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes)
+        return None if announcement is None else SmallReduction(announcement, self.routes, array)
+
+    def announcement(
+        self, reduction: Reduction, dtype: torch.dtype, shape: tuple[int, ...], payload_bytes: int
+    ) -> Announcement | None:
+        """Returns what opens an all_reduce that is kept ready; None: there is nobody, or frames carry checksums."""
+        if not self._links:
+            return None
+        operation = Operation(Kind.ALL_REDUCE, 0, reduction, dtype_code(dtype), shape, generation=self._generation)
+        return Announcement(operation, self._links, self.routes, payload_bytes)
+
+
+class Announcement:
+    """What each rank tells all others in an operation that is kept ready, and what they tell: a frame of few bytes.
+
+    Attributes:
+        frame: What is told to every other rank: header and payload.
+        hearings: What the others tell, by rank.
+
+    Args:
+        operation: Without its number.
+        links: To each other rank.
+        routes: Of this rank.
+        payload_bytes: Of each frame.
+    """
+
+    def __init__(self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int) -> None:
+        self._kind, _, self.reduction, self._dtype, self._shape, self._root, self._generation = operation
+        self.payload_bytes = payload_bytes
+        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
+        self.frame = _room_for_frame(payload_bytes)
+        self.frame[:HEADER_BYTES] = head
+        [tell] = algorithms.telling_all(routes.rank, routes.world_size, 1)
+        assert isinstance(tell, Tell)
+        self.hearings = {other: Hearing(links[other], payload_bytes) for other in tell.hears}
+
+    def numbered(self, sequence: int) -> Operation:
+        """Returns the operation with its number."""
+        return Operation(self._kind, sequence, self.reduction, self._dtype, self._shape, self._root, self._generation)
+
+    def begin(self, sequence: int) -> None:
+        """Begins a round."""
+        put_sequence(self.frame, sequence)
+        head = bytes(self.frame[:HEADER_BYTES])
+        for hearing in self.hearings.values():
+            hearing.expect(head)
 
 
 class SmallReduction:
@@ -85,63 +126,32 @@ class SmallReduction:
 
     It is summed in the order of `algorithms.tree`, the same on every rank, in memory that is used again each time.
 
-    Attributes:
-        frame: What is told to every other rank: header and elements.
-        hearings: What the others tell.
-
     Args:
-        operation: Without its number.
-        links: To each other rank.
+        announcement: With as many bytes as the tensor.
         routes: Of this rank.
-        payload_bytes: Of the tensor.
-        array: NumPy's type of its elements.
+        array: NumPy's type of the elements.
     """
 
-    def __init__(
-        self,
-        operation: Operation,
-        links: Mapping[int, Link],
-        routes: Routes,
-        payload_bytes: int,
-        array: type[np.number[Any]],
-    ) -> None:
-        rank, world_size = routes.rank, routes.world_size
-        self._kind, _, self._reduction, self._dtype, self._shape, self._root, self._generation = operation
-        self._averages = operation.reduction is Reduction.AVG
-        self._world_size = world_size
-        self._bytes = payload_bytes
-        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
-        self.frame = _room_for_frame(payload_bytes)
-        self.frame[:HEADER_BYTES] = head
-        [tell] = algorithms.telling_all(rank, world_size, 1)
-        assert isinstance(tell, Tell)
-        heard = {other: Hearing(links[other], payload_bytes) for other in tell.hears}
-        self.hearings = [*heard.values()]
-        frames = [self.frame if other == rank else heard[other].frame for other in range(world_size)]
-        rows = [np.frombuffer(frame, array, offset=HEADER_BYTES) for frame in frames]
+    def __init__(self, announcement: Announcement, routes: Routes, array: type[np.number[Any]]) -> None:
+        self.announcement = announcement
+        self._averages = announcement.reduction is Reduction.AVG
+        self._world_size = routes.world_size
+        frames = {routes.rank: announcement.frame}
+        frames.update((other, hearing.frame) for other, hearing in announcement.hearings.items())
+        rows = {rank: np.frombuffer(frame, array, offset=HEADER_BYTES) for rank, frame in frames.items()}
         self._steps: list[tuple[Any, Any]] = [
-            (rows[into], rows[source]) for into, source in algorithms.tree(world_size)
+            (rows[into], rows[source]) for into, source in algorithms.tree(self._world_size)
         ]
-        self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (self.frame, frames[0]))
+        self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (announcement.frame, frames[0]))
 
-    def numbered(self, sequence: int) -> Operation:
-        """Returns the operation with its number."""
-        return Operation(self._kind, sequence, self._reduction, self._dtype, self._shape, self._root, self._generation)
-
-    def begin(self, sequence: int, tensor: Tensor) -> None:
-        """Makes the frame."""
-        put_sequence(self.frame, sequence)
-        head = bytes(self.frame[:HEADER_BYTES])
-        for hearing in self.hearings:
-            hearing.expect(head)
-        ctypes.memmove(self._own, tensor.data_ptr(), self._bytes)
-
-    def conclude(self, tensor: Tensor) -> None:
-        """Puts the result in the place of the tensor's elements, once all have been heard."""
+    def rounds(self, tensor: Tensor) -> Iterator[None]:
+        """Reduces a tensor, in place; gives way where all must have told each other."""
+        ctypes.memmove(self._own, tensor.data_ptr(), self.announcement.payload_bytes)
+        yield
         with silent_numpy():
             for into, source in self._steps:
                 np.add(into, source, into)
-        ctypes.memmove(tensor.data_ptr(), self._sum, self._bytes)
+        ctypes.memmove(tensor.data_ptr(), self._sum, self.announcement.payload_bytes)
         if self._averages:
             divide(tensor.detach(), self._world_size)
 

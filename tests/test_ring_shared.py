@@ -1,0 +1,227 @@
+"""Memory that ranks of one machine have in common: the bits of all_reduce, or none on any rank; and it never hangs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ring_values import Op, all_reduce, made, reduced, same
+from torch import nn
+from worlds import run_processes, run_threads
+
+import cyxtrain as cx
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError
+from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.ring import RingProcessGroup, shared
+from cyxtrain.ring.memory import open_to_reading
+from cyxtrain.ring.routes import FEW_BYTES
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"
+)
+FLOATS = [torch.float32, torch.float64]
+COUNTS = [1, 2, 7, 1000, FEW_BYTES // 8, FEW_BYTES // 4 + 1, 300_007]
+
+
+def mean_of(group, dtype, count, seed=0):
+    """A mean that is filled with what a rank brings."""
+    mean = group.make_shared_mean(count, dtype)
+    assert mean is not None
+    mean.tensor.copy_(made(dtype, count, group.rank(), seed))
+    return mean
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_its_bits_are_those_of_all_reduce(world_size):
+    def rank_main(group):
+        wrong = []
+        for dtype in FLOATS:
+            for count in COUNTS:
+                mean = mean_of(group, dtype, count)
+                for seed in range(3):  # again and again, in the same memory
+                    own = made(dtype, count, group.rank(), seed)
+                    mean.tensor.copy_(own)
+                    mean.all_reduce().wait()
+                    expected = reduced([made(dtype, count, rank, seed) for rank in range(world_size)], Op.AVG)
+                    if not same(mean.tensor, expected) or not same(mean.tensor, all_reduce(group, own, Op.AVG)):
+                        wrong.append((dtype, count, seed))
+        return wrong
+
+    assert run_threads(world_size, rank_main, seconds=60) == [[]] * world_size
+
+
+def test_infinities_and_nans_are_everybodys_without_a_word():
+    def rank_main(group):
+        mean = mean_of(group, torch.float32, 100_000)
+        mean.tensor[5] = float("inf") * (1 if group.rank() == 0 else -1)
+        mean.tensor[7 + 90_000 * group.rank()] = float("nan")
+        mean.tensor[9] = 3e38
+        with np.errstate(all="raise"):
+            mean.all_reduce().wait()
+        return torch.nonzero(~mean.tensor.isfinite()).flatten().tolist()
+
+    assert run_threads(2, rank_main) == [[5, 7, 9, 90_007]] * 2
+
+
+@pytest.mark.parametrize("communication", ["inline", "thread"])
+def test_it_travels_beside_the_caller_where_collectives_do(communication):
+    def rank_main(group):
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        means = [mean_of(group, torch.float32, 70_000, seed) for seed in range(4)]
+        works = [mean.all_reduce(options) for mean in means]
+        after = torch.full((3,), float(group.rank()))
+        group.allreduce([after]).wait()
+        assert [work.wait() for work in works] == [True] * 4
+        assert after.tolist() == [1.0] * 3
+        expected = [
+            reduced([made(torch.float32, 70_000, rank, seed) for rank in range(2)], Op.AVG) for seed in range(4)
+        ]
+        return [same(mean.tensor, each) for mean, each in zip(means, expected, strict=True)]
+
+    assert run_threads(2, rank_main, options=RingOptions(communication=communication)) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "count", "dtype", "options"),
+    [
+        (1, 10, torch.float32, RingOptions()),
+        (2, 0, torch.float32, RingOptions()),
+        (2, 10, torch.bfloat16, RingOptions()),
+        (2, 10, torch.int64, RingOptions()),
+        (2, 10, torch.float32, RingOptions(checksums=True)),
+        (2, 10, torch.float32, RingOptions(transport="unix")),
+        (2, 10, torch.float32, RingOptions(transport="tcp")),
+        (9, 10, torch.float32, RingOptions()),
+    ],
+)
+def test_where_it_cannot_be_there_is_none_on_any_rank(world_size, count, dtype, options):
+    def rank_main(group):
+        return group.make_shared_mean(count, dtype)
+
+    assert run_threads(world_size, rank_main, options=options) == [None] * world_size
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "ftruncate", "open", "posix_fallocate", "mmap"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
+    only_rank_0 = what in ("memfd_create", "ftruncate")
+    if only_rank_0 and rank != 0:
+        pytest.skip("rank 0 alone makes the file")
+    owner = shared.mmap if what == "mmap" else os
+    inner, failing = getattr(owner, what), []
+
+    def fail(*args, **named):
+        if failing and failing[0]() == rank:
+            raise OSError("no room")
+        return inner(*args, **named)
+
+    def rank_main(group):
+        ranks[threading.get_ident()] = group.rank()
+        group.barrier().wait()
+        failing.append(lambda: ranks.get(threading.get_ident()))
+        found = group.make_shared_mean(10, torch.float32)
+        tensor = torch.ones(3)
+        group.allreduce([tensor]).wait()  # and the group goes on
+        return found, tensor.tolist()
+
+    ranks = {}
+    monkeypatch.setattr(owner, what, fail)
+    assert run_threads(3, rank_main) == [(None, [3.0] * 3)] * 3
+
+
+def test_it_begins_with_zeros_and_is_nobodys_when_it_is_no_longer_used():
+    def rank_main(group):
+        mean = group.make_shared_mean(5000, torch.float32)
+        assert not mean.tensor.any()
+        part = mean.tensor[10:20]  # as a gradient is
+        part.fill_(group.rank() + 1.0)
+        mean.all_reduce().wait()
+        del mean
+        gc.collect()
+        return part.tolist()
+
+    before = mapped()
+    assert run_threads(2, rank_main) == [[1.5] * 10] * 2
+    gc.collect()
+    assert mapped() == before
+
+
+def mapped():
+    """How much of this process's memory is of the kind."""
+    return sum("memfd:cyxtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_other_calls_on_another_rank_are_named():
+    def rank_main(group):
+        mean = mean_of(group, torch.float32, 200_000)
+        call = mean.all_reduce if group.rank() == 0 else functools.partial(group.allreduce, [torch.ones(7)])
+        with pytest.raises(CyxtrainError) as error:
+            call()
+        return type(error.value), "float32 [7]" in str(error.value), "float32 [200000]" in str(error.value)
+
+    assert run_threads(2, rank_main) == [(CollectiveMismatchError, True, True)] * 2
+
+
+def test_a_rank_that_ends_on_the_way_is_named():
+    ended = run_processes(3, end_on_the_way, env={"CYXTRAIN_TRANSPORT": "cma"}, succeed=False)
+    assert [each.value for each in ended] == ["PeerLostError 1", None, "PeerLostError 1"]
+    assert ended[1].returncode == -signal.SIGKILL
+
+
+def end_on_the_way():
+    """Rank 1 is gone while it reduces its part of everybody's memory."""
+    cx.init()
+    mean = mean_of(dist.group.WORLD, torch.float32, 300_000)
+    mean.all_reduce().wait()
+    if dist.get_rank() == 1:
+        rounds = mean._rounds
+
+        def torn():
+            yield next(rounds())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        mean._rounds = torn
+    try:
+        mean.all_reduce()
+    except CyxtrainError as error:
+        return f"{type(error).__name__} {error.rank}"
+    return "nothing"
+
+
+def test_training_gives_the_same_bits_however_gradients_travel():
+    ended = run_processes(2, train_both_ways, env={"CYXTRAIN_TRANSPORT": "cma"})
+    assert [each.value for each in ended] == [[True, False, True]] * 2
+
+
+def train_both_ways():
+    cx.init()
+    in_common, used = train_a_little()
+    RingProcessGroup.make_shared_mean = lambda *args: None
+    apart, used_too = train_a_little()
+    return used, used_too, in_common == apart
+
+
+def train_a_little():
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, 3))
+    ddp = DistributedDataParallel(model, bucket_size_mb=0.4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 400)).square().sum().backward()
+        optimizer.step()
+    used = mapped() > 0
+    ddp.close()
+    del ddp
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()), used
