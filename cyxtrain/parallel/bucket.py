@@ -133,7 +133,7 @@ class Bucket:
         if self._signals is not None and any(signals):
             self._signals.copy_(torch.tensor(signals))
         if self._loss is not None and loss is not None:
-            self._loss.copy_(loss * 0)  # without asking the device what it is
+            torch.mul(loss, 0, out=self._loss)  # without asking the device what it is
         self.travel.launch(group, scale)
 
     def finish(self, *, as_view: bool, is_whole: bool) -> list[nn.Parameter]:
@@ -156,8 +156,8 @@ class Bucket:
         nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
         self.travel.settle(is_whole=is_whole, unused=nowhere)
         for slot, parameter in enumerate(self._parameters):
-            if slot in nowhere:
-                continue
+            if slot in nowhere or (as_view and self._ready[slot]):
+                continue  # it has none, or was given it when it came in
             if as_view:
                 parameter.grad = self._views[slot]
             elif parameter.grad is None:

@@ -9,16 +9,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_SUMMED = (torch.float32, torch.float64)
 _LARGE = 1 << 16
-"""Elements from which reading alone takes less time, though it is an operation for each."""
+"""Elements from which an operation for each tensor costs less than to put them together."""
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What elements are summed in, where their own type has little room."""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Returns whether no tensor holds NaN or an infinity.
 
-    Cost: large ones on CPUs are read. The others are read, and written back as they are, by one operation for all of a
-    device and dtype, for which one waits. Source: what torch.amp.GradScaler does with gradients.
+    Cost: on CPUs they are added up, small ones of a dtype together. On GPUs they are read, and written back as they
+    are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does with gradients.
 
     Args:
         tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
@@ -26,24 +27,27 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     kinds: dict[tuple[torch.dtype, torch.device | None], list[Tensor]] = {}
     for tensor in tensors:
         dtype, is_cpu = tensor.dtype, tensor.is_cpu
-        if (is_cpu and dtype in _SUMMED and tensor.numel() >= _LARGE) or dtype.is_complex:
+        if dtype.is_complex or (is_cpu and tensor.numel() >= _LARGE):
             if not _is_sum_finite(tensor):
                 return False
         else:
             kinds.setdefault((dtype, None if is_cpu else tensor.device), []).append(tensor)
-    return all(map(_are_finite, kinds.values()))
-
-
-def _are_finite(tensors: list[Tensor]) -> bool:
-    device = tensors[0].device
-    found = torch.zeros(1, device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _one(device))
-    return found.item() == 0
+    return all(
+        _is_sum_finite(torch._C._nn.flatten_dense_tensors(kind)) if device is None else _are_finite(kind, device)
+        for (_, device), kind in kinds.items()
+    )
 
 
 def _is_sum_finite(tensor: Tensor) -> bool:
     # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
-    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+    total = tensor.sum(dtype=_WIDER.get(tensor.dtype))
+    return cmath.isfinite(total.item()) or bool(tensor.isfinite().all())
+
+
+def _are_finite(tensors: list[Tensor], device: torch.device) -> bool:
+    found = torch.zeros(1, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _one(device))
+    return found.item() == 0
 
 
 @functools.cache

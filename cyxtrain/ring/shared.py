@@ -27,8 +27,8 @@ from cyxtrain.ring.ready import Announcement
 from cyxtrain.ring.routes import few
 from cyxtrain.ring.work import collective
 
-_PIECE_BYTES = 1 << 16
-"""What is reduced at once: the same elements of some ranks stay in a processor's first or second cache."""
+_PIECE_BYTES = 1 << 18
+"""What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
 _PAGE_BYTES = mmap.PAGESIZE
 
 
