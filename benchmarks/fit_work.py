@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 BATCH, LEARNING_RATE = 64, 1e-3
-_SIGNAL = 0.12
+_SIGNAL = 0.4
 
 
 def make_mlp(*widths: int) -> nn.Sequential:
