@@ -13,6 +13,9 @@ from torch import Tensor
 
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.ring.shared import SharedMean
+from cyxtrain.ring.work import Options
+
+_ASYNCHRONOUS = Options(asyncOp=True)
 
 
 class Waitable(Protocol):
@@ -123,11 +126,9 @@ class InCommon(Travel):
     def __init__(self, mean: SharedMean, gradients_end: int) -> None:
         super().__init__(mean.tensor, gradients_end)
         self._mean = mean
-        self._options = dist.AllreduceOptions()
-        self._options.asyncOp = True
 
     def _send(self, group: Any) -> list[Waitable]:
-        return [self._mean.all_reduce(self._options)]
+        return [self._mean.all_reduce(_ASYNCHRONOUS)]
 
 
 class ByHook(Travel):

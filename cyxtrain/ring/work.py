@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -184,6 +184,13 @@ class MessageWork(_Work):
             finish, self._finish = self._finish, None
             finish()
         return True
+
+
+class Options(NamedTuple):
+    """What a collective that PyTorch does not know is asked for, under PyTorch's names."""
+
+    asyncOp: bool = False  # noqa: N815
+    timeout: timedelta | None = None
 
 
 class Asked(Protocol):
