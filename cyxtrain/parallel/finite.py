@@ -19,7 +19,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Returns whether no tensor holds NaN or an infinity.
 
     Cost: on CPUs they are added up, small ones of a dtype together. On GPUs they are read, and written back as they
-    are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does with gradients.
+    are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does.
 
     Args:
         tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
