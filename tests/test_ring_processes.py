@@ -71,10 +71,8 @@ def test_on_more_ranks(world_size):
         assert result.value == dict.fromkeys(CASES)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [ring_ranks.reduce_for_ever, pytest.param(ring_ranks.wait_for_a_rank_that_dies, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # test_survival.py shows it by day, in training
+@pytest.mark.parametrize("target", [ring_ranks.reduce_for_ever, ring_ranks.wait_for_a_rank_that_dies])
 def test_every_survivor_names_a_killed_rank_within_a_second(target):
     with start_processes(4, target) as world:
         wait_until(lambda: len(list(world.folder.glob("busy?"))) == 4, 60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ring_values import Op, all_reduce, made, reduced, same
 from torch import nn
-from worlds import run_processes, run_threads
+from worlds import free_port, run_processes, run_threads
 
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
@@ -36,13 +37,13 @@ COUNTS = [1, 2, 7, 1000, FEW_BYTES // 8, FEW_BYTES // 4 + 1, 300_007]
 
 def mean_of(group, dtype, count, seed=0):
     """A mean that is filled with what a rank brings."""
-    mean = group.make_shared_mean(count, dtype)
+    mean = group.make_shared_means([(count, dtype)])[0]
     assert mean is not None
     mean.tensor.copy_(made(dtype, count, group.rank(), seed))
     return mean
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_its_bits_are_those_of_all_reduce(world_size):
     def rank_main(group):
         wrong = []
@@ -106,7 +107,7 @@ def test_it_travels_beside_the_caller_where_collectives_do(communication):
 )
 def test_where_it_cannot_be_there_is_none_on_any_rank(world_size, count, dtype, options):
     def rank_main(group):
-        return group.make_shared_mean(count, dtype)
+        return group.make_shared_means([(count, dtype)])[0]
 
     assert run_threads(world_size, rank_main, options=options) == [None] * world_size
 
@@ -129,7 +130,7 @@ def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
         ranks[threading.get_ident()] = group.rank()
         group.barrier().wait()
         failing.append(lambda: ranks.get(threading.get_ident()))
-        found = group.make_shared_mean(10, torch.float32)
+        found = group.make_shared_means([(10, torch.float32)])[0]
         tensor = torch.ones(3)
         group.allreduce([tensor]).wait()  # and the group goes on
         return found, tensor.tolist()
@@ -141,7 +142,7 @@ def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
 
 def test_it_begins_with_zeros_and_is_nobodys_when_it_is_no_longer_used():
     def rank_main(group):
-        mean = group.make_shared_mean(5000, torch.float32)
+        mean = group.make_shared_means([(5000, torch.float32)])[0]
         assert not mean.tensor.any()
         part = mean.tensor[10:20]  # as a gradient is
         part.fill_(group.rank() + 1.0)
@@ -170,6 +171,66 @@ def test_other_calls_on_another_rank_are_named():
         return type(error.value), "float32 [7]" in str(error.value), "float32 [200000]" in str(error.value)
 
     assert run_threads(2, rank_main) == [(CollectiveMismatchError, True, True)] * 2
+
+
+def test_ranks_that_begin_with_different_ones_of_two_that_are_alike_are_told():
+    def rank_main(group):
+        means = group.make_shared_means([(50_000, torch.float32)] * 2)
+        with pytest.raises(CollectiveMismatchError, match=r"memory 0.*memory 1|memory 1.*memory 0"):
+            means[group.rank()].all_reduce()
+
+    run_threads(2, rank_main)
+
+
+def test_ranks_that_want_different_sizes_have_none():
+    def rank_main(group):
+        found = group.make_shared_means([(10_000 * (1 + (group.rank() == 1)), torch.float32)])
+        group.barrier().wait()
+        return found
+
+    assert run_threads(3, rank_main) == [[None]] * 3
+
+
+def test_kinds_that_it_can_average_lie_beside_others_that_it_cannot():
+    kinds = [(1000, torch.float32), (10, torch.bfloat16), (1000, torch.float64), (0, torch.float32)]
+
+    def rank_main(group):
+        first, no, second, nothing = group.make_shared_means(kinds)
+        assert (no, nothing) == (None, None)
+        for number, mean in enumerate((first, second)):
+            mean.tensor.fill_(number + group.rank())
+        for mean in (second, first):
+            mean.all_reduce()
+        return first.tensor.unique().tolist(), second.tensor.unique().tolist()
+
+    assert run_threads(2, rank_main) == [([0.5], [1.5])] * 2
+
+
+def test_elements_that_a_user_has_moved_are_averaged_all_the_same():
+    def rank_main(group):
+        mean = mean_of(group, torch.float32, 1000)
+        if group.rank() == 0:
+            mean.tensor.share_memory_()
+        mean.all_reduce().wait()
+        return same(mean.tensor, reduced([made(torch.float32, 1000, rank) for rank in range(2)], Op.AVG))
+
+    assert run_threads(2, rank_main) == [True] * 2
+
+
+def test_a_forked_child_has_gradients_of_its_own():
+    assert [each.value for each in run_processes(2, write_in_a_child, env={"CYXTRAIN_TRANSPORT": "cma"})] == [True] * 2
+
+
+def write_in_a_child():
+    cx.init()
+    mean = mean_of(dist.group.WORLD, torch.float32, 5000)
+    before = mean.tensor.clone()
+    child = os.fork()
+    if child == 0:
+        mean.tensor.fill_(7.0)
+        os._exit(0 if mean.tensor.eq(7.0).all() else 1)
+    _, status = os.waitpid(child, 0)
+    return status == 0 and torch.equal(mean.tensor, before)
 
 
 def test_a_rank_that_ends_on_the_way_is_named():
@@ -206,7 +267,7 @@ def test_training_gives_the_same_bits_however_gradients_travel():
 def train_both_ways():
     cx.init()
     in_common, used = train_a_little()
-    RingProcessGroup.make_shared_mean = lambda *args: None
+    RingProcessGroup.make_shared_means = lambda self, kinds: [None] * len(kinds)
     apart, used_too = train_a_little()
     return used, used_too, in_common == apart
 
@@ -224,3 +285,44 @@ def train_a_little():
     ddp.close()
     del ddp
     return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()), used
+
+
+def test_a_wrapper_goes_on_in_another_world_and_is_not_copied():
+    ended = run_processes(2, live_twice, free_port(), env={"CYXTRAIN_TRANSPORT": "cma"})
+    assert [each.value for each in ended] == [[True, [0.5], False, [0.5], "copy"]] * 2
+
+
+def live_twice(port):
+    found = []
+    rank = int(os.environ["RANK"])
+    cx.init()
+    model = nn.Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(model)
+    for _ in range(2):
+        model.weight.grad = None
+        ddp(torch.full((1, 1), float(rank))).sum().backward()
+        found += [mapped() > 0, model.weight.grad.flatten().tolist()]
+        if len(found) == 2:
+            cx.finalize()
+            model.weight.grad = None
+            os.environ["MASTER_PORT"] = str(port)
+            cx.init()
+    try:
+        copy.deepcopy(ddp)
+    except cx.ConfigError:
+        found.append("copy")
+    return found
+
+
+def test_what_a_hook_puts_in_the_place_of_a_gradient_is_not_trained_on():
+    assert [each.value for each in run_processes(2, replace_gradients)] == [[0.5, 0.5]] * 2
+
+
+def replace_gradients():
+    cx.init()
+    model = nn.Linear(1, 2, bias=False)
+    ddp = DistributedDataParallel(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 100))
+    ddp(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+    return model.weight.grad.flatten().tolist()

@@ -35,26 +35,36 @@ class Bucket:
         mean: SharedMean | None = None,
     ) -> None:
         self._parameters = [parameters[i] for i in spec.parameters]
-        self._flat = torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor
-        self._flags = self._flat[spec.flags_offset :]
+        self._spec = spec
         self.heard: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self.losses_are_finite = True
         """In the last bucket: whether the losses of all ranks were."""
-        self._gradients_end = spec.flags_offset
+        self._gradients_end = end = spec.flags_offset
+        self._index = index
+        self._last = last
+        self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor)
+        self.travel: Travel = AsItIs(self._flat, end) if mean is None else InCommon(mean, end)
+        """How it travels."""
+        self.clear()
+
+    def _lay_out(self, flat: Tensor) -> None:
+        """Puts everything in its place in some memory."""
+        spec = self._spec
+        self._flat, self._flags = flat, flat[spec.flags_offset :]
         signals = self._flags[len(self._parameters) + 1 :]
         self._signals = signals[:-1] if spec.has_signals else None
         self._loss = signals[-1] if spec.has_signals else None
         self._views = [
-            _slot(self._flat, offset, parameter)
-            for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
+            _slot(flat, offset, parameter) for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
         ]
-        self._index = index
-        self._last = last
-        end = self._gradients_end
-        self.travel: Travel = AsItIs(self._flat, end) if mean is None else InCommon(mean, end)
-        """How it travels."""
-        self.clear()
+
+    def change_group(self) -> None:
+        """Leaves the memory that the ranks of an earlier group have in common."""
+        if isinstance(self.travel, InCommon):
+            self.travel.abandon()
+            self._lay_out(self._flat.clone())
+            self.travel = AsItIs(self._flat, self._gradients_end)
 
     def clear(self) -> None:
         """Begins a new synchronisation: nothing has come in yet.
@@ -156,10 +166,11 @@ class Bucket:
         nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
         self.travel.settle(is_whole=is_whole, unused=nowhere)
         for slot, parameter in enumerate(self._parameters):
-            if slot in nowhere or (as_view and self._ready[slot]):
-                continue  # it has none, or was given it when it came in
+            if slot in nowhere:
+                continue
             if as_view:
-                parameter.grad = self._views[slot]
+                if parameter.grad is not self._views[slot]:
+                    parameter.grad = self._views[slot]
             elif parameter.grad is None:
                 parameter.grad = self._views[slot].clone()
             else:

@@ -266,6 +266,14 @@ class DistributedDataParallel(nn.Module):
             self._reducer.close()
             self._reducer = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._reducer is not None:
+            raise ConfigError(
+                "a DistributedDataParallel cannot be copied or pickled: nobody would average its copy's gradients. "
+                "Copy get_model(), and wrap the copy where it is to be trained."
+            )
+        return self.__dict__
+
     def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the module's own state: names have no prefix, and load into the bare module."""
         state: dict[str, Any] = self.module.state_dict(*args, **fields)

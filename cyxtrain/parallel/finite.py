@@ -11,15 +11,13 @@ from torch import Tensor
 
 _LARGE = 1 << 16
 """Elements from which an operation for each tensor costs less than to put them together."""
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What elements are summed in, where their own type has little room."""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Returns whether no tensor holds NaN or an infinity.
 
-    Cost: on CPUs they are added up, small ones of a dtype together. On GPUs they are read, and written back as they
-    are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does.
+    Cost: on CPUs they are added up, small ones of a dtype copied together. On GPUs they are read, and written back as
+    they are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does.
 
     Args:
         tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
@@ -40,8 +38,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def _is_sum_finite(tensor: Tensor) -> bool:
     # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
-    total = tensor.sum(dtype=_WIDER.get(tensor.dtype))
-    return cmath.isfinite(total.item()) or bool(tensor.isfinite().all())
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _are_finite(tensors: list[Tensor], device: torch.device) -> bool:

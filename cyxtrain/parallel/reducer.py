@@ -42,16 +42,17 @@ class Reducer:
         trained = [parameter for _, parameter in parameters]
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
+        last = len(layout) - 1
         self._buckets = [
-            Bucket(spec, trained, index, index == len(layout) - 1, _memory_in_common(spec, config))
-            for index, spec in enumerate(layout)
+            Bucket(spec, trained, index, index == last, mean)
+            for index, (spec, mean) in enumerate(zip(layout, _memory_in_common(layout, config), strict=True))
         ]
         named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]
         self.low_rank = compress(self._buckets, named, config)
         """The gradients that travel as thin matrices, by name."""
         self._is_compressing = config.compression is not None
         self._has_hook = False
-        self._group: Any = None
+        self._group: Any = dist.group.WORLD
         self._armed = False
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
@@ -75,7 +76,14 @@ class Reducer:
 
     def arm(self, group: Any) -> None:
         """Lets backward synchronise over `group`, from now on."""
-        self._group, self._armed = group, True
+        self._use(group)
+        self._armed = True
+
+    def _use(self, group: Any) -> None:
+        if group is not self._group:
+            for bucket in self._buckets:
+                bucket.change_group()
+            self._group = group
 
     @property
     def heard(self) -> list[float]:
@@ -121,7 +129,7 @@ class Reducer:
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: As the collectives.
         """
-        self._group = group
+        self._use(group)
         self._begin()
         self._absent = absent
         self._finish(check=absent and not self._allow_unused)
@@ -202,12 +210,12 @@ class Reducer:
         raise on_all_ranks(error)
 
 
-def _memory_in_common(spec: BucketSpec, config: DDPConfig) -> SharedMean | None:
-    """Returns memory for a bucket that goes as it is, where all ranks have some in common. All ranks call it."""
-    group = dist.group.WORLD
-    if config.compression is not None or spec.device.type != "cpu" or not isinstance(group, RingProcessGroup):
-        return None
-    return group.make_shared_mean(spec.count, spec.dtype)
+def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
+    """Returns memory for each bucket, where all ranks have some in common and it goes as it is. All ranks call it."""
+    group, are_here = dist.group.WORLD, all(spec.device.type == "cpu" for spec in layout)
+    if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
+        return [None] * len(layout)
+    return group.make_shared_means([(spec.count, spec.dtype) for spec in layout])
 
 
 class _Backward:

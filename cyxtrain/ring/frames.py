@@ -41,7 +41,7 @@ _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + _SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
 CONTROL_MAX_BYTES = 64 * 1024
-_NO_ROOT = -1
+NO_ROOT = -1
 
 
 class FrameError(Exception):
@@ -67,6 +67,10 @@ class Kind(enum.IntEnum):
     MESSAGE = 10
 
     __hash__ = int.__hash__  # that of an enumeration is Python, and slow
+
+
+_ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
+"""What a root is in each operation; in the others, where things go."""
 
 
 class Reduction(enum.IntEnum):
@@ -131,7 +135,8 @@ class Operation(NamedTuple):
         reduction: How elements are combined.
         dtype: `dtype_code` of the elements; 0: no elements.
         shape: Of the tensor that every rank gives or gets; at most six dimensions, the rest folded into the last.
-        root: Source or destination of one-to-many and many-to-one; the tag of a message; -1: none.
+        root: Source or destination of one-to-many and many-to-one; the tag of a message; of all_reduce, the number of
+            the memory that all ranks have in common; -1: none.
         generation: Of the group.
     """
 
@@ -140,7 +145,7 @@ class Operation(NamedTuple):
     reduction: Reduction = Reduction.NONE
     dtype: int = 0
     shape: tuple[int, ...] = ()
-    root: int = _NO_ROOT
+    root: int = NO_ROOT
     generation: int = 0
 
     def identity(self) -> bytes:
@@ -154,8 +159,8 @@ class Operation(NamedTuple):
         if self.dtype:
             shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # there, ranks may differ in it
             facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
-        if self.root != _NO_ROOT and self.kind is not Kind.MESSAGE:
-            facts.append(f"{'src' if self.kind in (Kind.BROADCAST, Kind.SCATTER) else 'dst'} {self.root}")
+        if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
+            facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
         if self.generation:
             facts.append(f"generation {self.generation}")
         if self.kind is Kind.MESSAGE:

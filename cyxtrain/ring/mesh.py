@@ -177,7 +177,7 @@ class Mesh:
     def _take_rounds(
         self, announcement: Announcement, rounds: Iterable[None], operation: Operation, deadline: Deadline
     ) -> None:
-        for _ in rounds:
+        for _ in rounds:  # all send the same frame: links keep the order, and a rank reads one of each round
             announcement.begin(operation.sequence)
             hearings = announcement.hearings.values()
             for hearing in hearings:

@@ -41,7 +41,7 @@ from cyxtrain.ring.arguments import (
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.naming import NamedGroup
-from cyxtrain.ring.shared import SharedMean, make_shared_mean
+from cyxtrain.ring.shared import SharedMean, make_shared_means
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of
 from cyxtrain.ring.uncompiled import uncompiled
@@ -219,9 +219,9 @@ class RingProcessGroup(NamedGroup):
         self._group.barrier(timeout_of(opts))
         return []
 
-    def make_shared_mean(self, count: int, dtype: torch.dtype) -> SharedMean | None:
-        """Returns zeros in memory that all ranks have in common, or None. All ranks call it."""
-        return make_shared_mean(self._group, count, dtype)
+    def make_shared_means(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
+        """Returns zeros in memory that all ranks have in common, or None; all ranks call it, when nothing travels."""
+        return make_shared_means(self._group, kinds)
 
     # Several tensors at once.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from cyxtrain.ring.algorithms import Tell
 from cyxtrain.ring.combining import added_by_numpy, divide, silent_numpy
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
+    NO_ROOT,
     Kind,
     Operation,
     Reduction,
@@ -35,7 +37,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class ReadyReductions:
-    """The small reductions of one group, by what follows from shape, dtype and reduction.
+    """What opens the reductions of one group that are kept ready; and the small ones, by shape, dtype and reduction.
 
     Args:
         links: To each other rank.
@@ -45,6 +47,8 @@ class ReadyReductions:
 
     def __init__(self, links: Mapping[int, Link], routes: Routes, generation: int) -> None:
         self.routes = routes
+        self.numbers = itertools.count()
+        """Of memory that all ranks have in common: the same on each, as all ask for it together."""
         self._links = links
         self._generation = generation
         self._ready: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
@@ -75,13 +79,31 @@ class ReadyReductions:
         announcement = self.announcement(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes)
         return None if announcement is None else SmallReduction(announcement, self.routes, array)
 
+    @property
+    def announces(self) -> bool:
+        """Whether anything is kept ready: not where there is nobody, or frames carry checksums."""
+        return bool(self._links)
+
     def announcement(
-        self, reduction: Reduction, dtype: torch.dtype, shape: tuple[int, ...], payload_bytes: int
+        self,
+        reduction: Reduction,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        payload_bytes: int,
+        root: int = NO_ROOT,
     ) -> Announcement | None:
-        """Returns what opens an all_reduce that is kept ready; None: there is nobody, or frames carry checksums."""
-        if not self._links:
+        """Returns what opens an all_reduce that is kept ready, or None.
+
+        Args:
+            reduction: How elements are combined.
+            dtype: Of the elements.
+            shape: Of them.
+            payload_bytes: Of each frame.
+            root: Number of the memory that they lie in, where all ranks have it in common.
+        """
+        if not self.announces:
             return None
-        operation = Operation(Kind.ALL_REDUCE, 0, reduction, dtype_code(dtype), shape, generation=self._generation)
+        operation = Operation(Kind.ALL_REDUCE, 0, reduction, dtype_code(dtype), shape, root, self._generation)
         return Announcement(operation, self._links, self.routes, payload_bytes)
 
 
