@@ -217,12 +217,23 @@ def test_elements_that_a_user_has_moved_are_averaged_all_the_same():
     assert run_threads(2, rank_main) == [True] * 2
 
 
-def test_a_forked_child_has_gradients_of_its_own():
-    assert [each.value for each in run_processes(2, write_in_a_child, env={"CYXTRAIN_TRANSPORT": "cma"})] == [True] * 2
+@pytest.fixture(scope="module")
+def lived():
+    """What two processes have lived through, by rank."""
+    return [each.value for each in run_processes(2, live, free_port(), env={"CYXTRAIN_TRANSPORT": "cma"})]
+
+
+def live(port):
+    cx.init()
+    found = [write_in_a_child(), train_both_ways(), replace_gradients()]
+    return [*found, live_twice(port)]
+
+
+def test_a_forked_child_has_gradients_of_its_own(lived):
+    assert [found[0] for found in lived] == [True] * 2
 
 
 def write_in_a_child():
-    cx.init()
     mean = mean_of(dist.group.WORLD, torch.float32, 5000)
     before = mean.tensor.clone()
     child = os.fork()
@@ -259,20 +270,21 @@ def end_on_the_way():
     return "nothing"
 
 
-def test_training_gives_the_same_bits_however_gradients_travel():
-    ended = run_processes(2, train_both_ways, env={"CYXTRAIN_TRANSPORT": "cma"})
-    assert [each.value for each in ended] == [[True, False, True]] * 2
+def test_training_gives_the_same_bits_however_gradients_travel(lived):
+    assert [found[1] for found in lived] == [[1, 0, True]] * 2
 
 
 def train_both_ways():
-    cx.init()
     in_common, used = train_a_little()
-    RingProcessGroup.make_shared_means = lambda self, kinds: [None] * len(kinds)
+    make, RingProcessGroup.make_shared_means = RingProcessGroup.make_shared_means, lambda _, kinds: [None] * len(kinds)
     apart, used_too = train_a_little()
+    RingProcessGroup.make_shared_means = make
     return used, used_too, in_common == apart
 
 
 def train_a_little():
+    gc.collect()
+    before = mapped()
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, 3))
     ddp = DistributedDataParallel(model, bucket_size_mb=0.4)
@@ -281,27 +293,25 @@ def train_a_little():
         optimizer.zero_grad()
         ddp(torch.randn(8, 400)).square().sum().backward()
         optimizer.step()
-    used = mapped() > 0
-    ddp.close()
-    del ddp
-    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()), used
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()), mapped() - before
 
 
-def test_a_wrapper_goes_on_in_another_world_and_is_not_copied():
-    ended = run_processes(2, live_twice, free_port(), env={"CYXTRAIN_TRANSPORT": "cma"})
-    assert [each.value for each in ended] == [[True, [0.5], False, [0.5], "copy"]] * 2
+def test_a_wrapper_goes_on_in_another_world_and_is_not_copied(lived):
+    assert [found[3] for found in lived] == [[1, [0.5], 0, [0.5], "copy"]] * 2
 
 
 def live_twice(port):
     found = []
-    rank = int(os.environ["RANK"])
-    cx.init()
+    rank = dist.get_rank()
+    gc.collect()
+    before = mapped()
     model = nn.Linear(1, 1, bias=False)
     ddp = DistributedDataParallel(model)
     for _ in range(2):
         model.weight.grad = None
         ddp(torch.full((1, 1), float(rank))).sum().backward()
-        found += [mapped() > 0, model.weight.grad.flatten().tolist()]
+        gc.collect()
+        found += [mapped() - before, model.weight.grad.flatten().tolist()]
         if len(found) == 2:
             cx.finalize()
             model.weight.grad = None
@@ -314,12 +324,11 @@ def live_twice(port):
     return found
 
 
-def test_what_a_hook_puts_in_the_place_of_a_gradient_is_not_trained_on():
-    assert [each.value for each in run_processes(2, replace_gradients)] == [[0.5, 0.5]] * 2
+def test_what_a_hook_puts_in_the_place_of_a_gradient_is_not_trained_on(lived):
+    assert [found[2] for found in lived] == [[0.5, 0.5]] * 2
 
 
 def replace_gradients():
-    cx.init()
     model = nn.Linear(1, 2, bias=False)
     ddp = DistributedDataParallel(model)
     for parameter in model.parameters():
