@@ -378,3 +378,17 @@ def test_batch_norm_over_ranks_is_refused_on_cpus():
         with pytest.raises(cx.ConfigError, match=r"sync_batchnorm=True, which PyTorch has on GPUs alone"):
             trainer.fit(*make_rows(8), sync_batchnorm=True)
     assert isinstance(plain[1], nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize(
+    ("ddp_config", "words"),
+    [
+        ({"compression": "bf16"}, r"cyxtrain\.DDPConfig"),
+        ("bf16", r"cyxtrain\.DDPConfig"),
+        (cx.DDPConfig(compression=torch.bfloat16), "compression must be one of"),
+        (cx.DDPConfig(bucket_size_mb=0), "bucket_size_mb must be"),
+    ],
+)
+def test_what_says_wrongly_how_gradients_travel_is_refused_at_once(ddp_config, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        cx.DistributedTrainer(torch.nn.Linear(2, 2), ddp_config=ddp_config)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
+from cyxtrain.settings import require
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import Precision
@@ -36,6 +38,18 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} makes sparse gradients, which cannot be averaged over ranks: build it with "
                 "sparse=False."
             )
+
+
+def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
+    """Returns how gradients travel; of None, the defaults, with unused parameters allowed.
+
+    Raises:
+        ConfigError: It is something else, or cannot work.
+    """
+    found = DDPConfig(find_unused_parameters=True) if config is None else config
+    require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {found!r}.")
+    found.validate()
+    return found
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

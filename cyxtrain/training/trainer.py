@@ -26,6 +26,7 @@ from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.checks import checked_ddp_config
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.facts import value_facts
@@ -91,7 +92,7 @@ class DistributedTrainer:
         self._wrappers, self.model = unwrap(model)
         self.loss_fn = loss_fn
         self.optimizer = make_optimizer(optimizer, self.model)
-        self.ddp_config = ddp_config or DDPConfig(find_unused_parameters=True)
+        self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
         rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
