@@ -161,6 +161,11 @@ class DDPConfig:
         )
         require_choice("DDPConfig", "compression", self.compression, (None, "fp16", "bf16", "powersgd"))
         require_integer("DDPConfig", "matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        require(
+            self.compression == "powersgd" or self.matrix_approximation_rank == 1,
+            "DDPConfig.matrix_approximation_rank is set, and only compression='powersgd' approximates matrices: set "
+            f"that, too; compression is {self.compression!r}.",
+        )
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 require_boolean("DDPConfig", field.name, getattr(self, field.name))

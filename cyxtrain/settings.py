@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from typing_extensions import TypeIs, dataclass_transform
 
 from cyxtrain.errors import ConfigError
@@ -23,9 +24,27 @@ from cyxtrain.errors import ConfigError
 _Settings = TypeVar("_Settings")
 
 
+_OTHER_NAMES = {
+    "bucket_cap_mb": "bucket_size_mb",
+    "clipnorm": "clip_norm",
+    "enabled": "use_dynamic_scaling",
+    "gradient_clip_val": "clip_norm",
+    "growth_interval": "dynamic_history_size",
+    "init_scale": "initial_scale",
+    "max_epochs": "epochs",
+    "max_grad_norm": "clip_norm",
+    "max_time": "max_time_seconds",
+    "mixed_precision": "precision",
+    "num_warmup_steps": "warmup_steps",
+    "random_seed": "seed",
+}
+"""What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
+
+
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
     """Returns the error for a name that does not exist, with the nearest one that does."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    other = _OTHER_NAMES.get(name)
+    close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
     return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
 
@@ -72,7 +91,8 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
     def assign(self: Any, name: str, value: Any) -> None:
         if name not in known:
             raise unknown_name(cls.__name__, name, known)
-        object.__setattr__(self, name, value)
+        # Numbers that came out of an array are as good as Python's, which JSON knows.
+        object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
 
     made.__init__, made.__setattr__ = initialize, assign
     made.__doc__ = _DocumentedFields(made.__doc__)

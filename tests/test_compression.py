@@ -341,12 +341,12 @@ def test_also_with_a_loss_scale_that_overflows(tmp_path):
         assert len(set(found)) == 1
 
 
-def say(compression: str | None, factor: float) -> tuple[str, str]:
+def say(compression: str | None, factor: float, dtype: str = "float32") -> tuple[str, str]:
     """What the header says, and what an overflow does."""
     message = ""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            fit(compression, verbose=True, epochs=1, factor=factor)
+            fit(compression, verbose=True, epochs=1, factor=factor, dtype=dtype)
         except cx.NonFiniteError as error:
             message = str(error)
     return " ".join(out.getvalue().split()), message
@@ -360,7 +360,9 @@ def test_the_header_and_the_refusal_of_a_gradient_too_large_say_how_gradients_tr
     assert "gradients" not in plain[0][0]
     assert not plain[0][1]
     [(alone, _)] = everywhere(1, say, "fp16", 1.0)
-    assert "gradients" not in alone
+    assert "gradients stay here: compression='fp16' has nothing to do alone" in alone
+    [(whole, _), _] = run_world(2, say, "bf16", 1.0, "bfloat16")
+    assert "gradients sent as they are, bfloat16: compression='bf16' has nothing to do" in whole
     [(said, _), _] = run_world(2, say, "powersgd", 1.0)
     assert "gradients sent as matrices of rank 1; what they leave out joins the next step" in said
 

@@ -130,6 +130,32 @@ def test_unknown_field_is_refused_with_the_nearest_known_one(cls):
             setattr(cls(), misspelt, 1)
 
 
+def test_numbers_out_of_an_array_are_numbers():
+    config = cx.DistributedTrainingConfig(epochs=np.int64(3), clip_norm=np.float32(0.5), shuffle=np.bool_(False))
+    config.seed = np.uint64(7)
+    config.validate()
+    assert [type(value) for value in (config.epochs, config.clip_norm, config.shuffle, config.seed)] == [
+        *(int, float, bool, int)
+    ]
+
+
+def test_the_names_that_others_have_are_known():
+    for cls, theirs, ours in (
+        (cx.AMPConfig, "growth_interval", "dynamic_history_size"),
+        (cx.AMPConfig, "init_scale", "initial_scale"),
+        (cx.DDPConfig, "bucket_cap_mb", "bucket_size_mb"),
+        (cx.DistributedTrainingConfig, "gradient_clip_val", "clip_norm"),
+    ):
+        with pytest.raises(cx.ConfigError, match=f"Did you mean '{ours}'"):
+            cls(**{theirs: 1})
+
+
+def test_a_rank_of_matrices_that_are_not_approximated_is_refused():
+    with pytest.raises(cx.ConfigError, match=r"only compression='powersgd' approximates matrices.*is 'fp16'"):
+        cx.DDPConfig(compression="fp16", matrix_approximation_rank=2).validate()
+    cx.DDPConfig(compression="powersgd", matrix_approximation_rank=2).validate()
+
+
 def test_unknown_field_without_a_near_one_gets_them_all():
     with pytest.raises(cx.ConfigError) as caught:
         cx.DDPConfig(xyzzy=1)

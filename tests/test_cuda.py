@@ -30,7 +30,9 @@ def fit(device: str, model: str = "quiet", compression: str | None = None, **set
         module,
         nn.CrossEntropyLoss(),
         torch.optim.Adam(module.parameters(), 1e-2),
-        ddp_config=cx.DDPConfig(compression=compression, matrix_approximation_rank=STEP),
+        ddp_config=cx.DDPConfig(
+            compression=compression, matrix_approximation_rank=STEP if compression == "powersgd" else 1
+        ),
         device=device,
     )
     given = {"epochs": 3, "effective_batch_size": STEP, "verbose": False, "validation_data": make_rows(20, seed=1)}

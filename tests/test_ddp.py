@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import assert_close, assert_same_on_all_ranks, batch, gradients, loss_on, mean_gradients, network
-from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
+from fitting import flat, make_model, make_rows
+from rank_processes import on_ranks, rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -314,3 +317,31 @@ def test_evaluation_without_gradients_sends_nothing():
         ddp(batch(0))
         ddp.train()
     cx.barrier()
+
+
+def loop_of_readme(batch_size: int) -> Any:
+    """What README's own loop makes of a model, with so many rows per rank and step."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    [program] = [part for part in readme.split("```python\n")[1:] if "DistributedDataParallel(model)" in part]
+    model, (inputs, targets), saved = make_model(), make_rows(64), []
+    names = {
+        "cx": cx,
+        "model": model,
+        "X": inputs,
+        "y": targets,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cx, "save_weights", lambda *_: saved.append(cx.get_rank()))
+        exec(program.split("```")[0].replace("batch_size=16", f"batch_size={batch_size}"), names)
+    return flat(model.parameters()), saved
+
+
+def test_the_loop_of_the_readme_trains_as_on_one_rank():
+    [(alone, saved)] = values(run_ranks(1, loop_of_readme, 32))
+    assert saved == [0]
+    assert abs(alone - flat(make_model().parameters())).max() > 1e-2
+    for rank, (found, saved) in enumerate(values(run_ranks(2, loop_of_readme, 16))):
+        assert abs(found - alone).max() < 1e-6
+        assert saved == [0] * (rank == 0)

@@ -48,6 +48,8 @@ def fit(
     settings: dict[str, Any], double: bool = False, adam: bool = True, dropout: float = 0.0, **fields: Any
 ) -> dict[str, Any]:
     settings = dict(settings)
+    compression = settings.pop("compression", None)
+    columns = STEP if compression == "powersgd" else 1
     dtype = torch.float64 if double else torch.float32
     with seeded():
         layers = [nn.Linear(FEATURES, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Tanh()]
@@ -61,9 +63,7 @@ def fit(
         else torch.optim.SGD(model.parameters(), 0.1),
         scheduler=settings.pop("scheduler", None),
         # As many columns as a step has rows: what a linear layer's gradient has of directions.
-        ddp_config=cx.DDPConfig(
-            compression=settings.pop("compression", None), matrix_approximation_rank=settings.pop("width", STEP)
-        ),
+        ddp_config=cx.DDPConfig(compression=compression, matrix_approximation_rank=settings.pop("width", columns)),
     )
     if settings.pop("recomputes", False):
         trainer.enable_gradient_checkpointing()

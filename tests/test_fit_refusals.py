@@ -64,6 +64,22 @@ WRONG: dict[str, tuple[Way, str]] = {
     "a dict": (lambda: trainer_of().fit(INPUTS, TARGETS, {"epochs": 3}), "settings go by name"),
     "what only Keras has": (lambda: trainer_of().fit(INPUTS, TARGETS, steps_per_epoch=3), "an epoch is all of X"),
     "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
+    "what belongs to gradients' way": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, compression="fp16"),
+        r"no argument 'compression': give it to DistributedTrainer\(ddp_config=cx\.DDPConfig\(compression=\.\.\.",
+    ),
+    "what belongs to the loss scale": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, growth_factor=4.0),
+        r"no argument 'growth_factor': give it to fit\(amp=cx\.AMPConfig\(growth_factor=\.\.\.",
+    ),
+    "what belongs to the trainer": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, scheduler="cosine"),
+        r"no argument 'scheduler': give it to DistributedTrainer\(scheduler=\.\.\.",
+    ),
+    "another trainer's name": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, max_grad_norm=1.0),
+        "Did you mean 'clip_norm'",
+    ),
     "an unknown argument": (lambda: trainer_of().fit(INPUTS, TARGETS, epoch=3), "Did you mean 'epochs'"),
     "a config of another kind": (lambda: trainer_of().fit(INPUTS, TARGETS, config={}), "DistributedTrainingConfig"),
     "callbacks": (lambda: trainer_of().fit(INPUTS, TARGETS, callbacks=[print]), "callbacks must be instances of"),
@@ -358,6 +374,10 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
         ({"model": nn.ReLU()}, "no parameters"),
         ({"metrics": ["f1"]}, "no metrics yet"),
         ({"scheduler": object()}, "scheduler must be one of"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR},
+            r"is the class StepLR, which wants more .* lambda optimizer: StepLR\(optimizer",
+        ),
         ({"callbacks": [print]}, "callbacks must be instances of"),
         ({"device": "warp"}, "device must be"),
         ({"device": 1.5}, "device must be"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -210,17 +211,47 @@ def test_an_overflow_that_no_smaller_scale_cures_is_an_error():
             trainer = cx.DistributedTrainer(make_model(), nn.CrossEntropyLoss(), "sgd")
             asked = {"epochs": 1, "verbose": False, "precision": "fp16", "amp": amp, "batch_size": 4}
             if not amp.use_dynamic_scaling:
-                with pytest.raises(cx.NonFiniteError, match=r"gradients are not finite \(.*0.weight"):
+                words = r"gradients are not finite \(.*0.weight.* end at 65,504, and the loss was multiplied by .*bf16"
+                with pytest.raises(cx.NonFiniteError, match=words):
                     trainer.fit(*make_rows(60), **asked)
             else:
                 before = fingerprint(trainer.model)
-                trainer.fit(*make_rows(60), **asked)
+                with pytest.warns(UserWarning, match="epoch 1: no step was taken: the gradients of all 15 overflowed"):
+                    trainer.fit(*make_rows(60), **asked)
                 assert fingerprint(trainer.model) == before  # no step could be taken
         inputs, targets = make_rows(8)
         inputs[3] = math.nan
         trainer = cx.DistributedTrainer(make_model(), nn.CrossEntropyLoss(), "sgd")
         with pytest.warns(UserWarning, match="row 3 of X holds nan"), pytest.raises(cx.NonFiniteError, match="loss is"):
             trainer.fit(inputs, targets, epochs=1, precision="fp16", verbose=False)
+
+
+def test_an_epoch_says_how_many_of_its_steps_overflowed(capsys):
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), nn.CrossEntropyLoss(), "sgd")
+        amp = cx.AMPConfig(initial_scale=HUGE)
+        trainer.fit(*make_rows(60), epochs=2, precision="fp16", amp=amp, batch_size=4)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch"))
+    scale = trainer._state.loss_scale.value
+    overflows = round(math.log2(HUGE / scale))
+    assert 1 < overflows < 15
+    assert first.endswith(f"{overflows} steps overflowed, loss scale {scale:g}")
+    assert "overflowed" not in second
+
+
+def fit_of_gradients_that_vanish() -> list[str]:
+    trainer = cx.DistributedTrainer(make_model(), lambda output, target: output.mean() * 1e-9, "sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asked = {"epochs": 1, "verbose": False, "precision": "fp16", "effective_batch_size": 12}
+        trainer.fit(*make_rows(60), amp=cx.AMPConfig(initial_scale=1.0), **asked)
+    return [str(warning.message) for warning in caught]
+
+
+def test_gradients_that_vanish_in_16_bits_are_warned_of_on_rank_0():
+    first, second = run_world(2, fit_of_gradients_that_vanish)
+    assert "all gradients of its last step are 0: they may be too small for 16 bits, at a loss scale" in first[-1]
+    assert second == []
 
 
 def test_what_cannot_work_is_refused(capsys):

@@ -167,7 +167,8 @@ def test_the_header_says_what_becomes_of_the_rate(capsys):
     with one_process():
         trace(ASKED["all"], verbose=True)
         shown = " ".join(capsys.readouterr().out.split())
-        assert "rate 0.4, 0.04, 4 times what was given (linear), after a warm-up of 4 steps, then by Cosine" in shown
+        scaled = "4 times what was given (linear: given for 4 samples, and a step has 16)"
+        assert f"rate 0.4, 0.04, {scaled}, after a warm-up of 4 steps, then by Cosine" in shown
         trace({}, verbose=True)
         assert "rate " not in capsys.readouterr().out
 

@@ -14,13 +14,15 @@ from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.powersgd import LowRank, LowRankGradient
 from cyxtrain.parallel.travel import InHalf
 
+COMPRESSIBLE = {torch.float32, torch.float64}
+"""Gradients of other numbers travel as they are."""
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compress(
     buckets: Sequence[Bucket], names: Sequence[Sequence[str]], config: DDPConfig
 ) -> dict[str, LowRankGradient]:
-    """Lets buckets travel as the config says; those of other numbers than float32 and float64 stay as they are.
+    """Lets buckets travel as the config says, where their numbers are `COMPRESSIBLE`.
 
     Args:
         buckets: Of a module.
@@ -33,7 +35,7 @@ def compress(
     found = {}
     for bucket, own in zip(buckets, names, strict=True):
         end = len(bucket.buffer())
-        if config.compression is None or bucket.numbers.dtype not in (torch.float32, torch.float64):
+        if config.compression is None or bucket.numbers.dtype not in COMPRESSIBLE:
             continue
         if config.compression == "powersgd":
             travel = LowRank(bucket.numbers, end, bucket.gradients(), config.matrix_approximation_rank)

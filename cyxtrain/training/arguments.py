@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.callbacks import Callback, checked_callbacks
@@ -25,6 +25,14 @@ _KERAS_ONLY = {
     "class_weight": "give weights to the loss, such as nn.CrossEntropyLoss(weight=...)",
     "sample_weight": "let a loss of your own return (sum, weight)",
 }
+_ELSEWHERE = {
+    **{field.name: "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))" for field in dataclasses.fields(DDPConfig)},
+    **{field.name: "fit(amp=cx.AMPConfig({}=...))" for field in dataclasses.fields(AMPConfig)},
+    **dict.fromkeys(
+        ("loss_fn", "optimizer", "metrics", "scheduler", "ddp_config", "device"), "DistributedTrainer({}=...)"
+    ),
+}
+"""Where else what has this name belongs."""
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
@@ -98,6 +106,8 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     for name in keywords:
         if name in _KERAS_ONLY:
             raise ConfigError(f"fit has no argument '{name}': {_KERAS_ONLY[name]}.")
+        if name in _ELSEWHERE:
+            raise ConfigError(f"fit has no argument '{name}': give it to {_ELSEWHERE[name].format(name)}.")
         if name not in _FIELDS:
             raise unknown_name(
                 "fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume", "callbacks"], "argument"

@@ -108,6 +108,7 @@ class Fit:
         if resumed is not None:
             # Once more: what a callback does to a model or a rate when training begins was done before.
             self._state.load_values(resumed.checkpoint, resumed.source)
+            self._state.rates.go_on(self._run.all_steps)
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
             self._ddp.load_compression_state(self._state.compression)
             self._state.stop_training |= resumed.stop_training
@@ -123,7 +124,7 @@ class Fit:
         self._ddp.check_trained()
         run.display.begin_epoch(epoch + 1, self._last_epoch, run.batches.num_batches - done)
         before = position.samples
-        loss, accuracy, seconds = self._train(done)
+        loss, accuracy, seconds, note = self._train(done)
         rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
@@ -131,7 +132,7 @@ class Fit:
         validation = None if run.validation is None else self._validate(run.validation)
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.forget_ranks()
-        self._record(loss, accuracy, validation, seconds, rows)
+        self._record(loss, accuracy, validation, seconds, rows, note)
         self._callbacks.call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
         heard, _ = self._wishes.agree()
@@ -153,8 +154,10 @@ class Fit:
         self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
-    def _train(self, done: int) -> tuple[float, float, float]:
-        """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds), the first two over all ranks.
+    def _train(self, done: int) -> tuple[float, float, float, str]:
+        """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds, what else there is to say).
+
+        Loss and accuracy are over all ranks.
 
         Args:
             done: Steps of it that have been taken.
@@ -189,7 +192,7 @@ class Fit:
         if not position.stopped:
             run_epoch(shares, step_and_listen, give_up=lambda: bool(position.stopped))
         sums = step.totals.over_ranks(runtime.cpu_group())
-        return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began
+        return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began, step.explain_epoch()
 
     def _make_step(self) -> TrainingStep:
         config, state = self._run.config, self._state
@@ -247,7 +250,9 @@ class Fit:
         if resumed is not None:
             resumed.hand_over(step.totals, self._device)
 
-    def _record(self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float, rows: int) -> None:
+    def _record(
+        self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float, rows: int, note: str
+    ) -> None:
         """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
         times = torch.tensor([seconds, time.perf_counter() - self._began], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
@@ -262,7 +267,7 @@ class Fit:
         run.training_rows += rows
         history.total_time_seconds = total_seconds
         history.samples_per_second = run.training_rows / run.training_seconds
-        run.display.end_epoch(f"{text}  {rows / epoch_seconds:,.0f} samples/s")
+        run.display.end_epoch("  ".join(filter(None, (text, f"{rows / epoch_seconds:,.0f} samples/s", note))))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cyxtrain.config import DDPConfig
+from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.errors import counted
+from cyxtrain.parallel.compression import COMPRESSIBLE
+from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import library_versions
@@ -39,7 +41,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", counted(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
-        *([("gradients", _compression(ddp_config))] if ddp_config.compression and world_size > 1 else []),
+        *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, run.rows_at_once)),
         ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
         ("data", counted(len(run.data), "row") + validation),
@@ -47,7 +49,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
         ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
-        *([("rate", rates.explain(run.config.learning_rate_scaling))] if rates.are_moving else []),
+        *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
     ]
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
@@ -60,10 +62,25 @@ def _backend() -> str:
     return _BACKENDS.get(name, name).format(transport=transport)
 
 
-def _compression(config: DDPConfig) -> str:
+def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
+    asked = f"compression={config.compression!r} has nothing to do"
+    if world_size == 1:
+        return f"stay here: {asked} alone"
+    dtypes = {parameter.dtype for _, parameter in trained_parameters(model)}
+    whole = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - COMPRESSIBLE)
+    if not dtypes & COMPRESSIBLE:
+        return f"sent as they are, {', '.join(whole)}: {asked}"
+    others = f"; {', '.join(whole)} as they are" if whole else ""
     if config.compression == "powersgd":
-        return f"sent as matrices of rank {config.matrix_approximation_rank}; what they leave out joins the next step"
-    return f"sent as {config.compression}"
+        rank = config.matrix_approximation_rank
+        return f"sent as matrices of rank {rank}; what they leave out joins the next step{others}"
+    return f"sent as {config.compression}{others}"
+
+
+def _scaling(config: DistributedTrainingConfig, effective_batch_size: int) -> str:
+    """Returns how the rate has been scaled: for what it was given, and what it is used for."""
+    given = config.batch_size * config.accumulation_steps
+    return f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective_batch_size:,}"
 
 
 def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:

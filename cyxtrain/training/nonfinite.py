@@ -18,7 +18,7 @@ from torch import Tensor
 from cyxtrain import runtime
 from cyxtrain.data.batches import Share
 from cyxtrain.data.source import rows_not_finite
-from cyxtrain.errors import NonFiniteError, on_all_ranks, shortened, warn
+from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.precision import LossScale
@@ -65,6 +65,8 @@ class FiniteGuard:
         self._position = position
         self._device = device
         self._scale = scale
+        self._used_scale = 1.0
+        self._taken = self._overflows = 0
         self._buffers = BuffersKept(ddp.module)
 
     def before_step(self) -> None:
@@ -86,12 +88,15 @@ class FiniteGuard:
         finite = self._ddp.is_finite()
         curable = self._scale is not None and self._scale.can_fall
         if self._scale is not None:
+            self._used_scale = self._scale.value
             self._scale.update(overflowed=not finite)
         if finite:
             self._position.skipped = 0
+            self._taken += 1
             return Verdict.TAKEN
         if curable and self._ddp.losses_are_finite():
             self._buffers.bring_back()
+            self._overflows += 1
             return Verdict.OVERFLOW
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
@@ -102,6 +107,28 @@ class FiniteGuard:
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
         self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt, self._ddp.config.compression))
         return Verdict.SKIPPED
+
+    def explain_epoch(self) -> str:
+        """Returns how many steps the loss scale has cost so far, "" where none; warns where nothing is learnt.
+
+        Asked for when the last step of an epoch has been taken.
+        """
+        if self._scale is None:
+            return ""
+        problem = ""
+        if self._overflows and not self._taken:
+            problem = f"no step was taken: the gradients of all {self._overflows:,} overflowed 16 bits"
+            remedy = "Give AMPConfig a smaller initial_scale or backoff_factor"
+        elif self._taken and not any(bool(gradient.any()) for gradient in self._gradients().values()):
+            problem = "all gradients of its last step are 0: they may be too small for 16 bits"
+            remedy = "Give AMPConfig a larger initial_scale"
+        if problem and runtime.is_master():
+            warn(
+                f"epoch {self._position.epoch + 1}: {problem}, at a loss scale that is {self._scale.value:g} now. "
+                f'{remedy}, or take precision="bf16", whose range is that of float32.'
+            )
+        overflows = counted(self._overflows, "step") + f" overflowed, loss scale {self._scale.value:g}"
+        return overflows if self._overflows else ""
 
     def _judge(self, share: Share, ranks: Sequence[int], words: str) -> None:
         """Raises, or goes on to the next step and says so."""
@@ -118,15 +145,26 @@ class FiniteGuard:
         error = NonFiniteError(
             f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate (and begin "
             "anew, or load_checkpoint() an earlier one and fit() without resume, which would bring the old rate back), "
-            f"look for 0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.",
+            f"look for 0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )
         raise on_all_ranks(error)
 
+    def _range(self) -> str:
+        if self._scale is None:
+            return ""
+        return (
+            f" With precision='fp16' numbers end at 65,504, and the loss was multiplied by {self._used_scale:g} before "
+            "backward: precision='bf16' has the range of float32."
+        )
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self._ddp.module.named_parameters()
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
     def _spoilt_gradients(self) -> list[str]:
-        named = ((name, parameter.grad) for name, parameter in self._ddp.module.named_parameters())
-        return [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
+        return [name for name, gradient in self._gradients().items() if not _is_finite(gradient)]
 
     def _facts(self, share: Share, losses: Sequence[Tensor], once_more: Sequence[Tensor]) -> dict[str, Any]:
         """Returns what is wrong on this rank: JSON values."""

@@ -100,6 +100,11 @@ class Run:
         most = -(-self.batches.effective_batch_size // self.batches.sampler.world_size)
         return -(-most // self.config.accumulation_steps)
 
+    @property
+    def all_steps(self) -> int:
+        """Steps of the whole fit."""
+        return self.config.epochs * self.batches.num_batches
+
     def steps_done(self, position: Position) -> int:
         """Returns how many steps of the running epoch have been taken."""
         return -(-position.samples // self.batches.effective_batch_size)  # only the last one may be smaller

@@ -29,7 +29,12 @@ class Cosine(LRScheduler):
 
     def begin(self, total_steps: int) -> None:
         """Begins again, with so many steps until the rate is zero."""
-        self.total_steps, self.last_epoch = total_steps, 0
+        self.last_epoch = 0
+        self.stretch(total_steps)
+
+    def stretch(self, total_steps: int) -> None:
+        """Goes on where it is, on the way of so many steps."""
+        self.total_steps = total_steps
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
@@ -69,11 +74,18 @@ class Rates:
         """Whether they are not simply those that the program gave."""
         return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
 
-    def explain(self, scaling: str | None) -> str:
+    @property
+    def moved_options(self) -> set[str]:
+        """Other options of an optimizer that its schedule sets from step to step."""
+        return (
+            {"momentum", "betas"} if any(isinstance(part, _OWN_RATES) for part in parts_of(self.scheduler)) else set()
+        )
+
+    def explain(self, scaling: str) -> str:
         """Returns what becomes of them, for people.
 
         Args:
-            scaling: How they have been scaled.
+            scaling: How they have been scaled, where they have been.
         """
         rates = self._targets or [float(group["lr"]) for group in self.optimizer.param_groups]
         words = [", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))]
@@ -101,6 +113,21 @@ class Rates:
             self._targets = [float(group["lr"]) for group in self.optimizer.param_groups]
             self._warm()
 
+    def go_on(self, steps: int) -> str:
+        """Goes on with a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
+
+        Args:
+            steps: Of the whole fit, which may have more or fewer epochs now.
+        """
+        scheduler, total = self.scheduler, max(1, steps - self._warmup_steps)
+        if not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
+            return ""
+        before, warm = scheduler.total_steps, [group["lr"] for group in self.optimizer.param_groups]
+        scheduler.stretch(total)
+        if self._targets:
+            self._set(warm)
+        return f"the cosine ends after {total:,} steps, as epochs are now (after {before:,} in the checkpoint)"
+
     def step(self) -> None:
         """Goes on to the rates of the next step."""
         if self._targets:
@@ -108,6 +135,14 @@ class Rates:
             self._warm()
         elif self.scheduler is not None:
             self.scheduler.step()
+
+    def given(self) -> list[float]:
+        """Returns the rates that the program gave, before anything was done to them."""
+        groups = self.optimizer.param_groups
+        rates = self._targets or [group["lr"] for group in groups]
+        # A schedule remembers with what it began. Scaled and divided again, the last bits may be others.
+        began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
+        return [float(f"{rate / self.factor:.12g}") for rate in began]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of them, beside the scheduler's own state."""
@@ -159,7 +194,7 @@ class Rates:
             for name in _RATES:
                 if name in group:
                     group[name] = group[name] * ratio
-        for scheduler in _parts(self.scheduler):
+        for scheduler in parts_of(self.scheduler):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
 
@@ -179,7 +214,7 @@ def check_scaling(scheduler: LRScheduler | None, config: DistributedTrainingConf
     Raises:
         ConfigError: With its name.
     """
-    own = next((type(part).__name__ for part in _parts(scheduler) if isinstance(part, _OWN_RATES)), None)
+    own = next((type(part).__name__ for part in parts_of(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
             f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
@@ -187,9 +222,9 @@ def check_scaling(scheduler: LRScheduler | None, config: DistributedTrainingConf
         )
 
 
-def _parts(scheduler: Any) -> Iterator[LRScheduler]:
+def parts_of(scheduler: Any) -> Iterator[LRScheduler]:
     """Gives a scheduler and those that it is made of."""
     if scheduler is not None:
         yield scheduler
         for part in getattr(scheduler, "_schedulers", ()):
-            yield from _parts(part)
+            yield from parts_of(part)

@@ -59,10 +59,13 @@ def _stacked(module: nn.Module) -> list[nn.Module]:
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within, these layers calculate once more in backward what they do not keep; they are handed back as they were."""
     with contextlib.ExitStack() as stack:
+        # PyTorch's compiler takes each layer by itself: of a model as a whole it may run twice what changes buffers.
+        # Asking for that imports it, which takes seconds; so does the first call of checkpoint.
+        forward = torch.compiler.disable(_forward, recursive=False) if layers else _forward
         for layer in layers:
             own = layer.__dict__.get("forward")  # a user may have replaced it
             stack.callback(_set_forward, layer, own)
-            layer.forward = functools.partial(_forward, layer, layer.forward)
+            layer.forward = functools.partial(forward, layer, layer.forward)
         yield
 
 

@@ -15,12 +15,12 @@ from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn
 from cyxtrain.training.arithmetic import differences
+from cyxtrain.training.changes import as_in_checkpoint, done_otherwise, put_back, what_is_set
 from cyxtrain.training.plan import Run
 from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
-from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import check_schedule
 from cyxtrain.training.state import Position, TrainingState
@@ -153,23 +153,36 @@ def _begin_or_go_on(
     found = find_checkpoint(run.resume, run.config, state)
     data = run.digests()
     if found is None:
-        steps = run.config.epochs * run.batches.num_batches - run.config.warmup_steps
-        check_schedule(state.rates.scheduler, steps)
+        check_schedule(state.rates.scheduler, run.all_steps - run.config.warmup_steps)
+        _warn_of_warmup(run)
         state.begin_fit(run.config, data, run.batches)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, run.config, data)
-    rates = _other_settings(state, checkpoint)
+    given, asked = what_is_set(state, run.config), run.config
+    run.config = as_in_checkpoint(asked, checkpoint.config)
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
     run.go_on(state)
     check_schedule(state.rates.scheduler, run.steps_left(state.position) - state.rates.warmup_steps_left)
-    _say_what_is_different(name, differences(checkpoint.arithmetic, arithmetic))
+    says = put_back(given, what_is_set(state, run.config))
+    stretched = state.rates.go_on(run.all_steps)
+    says += [("schedule", stretched)] if stretched else []
+    otherwise = differences(checkpoint.arithmetic, arithmetic) + done_otherwise(asked, checkpoint.config)
+    _say_what_is_different(name, otherwise)
     state.arithmetic = arithmetic
-    return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *rates]
+    return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *says]
+
+
+def _warn_of_warmup(run: Run) -> None:
+    if run.config.warmup_steps >= run.all_steps and runtime.is_master():
+        warn(
+            f"warmup_steps={run.config.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
+            "rate will not reach its value."
+        )
 
 
 def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
@@ -185,29 +198,6 @@ def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
     if position.stopped:
         return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
     return text if not run.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
-
-
-def _other_settings(state: TrainingState, checkpoint: CheckpointState) -> list[tuple[str, str]]:
-    """Returns what the program has set otherwise in its optimizer, and what the checkpoint puts back."""
-    _, groups = optimizer_state_by_name(state.optimizer, state.model)
-    found = []
-    for own, saved in zip(groups, checkpoint.optimizer_groups, strict=False):
-        hidden = {"params"}
-        if not _rates_stand_still(checkpoint):  # they have been scaled, or warm up
-            hidden |= {"lr", "initial_lr"}
-        elif "initial_lr" in own and "initial_lr" in saved:  # a schedule remembers with what it began
-            hidden |= {"lr"}
-        found += [
-            f"{name.removeprefix('initial_')} {saved[name]} as in the checkpoint (the program has {own[name]})"
-            for name in own.keys() & saved.keys() - hidden
-            if not isinstance(own[name], torch.Tensor) and own[name] != saved[name]
-        ]
-    return [("optimizer", "; ".join(sorted(set(found))))] if found else []
-
-
-def _rates_stand_still(checkpoint: CheckpointState) -> bool:
-    rates = checkpoint.others.get("rates", {})
-    return rates.get("factor", 1.0) == 1.0 and not rates.get("warmup_steps")
 
 
 def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,17 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.settings import unknown_name
-from cyxtrain.training.rates import Cosine
+from cyxtrain.training.rates import Cosine, parts_of
 from cyxtrain.training.saving.tree import encode_tree
 
 _PARTS = "_schedulers"
 """Where PyTorch keeps the state of schedules within a schedule."""
+
+_PROGRESS = {
+    *("last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"),
+    *("base_lrs", _PARTS, "_schedule_phases", "lr_lambdas", "_scale_fn_custom"),
+}
+"""What of a state tells how far a schedule is, or has been said elsewhere, or is no setting."""
 
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None
 _BY_NAME = {"cosine": Cosine}
@@ -36,6 +43,12 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
         return None
     if isinstance(scheduler, str) and scheduler not in _BY_NAME:
         raise unknown_name("cyxtrain", scheduler, list(_BY_NAME), "scheduler")
+    if isinstance(scheduler, type) and not _can_be_called_with(scheduler, optimizer):
+        name = scheduler.__name__
+        raise ConfigError(
+            f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
+            f"lambda optimizer: {name}(optimizer, ...)."
+        )
     made: Any = _BY_NAME[scheduler](optimizer) if isinstance(scheduler, str) else scheduler
     if not isinstance(made, LRScheduler):
         made = scheduler(optimizer) if callable(scheduler) else None
@@ -52,6 +65,14 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     if made.optimizer is not optimizer:
         raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
     return made
+
+
+def _can_be_called_with(kind: type, *arguments: object) -> bool:
+    try:
+        inspect.signature(kind).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:
@@ -112,6 +133,22 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
             f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
             "was."
         )
+
+
+def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
+    """Returns how a schedule of PyTorch's, and each that it is made of, was built; of a user's own we cannot know."""
+    found = []
+    for part in parts_of(scheduler):
+        state = part.state_dict() if type(part).__module__ == LRScheduler.__module__ else {}
+        # Milestones that are counted are told as they were given.
+        found.append(
+            {
+                name.lstrip("_"): sorted(value.elements()) if isinstance(value, Counter) else value
+                for name, value in state.items()
+                if name not in _PROGRESS
+            }
+        )
+    return found
 
 
 def load_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:

@@ -132,8 +132,7 @@ class TrainingState:
         self.config, self.kept = config, {}
         self.forget_ranks()
         self.loss_scale = make_loss_scale(config)
-        steps = config.epochs * batches.num_batches
-        self.rates.begin(scaling_of(config, effective), config.warmup_steps, steps)
+        self.rates.begin(scaling_of(config, effective), config.warmup_steps, config.epochs * batches.num_batches)
         self._begin_run(data)
 
     def go_on(

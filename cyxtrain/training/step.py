@@ -89,6 +89,10 @@ class TrainingStep:
             for result in results:
                 self.totals.add(0, *result)
 
+    def explain_epoch(self) -> str:
+        """Returns what there is to say of the epoch's steps beside its numbers, when the last one has been taken."""
+        return self._guard.explain_epoch()
+
     def _update(self) -> None:
         if self._clip is not None:
             self._clip(self._parameters)
