@@ -195,7 +195,12 @@ class AMPConfig:
         owner = "AMPConfig"
         require_boolean(owner, "use_dynamic_scaling", self.use_dynamic_scaling)
         require_integer(owner, "dynamic_history_size", self.dynamic_history_size, 1)
-        limits = {"initial_scale": (0.0, math.inf), "growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
+        # Both the scale and one over it must be numbers that float32 has.
+        limits = {
+            "initial_scale": (2.0**-127, 2.0**127),
+            "growth_factor": (1.0, math.inf),
+            "backoff_factor": (0.0, 1.0),
+        }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             right = is_number(value) and low < value < high
@@ -337,7 +342,7 @@ class DistributedTrainingConfig:
         for name in asked:
             value = getattr(self, name)
             right = is_number(value) and 0 < value < math.inf
-            require(right, f"{owner}.{name} must be a number above 0 or None, got {value!r}.")
+            require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
 
     def _validate_checkpoints(self, owner: str) -> None:

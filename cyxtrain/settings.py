@@ -41,8 +41,24 @@ _OTHER_NAMES = {
 """What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
 
 
+_FIELDS: dict[str, list[str]] = {
+    "DistributedTrainer": ["loss_fn", "optimizer", "metrics", "scheduler", "ddp_config", "device"],
+}
+"""Of the trainer, and of every class of settings, by its name."""
+_PLACES = {
+    "DistributedTrainer": "DistributedTrainer({}=...)",
+    "DDPConfig": "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))",
+    "AMPConfig": "fit(amp=cx.AMPConfig({}=...))",
+    "DistributedConfig": "cx.init(cx.DistributedConfig({}=...))",
+}
+"""Where a user gives them."""
+
+
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
     """Returns the error for a name that does not exist, with the nearest one that does."""
+    place = next((place for cls, place in _PLACES.items() if name in _FIELDS[cls] and cls != owner), None)
+    if place is not None and name not in known:
+        return ConfigError(f"{owner} has no {what} '{name}': it belongs to {place.format(name)}.")
     other = _OTHER_NAMES.get(name)
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
@@ -78,7 +94,7 @@ class _DocumentedFields:
 def settings(cls: type[_Settings]) -> type[_Settings]:
     """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
     made: Any = dataclass(cls)
-    known = [field.name for field in dataclasses.fields(made)]
+    known = _FIELDS[cls.__name__] = [field.name for field in dataclasses.fields(made)]
     generated: Callable[..., None] = made.__init__
 
     @functools.wraps(generated)

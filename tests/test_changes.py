@@ -66,7 +66,7 @@ def test_a_cosine_follows_the_epochs_as_they_are_where_a_fit_goes_on(tmp_path, c
             rest, _ = fit("cosine", epochs=3, warmup_steps=warm, resume=str(path))
         assert rest == pytest.approx(whole[-len(rest) :], rel=1e-12)
         assert 0 < len(rest) < len(whole)
-        words = f"the cosine ends after {15 - warm} steps, as epochs are now (after {10 - warm} in the checkpoint)"
+        words = "the cosine ends with step 15, as epochs are now (with 10 in the checkpoint)"
         assert words in " ".join(capsys.readouterr().out.split())
 
 
@@ -150,7 +150,7 @@ def test_what_is_done_otherwise_from_here_on_is_warned_of(tmp_path, capsys):
         then={"precision": "fp16", "clip_norm": 1.0, "accumulation_steps": 2, "amp": cx.AMPConfig(growth_factor=4.0)},
     )
     for words in (
-        "was computed otherwise",
+        "goes on in another way: accumulation_steps",
         "clip_norm was None and is 1.0",
         "clip_value was 0.5 and is None",
         "accumulation_steps was 1 and is 2",
@@ -160,5 +160,41 @@ def test_what_is_done_otherwise_from_here_on_is_warned_of(tmp_path, capsys):
 
 
 def test_a_warm_up_that_does_not_end_is_warned_of():
-    with one_process(), pytest.warns(UserWarning, match="warmup_steps=10 and this fit has 10 steps"):
-        fit(warmup_steps=10, verbose=False)
+    with one_process(), pytest.warns(UserWarning, match="warmup_steps=11 and this fit has 10 steps"):
+        fit(warmup_steps=11, verbose=False)
+
+
+def test_a_batch_size_that_is_not_used_may_be_another(tmp_path):
+    with one_process():
+        fit(checkpoint_every_n_steps=3, checkpoint_dir=str(tmp_path), verbose=False)
+        path = str(sorted(tmp_path.glob("step-*.ckpt"))[1])
+        fit(resume=path, batch_size=5, verbose=False)
+        with pytest.raises(cx.ConfigError, match="batch_size is 5 and was 4"):
+            fit(resume=path, batch_size=5, learning_rate_scaling="linear", verbose=False)
+
+
+@pytest.mark.parametrize("scheduler", [None, "cosine", lambda optimizer: schedulers.StepLR(optimizer, 100)])
+def test_a_rate_that_is_set_between_two_fits_is_what_they_are_given(tmp_path, capsys, scheduler):
+    scaled = {"learning_rate_scaling": "linear", "warmup_steps": 2, "epochs": 2}
+    with one_process():
+        _, trainer = fit(scheduler, **scaled)
+        trainer.save_checkpoint(tmp_path / "here.ckpt")
+        for again in (trainer, fit(scheduler, rate=0.5, epochs=1, verbose=False)[1]):
+            if again is not trainer:
+                again.load_checkpoint(tmp_path / "here.ckpt")
+            again.optimizer.param_groups[0]["lr"] = 0.02
+            trace = Trace()
+            capsys.readouterr()
+            again.fit(*make_rows(40), callbacks=[trace], **{**SETTINGS, **scaled})
+            assert trace.rates[:3] == pytest.approx([0.02, 0.04, 0.04])
+            assert "rate 0.04, 2 times what was given" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_rate_in_the_header_is_that_of_the_plan_wherever_a_fit_goes_on(tmp_path, capsys):
+    scaled = {"learning_rate_scaling": "linear", "warmup_steps": 3, "scheduler": "cosine"}
+    with one_process():
+        fit(checkpoint_every_n_steps=1, checkpoint_dir=str(tmp_path), **scaled)
+        for path in sorted(tmp_path.glob("step-*.ckpt"))[::3]:
+            capsys.readouterr()
+            fit(resume=str(path), **scaled)
+            assert "rate 0.2, 2 times what was given" in " ".join(capsys.readouterr().out.split())

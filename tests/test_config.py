@@ -44,7 +44,7 @@ WRONG = {
     cx.AMPConfig: {
         "use_dynamic_scaling": NO_BOOLEAN,
         "dynamic_history_size": (0, -1, None, *WHOLE_NUMBERS),
-        "initial_scale": (0, -1.0, math.nan, math.inf, True, "1", None),
+        "initial_scale": (0, -1.0, 5e-324, 1e300, math.nan, math.inf, True, "1", None),
         "growth_factor": (1, 0.5, math.nan, math.inf, True, "2", None),
         "backoff_factor": (0, 1, -0.5, math.nan, True, "0.5", None),
     },
@@ -148,6 +148,12 @@ def test_the_names_that_others_have_are_known():
     ):
         with pytest.raises(cx.ConfigError, match=f"Did you mean '{ours}'"):
             cls(**{theirs: 1})
+    with pytest.raises(
+        cx.ConfigError, match=r"'compression': it belongs to DistributedTrainer\(ddp_config=cx.DDPConfig"
+    ):
+        cx.DistributedTrainingConfig(compression="fp16")
+    with pytest.raises(cx.ConfigError, match=r"'scheduler': it belongs to DistributedTrainer\(scheduler="):
+        cx.DistributedTrainingConfig(scheduler="cosine")
 
 
 def test_a_rank_of_matrices_that_are_not_approximated_is_refused():

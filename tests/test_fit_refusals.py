@@ -66,15 +66,21 @@ WRONG: dict[str, tuple[Way, str]] = {
     "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
     "what belongs to gradients' way": (
         lambda: trainer_of().fit(INPUTS, TARGETS, compression="fp16"),
-        r"no argument 'compression': give it to DistributedTrainer\(ddp_config=cx\.DDPConfig\(compression=\.\.\.",
+        r"no argument 'compression': it belongs to DistributedTrainer\(ddp_config=cx\.DDPConfig\(compression=\.\.\.",
     ),
     "what belongs to the loss scale": (
         lambda: trainer_of().fit(INPUTS, TARGETS, growth_factor=4.0),
-        r"no argument 'growth_factor': give it to fit\(amp=cx\.AMPConfig\(growth_factor=\.\.\.",
+        r"no argument 'growth_factor': it belongs to fit\(amp=cx\.AMPConfig\(growth_factor=\.\.\.",
     ),
     "what belongs to the trainer": (
         lambda: trainer_of().fit(INPUTS, TARGETS, scheduler="cosine"),
-        r"no argument 'scheduler': give it to DistributedTrainer\(scheduler=\.\.\.",
+        r"no argument 'scheduler': it belongs to DistributedTrainer\(scheduler=\.\.\.",
+    ),
+    "a rate": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), "'learning_rate': the optimizer has it"),
+    "another config": (lambda: trainer_of().fit(INPUTS, TARGETS, cx.DDPConfig()), "fit got a DDPConfig"),
+    "a config's class": (
+        lambda: trainer_of().fit(INPUTS, TARGETS, cx.DistributedTrainingConfig),
+        "fit got the class DistributedTrainingConfig",
     ),
     "another trainer's name": (
         lambda: trainer_of().fit(INPUTS, TARGETS, max_grad_norm=1.0),

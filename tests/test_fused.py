@@ -127,3 +127,14 @@ def test_the_header_says_so(capsys):
         assert "by PyTorch's fused kernel" in capsys.readouterr().out
         trainer.fit(*make_rows(8), epochs=1, fused_optimizer=False)
         assert "fused" not in capsys.readouterr().out
+
+
+def test_16_bits_on_cpus_are_not_fused():
+    """PyTorch's fused SGD takes a tenth of the step there."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = nn.Linear(4, 3).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        assert not can_fuse(optimizer, "auto")
+        with pytest.raises(cx.ConfigError, match=r"fused_optimizer=True: .* on CPUs PyTorch's kernel is wrong there"):
+            can_fuse(optimizer, True)
+    assert can_fuse(torch.optim.SGD(nn.Linear(4, 3).double().parameters(), 0.1), "auto")

@@ -101,8 +101,8 @@ class LowRank(Travel):
         self._plain = [self._flags]
         for number, gradient in enumerate(gradients):
             matrix = as_matrix(gradient)
-            columns = min(width, *matrix.shape) if matrix.numel() else 0
-            if _LEAST_SAVING * columns * sum(matrix.shape) < matrix.numel():
+            columns = columns_of(matrix, width)
+            if columns:
                 self.gradients[number] = LowRankGradient(number, matrix, columns, seed=number)
             else:
                 self._plain.append(matrix.reshape(-1))
@@ -139,6 +139,12 @@ class LowRank(Travel):
         """Makes the approximations, and keeps what they leave out; of a step that cannot be taken, nothing."""
         for gradient, right in zip(self.gradients.values(), self._rights, strict=True):
             gradient.settle(right, self._scale, keeps_error=is_whole and gradient.number not in unused)
+
+
+def columns_of(matrix: Tensor, width: int) -> int:
+    """Returns how many columns its thin matrices have; 0: it travels whole, because they would save too little."""
+    columns = min(width, *matrix.shape) if matrix.numel() else 0
+    return columns if _LEAST_SAVING * columns * sum(matrix.shape) < matrix.numel() else 0
 
 
 def as_matrix(gradient: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
+from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.callbacks import Callback, checked_callbacks
@@ -16,23 +16,18 @@ from cyxtrain.training.callbacks import Callback, checked_callbacks
 # Keras's own letter for X is small.
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
-_KERAS_ONLY = {
+_NOT_HERE = {
     "steps_per_epoch": "an epoch is all of X; give fewer rows",
     "validation_steps": "validation takes all of the validation data; give fewer rows",
     "validation_batch_size": "validation uses batch_size",
     "validation_freq": "validation comes after each epoch",
     "initial_epoch": "epochs count on by themselves where fit is called again",
     "class_weight": "give weights to the loss, such as nn.CrossEntropyLoss(weight=...)",
+    "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
+    "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
+    "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
     "sample_weight": "let a loss of your own return (sum, weight)",
 }
-_ELSEWHERE = {
-    **{field.name: "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))" for field in dataclasses.fields(DDPConfig)},
-    **{field.name: "fit(amp=cx.AMPConfig({}=...))" for field in dataclasses.fields(AMPConfig)},
-    **dict.fromkeys(
-        ("loss_fn", "optimizer", "metrics", "scheduler", "ddp_config", "device"), "DistributedTrainer({}=...)"
-    ),
-}
-"""Where else what has this name belongs."""
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
@@ -69,6 +64,10 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         if config is not None:
             raise ConfigError("fit got two configs: one by position, one by name.")
         config = given.pop()
+    wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
+    if wrong is not None:
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        raise ConfigError(f"fit got {what}: beside arrays it takes a DistributedTrainingConfig(...).")
     if any(isinstance(array, dict) for array in given):
         raise ConfigError(
             "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
@@ -104,10 +103,8 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     if config is not None and not isinstance(config, DistributedTrainingConfig):
         raise ConfigError(f"config must be a DistributedTrainingConfig, got {type(config).__name__}.")
     for name in keywords:
-        if name in _KERAS_ONLY:
-            raise ConfigError(f"fit has no argument '{name}': {_KERAS_ONLY[name]}.")
-        if name in _ELSEWHERE:
-            raise ConfigError(f"fit has no argument '{name}': give it to {_ELSEWHERE[name].format(name)}.")
+        if name in _NOT_HERE:
+            raise ConfigError(f"fit has no argument '{name}': {_NOT_HERE[name]}.")
         if name not in _FIELDS:
             raise unknown_name(
                 "fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume", "callbacks"], "argument"

@@ -17,6 +17,11 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
     """Returns the arithmetic in use, by what people call it: JSON values."""
     device = run.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    travelling = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
     return {
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
@@ -27,9 +32,7 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
         "the backend": dist.get_backend(),
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
         "the precision of float32 products": _product_precision(device),
-        "the size of buckets": ddp_config.bucket_size_mb,
-        "the compression of gradients": ddp_config.compression or "none",
-        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+        **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
     }
 
 

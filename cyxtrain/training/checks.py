@@ -131,10 +131,11 @@ def check_precision(model: nn.Module, precision: str) -> None:
     Raises:
         ConfigError: With their names.
     """
-    halves = [name for name, parameter in trained_parameters(model) if parameter.dtype is torch.float16]
+    narrow = (torch.float16, torch.bfloat16)
+    halves = [name for name, parameter in trained_parameters(model) if parameter.dtype in narrow]
     if precision == "fp16" and halves:
         raise ConfigError(
-            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are float16: "
+            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
             "give the model as float32."
         )
 

@@ -9,6 +9,7 @@ from torch import nn
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.errors import counted
 from cyxtrain.parallel.compression import COMPRESSIBLE
+from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.plan import Run
@@ -66,13 +67,16 @@ def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
     asked = f"compression={config.compression!r} has nothing to do"
     if world_size == 1:
         return f"stay here: {asked} alone"
-    dtypes = {parameter.dtype for _, parameter in trained_parameters(model)}
+    trained = [parameter for _, parameter in trained_parameters(model)]
+    dtypes = {parameter.dtype for parameter in trained}
     whole = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - COMPRESSIBLE)
     if not dtypes & COMPRESSIBLE:
         return f"sent as they are, {', '.join(whole)}: {asked}"
     others = f"; {', '.join(whole)} as they are" if whole else ""
     if config.compression == "powersgd":
         rank = config.matrix_approximation_rank
+        if not any(columns_of(as_matrix(each), rank) for each in trained if each.dtype in COMPRESSIBLE):
+            return f"sent as they are: no gradient is so large that matrices of rank {rank} would save a third"
         return f"sent as matrices of rank {rank}; what they leave out joins the next step{others}"
     return f"sent as {config.compression}{others}"
 

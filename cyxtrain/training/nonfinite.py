@@ -118,10 +118,10 @@ class FiniteGuard:
         problem = ""
         if self._overflows and not self._taken:
             problem = f"no step was taken: the gradients of all {self._overflows:,} overflowed 16 bits"
-            remedy = "Give AMPConfig a smaller initial_scale or backoff_factor"
+            remedy = "Give AMPConfig a smaller initial_scale, backoff_factor or growth_factor"
         elif self._taken and not any(bool(gradient.any()) for gradient in self._gradients().values()):
             problem = "all gradients of its last step are 0: they may be too small for 16 bits"
-            remedy = "Give AMPConfig a larger initial_scale"
+            remedy = "Give AMPConfig a larger initial_scale or backoff_factor"
         if problem and runtime.is_master():
             warn(
                 f"epoch {self._position.epoch + 1}: {problem}, at a loss scale that is {self._scale.value:g} now. "
@@ -154,9 +154,10 @@ class FiniteGuard:
     def _range(self) -> str:
         if self._scale is None:
             return ""
+        remedy = "" if self._scale.is_dynamic else "give a smaller initial_scale, or use_dynamic_scaling=True; "
         return (
             f" With precision='fp16' numbers end at 65,504, and the loss was multiplied by {self._used_scale:g} before "
-            "backward: precision='bf16' has the range of float32."
+            f"backward: {remedy}precision='bf16' has the range of float32."
         )
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -67,6 +67,11 @@ class LossScale:
         self._steps = 0
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether it changes."""
+        return self._config.use_dynamic_scaling
+
+    @property
     def can_fall(self) -> bool:
         """Whether an overflow may be cured by a smaller scale."""
         return self._config.use_dynamic_scaling and self.value > _LEAST_SCALE

@@ -63,6 +63,7 @@ class Rates:
         self.optimizer = optimizer
         self._warmup_steps = self._warm_steps = 0
         self._targets: list[float] = []
+        self._left: list[float] = []
 
     @property
     def warmup_steps_left(self) -> int:
@@ -87,8 +88,8 @@ class Rates:
         Args:
             scaling: How they have been scaled, where they have been.
         """
-        rates = self._targets or [float(group["lr"]) for group in self.optimizer.param_groups]
-        words = [", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))]
+        # What the plan makes of them, not what they are just now: the same where a fit goes on.
+        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self._warmup_steps, 'step')}"] if self._warmup_steps else []
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
@@ -104,14 +105,19 @@ class Rates:
         """
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
+        self._take_what_was_set()
         self._scale(factor / self.factor)
         self.factor = factor
         if isinstance(self.scheduler, Cosine):
             self.scheduler.begin(max(1, steps - warmup_steps))
         self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
-            self._targets = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._targets = self._now()
             self._warm()
+
+    def leave(self) -> None:
+        """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
+        self._left = self._now()
 
     def go_on(self, steps: int) -> str:
         """Goes on with a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
@@ -122,11 +128,11 @@ class Rates:
         scheduler, total = self.scheduler, max(1, steps - self._warmup_steps)
         if not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
             return ""
-        before, warm = scheduler.total_steps, [group["lr"] for group in self.optimizer.param_groups]
+        before, warm = scheduler.total_steps + self._warmup_steps, self._now()
         scheduler.stretch(total)
         if self._targets:
             self._set(warm)
-        return f"the cosine ends after {total:,} steps, as epochs are now (after {before:,} in the checkpoint)"
+        return f"the cosine ends with step {steps:,}, as epochs are now (with {before:,} in the checkpoint)"
 
     def step(self) -> None:
         """Goes on to the rates of the next step."""
@@ -173,6 +179,22 @@ class Rates:
         ):
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
         self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
+        self.leave()
+
+    def _now(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _take_what_was_set(self) -> None:
+        """Begins with the rates that the program has set between two fits: as it gives them, before any scaling."""
+        for number, (left, now) in enumerate(zip(self._left, self._now(), strict=False)):
+            if now == left:
+                continue
+            for name in _RATES:
+                if name in self.optimizer.param_groups[number]:
+                    self._put(number, name, now * self.factor)
+            for part in parts_of(self.scheduler):
+                if not isinstance(part, _OWN_RATES):
+                    part.base_lrs[number] = now * self.factor
 
     def _warm(self) -> None:
         part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
@@ -181,11 +203,15 @@ class Rates:
             self._targets = []
 
     def _set(self, rates: list[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        for number, rate in enumerate(rates):
+            self._put(number, "lr", rate)
+
+    def _put(self, number: int, name: str, rate: float) -> None:
+        group = self.optimizer.param_groups[number]
+        if isinstance(group[name], torch.Tensor):
+            group[name].fill_(rate)
+        else:
+            group[name] = rate
 
     def _scale(self, ratio: float) -> None:
         if ratio == 1:

@@ -170,15 +170,17 @@ def _begin_or_go_on(
     check_schedule(state.rates.scheduler, run.steps_left(state.position) - state.rates.warmup_steps_left)
     says = put_back(given, what_is_set(state, run.config))
     stretched = state.rates.go_on(run.all_steps)
-    says += [("schedule", stretched)] if stretched else []
-    otherwise = differences(checkpoint.arithmetic, arithmetic) + done_otherwise(asked, checkpoint.config)
-    _say_what_is_different(name, otherwise)
+    says += [("schedule", stretched)] if stretched and not run.is_over(state.position) else []
+    says += _what_is_dropped(checkpoint)
+    _say_what_is_different(
+        name, differences(checkpoint.arithmetic, arithmetic), done_otherwise(asked, checkpoint.config)
+    )
     state.arithmetic = arithmetic
     return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *says]
 
 
 def _warn_of_warmup(run: Run) -> None:
-    if run.config.warmup_steps >= run.all_steps and runtime.is_master():
+    if run.config.warmup_steps > run.all_steps and runtime.is_master():
         warn(
             f"warmup_steps={run.config.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
             "rate will not reach its value."
@@ -220,12 +222,28 @@ def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
     return [("resume", f"from {config.checkpoint_dir}: {what}, and the fit begins{keeps}")]
 
 
-def _say_what_is_different(name: str, found: Sequence[str]) -> None:
-    if found and runtime.is_master():
+def _what_is_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
+    kept = checkpoint.others.get("compression")
+    if not kept or runtime.get_world_size() > 1:
+        return []
+    return [("gradients", "what compression had left out is dropped: alone nothing is compressed")]
+
+
+def _say_what_is_different(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
+    """Warns of what is not as it was.
+
+    Args:
+        name: Of the checkpoint.
+        computed: In words, what decides the last bits.
+        done: In words, what a step does.
+    """
+    if computed and runtime.is_master():
         warn(
-            f"what is resumed from {name} was computed otherwise: {'; '.join(found)}. The numbers may differ in their "
-            "last bits, or more."
+            f"what is resumed from {name} was computed otherwise: {'; '.join(computed)}. The numbers may differ in "
+            "their last bits, or more."
         )
+    if done and runtime.is_master():
+        warn(f"what is resumed from {name} goes on in another way: {'; '.join(done)}.")
 
 
 def _newest_of_call(
@@ -276,10 +294,13 @@ def check_same_fit(
         ConfigError: With what differs.
     """
     now = dataclasses.asdict(config)
+    hidden = set()
+    if config.effective_batch_size is not None and config.learning_rate_scaling is None:
+        hidden.add("batch_size")  # it is not used
     differences = [
         f"{field} is {now[field]} and was {state.config.get(field)}"
         for field in _SAME_FIELDS
-        if now[field] != state.config.get(field)
+        if field not in hidden and now[field] != state.config.get(field)
     ]
     differences += [
         _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")

@@ -182,6 +182,7 @@ class DistributedTrainer:
                 stopped = self._fit.train()
             finally:
                 self._fit = None
+                self._state.rates.leave()
                 run.display.close()
                 ddp.close()
                 self.model.zero_grad()
