@@ -248,7 +248,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank():
     first, second = run_world(2, fail_on_one_rank)
     assert first[0].startswith("ConfigError: y holds class 7 (row 5), and the model has outputs for classes 0 to 2.")
     assert second[0] == first[0]
-    assert first[1].startswith("ConfigError: X and y have different lengths: 6 rows and 5 targets")
+    assert first[1].startswith("ConfigError: X and y have different lengths: 6 and 5 rows")
     assert second[1].startswith("ConfigError: rank 0 refuses to start: X and y have different lengths")
     for text in (first, second):
         assert text[2].startswith("ConfigError: rank 1 differs from rank 0 in the given X: hash of its values")

@@ -49,7 +49,7 @@ class Sparse(nn.Module):
 # What a rank is given -> what the error says. Each trainer is new; the rows are right where nothing else is given.
 Way = Callable[[], Any]
 WRONG: dict[str, tuple[Way, str]] = {
-    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 rows and 5 targets"),
+    "X and y of different length": (lambda: trainer_of().fit(INPUTS, TARGETS[:5]), "12 and 5 rows"),
     "no samples": (lambda: trainer_of().fit(INPUTS[:0], TARGETS[:0]), "X has no rows"),
     "no y": (lambda: trainer_of().fit(INPUTS), "y is missing"),
     "nothing": (lambda: trainer_of().fit(), "it got 0 arrays"),

@@ -12,6 +12,7 @@ from cyxtrain.data.iterator import DistributedBatchIterator, joined_batch
 from cyxtrain.data.moving import Mover, Placement, make_mover
 from cyxtrain.data.sampler import Indices, deal
 from cyxtrain.data.source import ArraySource
+from cyxtrain.data.tree import Tree, num_rows
 
 
 @dataclass
@@ -20,18 +21,20 @@ class Batch:
 
     Attributes:
         number: Of the batch in its epoch, from 0; the same on every rank.
-        inputs: Shape (rows, ...).
-        targets: Shape (rows, ...), or None.
+        inputs: Shape (rows, ...), or several such.
+        targets: Shape (rows, ...), or several such, or None.
+        weights: Shape (rows,), or None: all rows count alike.
     """
 
     number: int
-    inputs: Tensor
-    targets: Tensor | None
+    inputs: Tree
+    targets: Tree | None
+    weights: Tensor | None = None
 
     @property
     def rows(self) -> int:
         """How many there are."""
-        return self.inputs.shape[0]  # len() of a tensor is slow
+        return num_rows(self.inputs)
 
 
 class Share:
@@ -114,8 +117,7 @@ def whole_batches(
     first, end = share_of_batches(len(source), batch_size, rank, world_size)
     for number in range(first, end):
         rows = source.slice(number * batch_size, (number + 1) * batch_size)
-        inputs, targets = placement.place(*rows)
-        yield Batch(number, inputs, targets)
+        yield Batch(number, *placement.place(rows))
 
 
 def share_of_batches(rows: int, batch_size: int, rank: int, world_size: int) -> tuple[int, int]:

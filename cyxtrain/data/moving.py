@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cyxtrain.data.sampler import Indices
-from cyxtrain.data.source import ArraySource
+from cyxtrain.data.source import ArraySource, Rows
+from cyxtrain.data.tree import map_tree
 
 PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
-Rows = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,26 @@ class Placement:
     dtype: torch.dtype
     prepare_target: PrepareTarget
 
-    def place(self, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def place(self, rows: Rows) -> Rows:
         """Returns a batch's tensors on the device, converted."""
-        inputs = self._moved(inputs)  # as few bytes as can be, from pinned memory
-        dtype = inputs.dtype
+        inputs, targets, weights = rows
+        return Rows(
+            map_tree(self._input, inputs),
+            None if targets is None else map_tree(self._target, targets),
+            None if weights is None else self._moved(weights).to(self.dtype),
+        )
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        tensor = self._moved(tensor)  # as few bytes as can be, from pinned memory
+        dtype = tensor.dtype
         if dtype is self.dtype:
-            pass
-        elif inputs.is_floating_point() or dtype in (torch.uint8, torch.bool):
-            inputs = inputs.to(self.dtype)
-        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
-            inputs = inputs.to(torch.int64)
-        return inputs, None if targets is None else self.prepare_target(self._moved(targets), self.dtype)
+            return tensor
+        if tensor.is_floating_point() or dtype in (torch.uint8, torch.bool):
+            return tensor.to(self.dtype)
+        return tensor.to(torch.int64) if dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+
+    def _target(self, tensor: Tensor) -> Tensor:
+        return self.prepare_target(self._moved(tensor), self.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
@@ -61,7 +70,7 @@ class Mover(ABC):
 
     @abstractmethod
     def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns (inputs, targets) of rows by number.
+        """Returns rows by number.
 
         Args:
             indices: Which rows, shape (rows,).
@@ -73,8 +82,8 @@ class Here(Mover):
     """To a CPU, when they are wanted: the core that gathers rows early is the one that computes."""
 
     def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns (inputs, targets)."""
-        return self._placement.place(*self._source.gather(indices))
+        """Returns the rows."""
+        return self._placement.place(self._source.gather(indices))
 
 
 class ToGPU(Mover):
@@ -91,25 +100,23 @@ class ToGPU(Mover):
         self._ahead: tuple[Indices, Rows] | None = None
 
     def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns (inputs, targets), which the current stream may use, and sends the following rows on their way."""
+        """Returns rows that the current stream may use, and sends the following ones on their way."""
         ahead, self._ahead = self._ahead, None
-        inputs, targets = ahead[1] if ahead is not None and ahead[0] is indices else self._move(indices)
+        rows = ahead[1] if ahead is not None and ahead[0] is indices else self._move(indices)
         current = torch.cuda.current_stream(self._placement.device)
         current.wait_stream(self._stream)
-        for tensor in (inputs, targets):
-            if tensor is not None:
-                tensor.record_stream(current)  # their memory is this stream's until it is done with them
+        for tensor in rows.tensors():
+            tensor.record_stream(current)  # their memory is this stream's until it is done with them
         if following is not None:
             self._ahead = following, self._move(following)
-        return inputs, targets
+        return rows
 
     def _move(self, indices: Indices) -> Rows:
         rows = self._source.gather(indices)
-        if any(tensor is not None and tensor.is_cuda for tensor in rows):  # the current stream has gathered it
+        if any(tensor.is_cuda for tensor in rows.tensors()):  # the current stream has gathered it
             self._stream.wait_stream(torch.cuda.current_stream(self._placement.device))
-        inputs, targets = rows
         with torch.cuda.stream(self._stream):
-            return self._placement.place(_pinned(inputs), None if targets is None else _pinned(targets))
+            return self._placement.place(rows.mapped(_pinned))
 
 
 def make_mover(source: ArraySource, placement: Placement) -> Mover:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,72 +13,122 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from cyxtrain.data.tree import Tree, leaves, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 
 _SAMPLED_ROWS = 1024
 _SCAN_ELEMENTS = 1 << 22
+_NAMES = ("X", "y", "sample_weight")
 
 # PyTorch gathers no rows of these; the same bits under a signed name it does.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-class ArraySource:
-    """Rows of a NumPy array or a tensor, with or without targets. Nothing is copied, memory maps stay on disk.
+class Rows(NamedTuple):
+    """Rows of the data together: a batch, or some of it.
 
-    Args:
-        inputs: X, shape (n, ...).
-        targets: y, shape (n, ...), or None.
-
-    Raises:
-        ConfigError: Not arrays, no rows, or X and y of different length.
+    Attributes:
+        inputs: What the model is given.
+        targets: What the loss compares with, or None.
+        weights: How much each row counts, shape (rows,), or None: all alike.
     """
 
-    def __init__(self, inputs: Any, targets: Any = None) -> None:
+    inputs: Tree
+    targets: Tree | None
+    weights: Tensor | None
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Rows:
+        """Returns rows with what a function makes of each tensor."""
+        return Rows(*(None if part is None else map_tree(function, part) for part in self))  # type: ignore[arg-type]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors."""
+        return [tensor for part in self for tensor in tensors(part)]
+
+
+class ArraySource:
+    """Rows of NumPy arrays or tensors, with or without targets. Nothing is copied, memory maps stay on disk.
+
+    Args:
+        inputs: X, shape (n, ...); or a dictionary, a tuple or a list of such.
+        targets: y, shape (n, ...), or None; or several, as X.
+        weights: How much each row counts, shape (n,), or None: all alike.
+
+    Raises:
+        ConfigError: Not arrays, no rows, or parts of different length.
+    """
+
+    def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         if isinstance(inputs, (DataLoader, Dataset)):
             raise ConfigError(
                 f"X is a {type(inputs).__name__}; this version takes NumPy arrays and tensors: fit(X, y, config)."
             )
         self._first_row = 0  # in the arrays that the user gave
-        self.is_numpy = not isinstance(inputs, Tensor)
-        self.inputs = _as_tensor(inputs, "X")
-        self.targets = None if targets is None else _as_tensor(targets, "y")
-        if len(self.inputs) == 0:
+        self.is_numpy = not _holds_tensors(inputs)
+        own = as_tree(inputs, "X")
+        if not tensors(own) or num_rows(own) == 0:
             raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
-        if self.targets is not None and len(self.targets) != len(self.inputs):
-            raise ConfigError(
-                f"X and y have different lengths: {len(self.inputs)} rows and {len(self.targets)} targets. "
-                "Each row needs its target."
-            )
+        self.rows = Rows(own, None if targets is None else as_tree(targets, "y"), _as_weights(weights))
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        count, (first, _) = len(self), self.named()[0]
+        for name, tensor in self.named():
+            if len(tensor) != count:
+                hint = " (A list of arrays is several inputs.)" if isinstance(self.rows.inputs, list) else ""
+                raise ConfigError(
+                    f"{first} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
+                    f"own.{hint}"
+                )
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return num_rows(self.rows.inputs)
 
-    def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor | None]:
-        """Returns (inputs, targets) of rows by number, in that order."""
-        rows = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
-        return _gather(self.inputs, rows), None if self.targets is None else _gather(self.targets, rows)
+    @property
+    def inputs(self) -> Tree:
+        """X."""
+        return self.rows.inputs
 
-    def slice(self, first: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Returns (inputs, targets) of neighbouring rows, as copies: a model may change its input in place."""
-        return _copy(self.inputs[first:end]), None if self.targets is None else _copy(self.targets[first:end])
+    @property
+    def targets(self) -> Tree | None:
+        """y, or None."""
+        return self.rows.targets
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Returns each tensor with its name, such as "X", "y" or "X['image']"."""
+        return [found for name, part in zip(_NAMES, self.rows, strict=True) for found in leaves(part, name)]
+
+    def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
+        """Returns rows by number, in that order."""
+        chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
+        return self.rows.mapped(lambda tensor: _gather(tensor, chosen))
+
+    def slice(self, first: int, end: int) -> Rows:
+        """Returns neighbouring rows, as copies: a model may change its input in place."""
+        return self.rows.mapped(lambda tensor: _copy(tensor[first:end]))
 
     def part(self, first: int, end: int) -> ArraySource:
         """Returns neighbouring rows as a source of their own; a view."""
         part = object.__new__(ArraySource)
         part._first_row = self._first_row + first
         part.is_numpy = self.is_numpy
-        part.inputs = self.inputs[first:end]
-        part.targets = None if self.targets is None else self.targets[first:end]
+        part.rows = self.rows.mapped(lambda tensor: tensor[first:end])
+        return part
+
+    def weighted(self, factors: Tensor) -> ArraySource:
+        """Returns the same rows, each counting so many times as much, shape (n,)."""
+        part, weights = self.part(0, len(self)), self.rows.weights
+        part.rows = part.rows._replace(weights=factors if weights is None else weights * factors)
         return part
 
     def facts(self, name: str) -> dict[str, Any]:
         """Returns what must be the same on every rank: shapes, dtypes and a hash of up to 1,024 rows."""
         facts: dict[str, Any] = {}
-        for label, tensor in ((f"{name} X", self.inputs), (f"{name} y", self.targets)):
-            if tensor is not None:
-                facts[f"{label}: shape"] = list(tensor.shape)
-                facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
-                facts[f"{label}: hash of its values"] = sampled_hash(tensor)
+        for what, tensor in self.named():
+            label = f"{name} {what}"
+            facts[f"{label}: shape"] = list(tensor.shape)
+            facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
+            facts[f"{label}: hash of its values"] = sampled_hash(tensor)
         return facts
 
     def digest(self) -> str:
@@ -93,8 +144,8 @@ class ArraySource:
         """
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
         text, wrong = "", set[int]()
-        for name, tensor in (("X", self.inputs), ("y", self.targets)):
-            if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
+        for name, tensor in self.named():
+            if not tensor.is_floating_point() or tensor.numel() == 0:
                 continue
             rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
             for start in range(first, end, rows):
@@ -107,6 +158,51 @@ class ArraySource:
                     bad = values[~values.isfinite()][0].item()
                     text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
         return text, len(wrong)
+
+
+def as_tree(values: Any, name: str) -> Tree:
+    """Returns a user's arrays as tensors: one, or several in a dictionary, a tuple or a list.
+
+    Raises:
+        ConfigError: They are no arrays, or a name is no text.
+    """
+    if isinstance(values, Mapping):
+        unnamed = [key for key in values if not isinstance(key, str)]
+        if unnamed:
+            raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
+        return {key: as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
+    if not _are_several(values):
+        return _as_tensor(values, name)
+    parts = [as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)]
+    if isinstance(values, list):
+        return parts
+    make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(values, "_make", tuple)  # a named tuple's own
+    return make(parts)
+
+
+def _are_several(values: Any) -> bool:
+    """Returns whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
+    if not isinstance(values, (tuple, list)):
+        return False
+    kinds = (Tensor, np.ndarray, Mapping)
+    return len(values) > 0 and all(isinstance(part, kinds) or _are_several(part) for part in values)
+
+
+def _holds_tensors(values: Any) -> bool:
+    if isinstance(values, (tuple, list, Mapping)):
+        return any(_holds_tensors(part) for part in (values.values() if isinstance(values, Mapping) else values[:1]))
+    return isinstance(values, Tensor)
+
+
+def _as_weights(weights: Any) -> Tensor | None:
+    if weights is None:
+        return None
+    found = _as_tensor(weights, "sample_weight")
+    if found.dim() != 1 or found.is_complex():
+        raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
+    if bool((found < 0).any()):
+        raise ConfigError("sample_weight must not be negative: what counts for nothing has weight 0.")
+    return found
 
 
 def rows_not_finite(rows: Tensor) -> list[int]:

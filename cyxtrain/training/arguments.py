@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ _NOT_HERE = {
     "validation_batch_size": "validation uses batch_size",
     "validation_freq": "validation comes after each epoch",
     "initial_epoch": "epochs count on by themselves where fit is called again",
-    "class_weight": "give weights to the loss, such as nn.CrossEntropyLoss(weight=...)",
     "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
-    "sample_weight": "let a loss of your own return (sum, weight)",
 }
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
+
+
+_OTHERS = ("validation_data", "sample_weight", "class_weight", "config", "resume", "callbacks")
 
 
 @dataclass
@@ -38,7 +39,9 @@ class FitArguments:
     Attributes:
         inputs: X.
         targets: y, or None.
-        validation: (X_val, y_val), or None.
+        weights: How much each row counts, or None.
+        class_weights: How much the rows of a class count, by its number, or None.
+        validation: (X_val, y_val, weights or None), or None.
         config: Complete and valid.
         resume: "auto", the path of a checkpoint, or None.
         callbacks: For this fit.
@@ -46,7 +49,9 @@ class FitArguments:
 
     inputs: Any
     targets: Any
-    validation: tuple[Any, Any] | None
+    weights: Any
+    class_weights: Mapping[int, float] | None
+    validation: tuple[Any, Any, Any] | None
     config: DistributedTrainingConfig
     resume: str | None = None
     callbacks: Sequence[Callback] = ()
@@ -64,14 +69,7 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         if config is not None:
             raise ConfigError("fit got two configs: one by position, one by name.")
         config = given.pop()
-    wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
-    if wrong is not None:
-        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: beside arrays it takes a DistributedTrainingConfig(...).")
-    if any(isinstance(array, dict) for array in given):
-        raise ConfigError(
-            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
-        )
+    _refuse_settings(given)
     arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
     resume = _path(keywords.pop("resume", None))
@@ -80,10 +78,32 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         if validation is not None:
             raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
         validation = (arrays[2], arrays[3])
+    weights, of_classes = keywords.pop("sample_weight", None), keywords.pop("class_weight", None)
+    if of_classes is not None and not isinstance(of_classes, Mapping):
+        raise ConfigError(f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {of_classes!r}.")
     settings = _settings(config, keywords)
     return FitArguments(
-        arrays[0], arrays[1] if len(arrays) > 1 else None, _pair(validation, settings), settings, resume, callbacks
+        inputs=arrays[0],
+        targets=arrays[1] if len(arrays) > 1 else None,
+        weights=weights,
+        class_weights=of_classes,
+        validation=_validation(validation, settings),
+        config=settings,
+        resume=resume,
+        callbacks=callbacks,
     )
+
+
+def _refuse_settings(given: Sequence[Any]) -> None:
+    """Refuses what is no array, and was meant as one config or another."""
+    wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
+    if wrong is not None:
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        raise ConfigError(f"fit got {what}: beside arrays it takes a DistributedTrainingConfig(...).")
+    if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in given):
+        raise ConfigError(
+            "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
+        )
 
 
 def _arrays(positional: list[Any], keywords: dict[str, Any]) -> list[Any]:
@@ -106,9 +126,7 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
         if name in _NOT_HERE:
             raise ConfigError(f"fit has no argument '{name}': {_NOT_HERE[name]}.")
         if name not in _FIELDS:
-            raise unknown_name(
-                "fit", name, [*_FIELDS, *_ARRAYS, "validation_data", "config", "resume", "callbacks"], "argument"
-            )
+            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, *_OTHERS], "argument")
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:
@@ -126,11 +144,11 @@ def _path(resume: Any) -> str | None:
     return None if resume is None else os.fspath(resume)
 
 
-def _pair(validation: Any, settings: DistributedTrainingConfig) -> tuple[Any, Any] | None:
+def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[Any, Any, Any] | None:
     if validation is None:
         return None
     if settings.validation_split:
         raise ConfigError("fit got validation data and validation_split: give one of them.")
-    if not isinstance(validation, (tuple, list)) or len(validation) != 2:
-        raise ConfigError("validation_data must be (X_val, y_val).")
-    return validation[0], validation[1]
+    if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
+        raise ConfigError("validation_data must be (X_val, y_val), or (X_val, y_val, sample_weight).")
+    return validation[0], validation[1], validation[2] if len(validation) == 3 else None

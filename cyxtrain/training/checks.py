@@ -13,13 +13,14 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.source import ArraySource
+from cyxtrain.data.tree import Tree, leaves
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.settings import require
 from cyxtrain.training.buffers import BuffersKept
+from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.loss import Loss
-from cyxtrain.training.precision import Precision
-from cyxtrain.training.step import call_model, compute, modes_kept
+from cyxtrain.training.step import modes_kept
 
 _PROBED_ROWS = 2
 
@@ -73,12 +74,18 @@ def check_targets(source: ArraySource, loss: Loss) -> None:
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             "loss (loss_fn=None) does without."
         )
-    if source.targets is None or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    targets = source.targets
+    if loss.is_known and isinstance(targets, (dict, tuple, list)):
+        raise ConfigError(
+            f"{type(loss.function).__name__} compares one output with one y, and y has {len(targets)} parts: give a "
+            "loss_fn of your own, which is called with the model's output and y as they are."
+        )
+    if not isinstance(targets, Tensor) or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
-    name, shape = type(loss.function).__name__, [*source.targets.shape[1:]]
-    if source.targets.is_floating_point() and not shape:
+    name, shape = type(loss.function).__name__, [*targets.shape[1:]]
+    if targets.is_floating_point() and not shape:
         raise ConfigError(f"{name} wants class numbers, and y holds fractions: convert it with y.astype('int64').")
-    if shape == [1] and not source.targets.is_floating_point():
+    if shape == [1] and not targets.is_floating_point():
         raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
 
 
@@ -90,7 +97,7 @@ def check_classes(source: ArraySource, output: Any, loss: Loss) -> None:
     """
     function, targets = loss.function, source.targets
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
-    if not known or targets is None or targets.is_floating_point() or not isinstance(output, Tensor):
+    if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):
         return
     if output.dim() != targets.dim() + 1:
         return
@@ -145,7 +152,7 @@ def probe(
     source: ArraySource,
     placement: Placement,
     loss: Loss,
-    precision: Precision,
+    call: ModelCall,
     *,
     predicting: bool = False,
 ) -> None:
@@ -159,7 +166,7 @@ def probe(
         source: Its first rows are taken.
         placement: Of batches.
         loss: Learns here whether it returns (sum, weight).
-        precision: What the model computes in.
+        call: How the model is called.
         predicting: Only the model is tried.
 
     Raises:
@@ -167,22 +174,22 @@ def probe(
     """
     if loss.function is None and not predicting:
         return  # such a model may compute its loss in training mode only
-    inputs, targets = placement.place(*source.slice(0, _PROBED_ROWS))
-    batch = Batch(0, inputs, targets)
+    batch = Batch(0, *placement.place(source.slice(0, _PROBED_ROWS)))
     with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
-        shape = list(inputs.shape)  # asked for now: a model may change its input
+        shape = _shapes(batch.inputs)  # asked for now: a model may change its input
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
-            output = compute(precision, model, inputs) if predicting else call_model(model, batch, loss, precision)
+            output = call.predict(model, batch) if predicting else call(model, batch)
         if predicting:
             return
-        loss.check_shapes(output, targets)
+        loss.check_shapes(output, batch.targets)
         check_classes(source, output, loss)
         with _blaming(
-            f"the loss cannot take the model's output and y, tried on {_described(output)} and {_described(targets)}"
+            f"the loss cannot take the model's output and y, tried on {_described(output)} and "
+            f"{_described(batch.targets)}"
         ):
-            result = loss.function(output, targets)
-        loss.look_at_result(result)
+            result = loss.function(output, batch.targets)
+        loss.look_at_result(result, batch.rows)
 
 
 @contextlib.contextmanager
@@ -206,7 +213,15 @@ def _blaming(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
 
+def _shapes(tree: Tree) -> str:
+    if isinstance(tree, Tensor):
+        return str(list(tree.shape))
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
+
+
 def _described(value: Any) -> str:
+    if isinstance(value, (dict, tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

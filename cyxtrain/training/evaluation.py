@@ -1,8 +1,16 @@
-"""What `evaluate` returns."""
+"""A model's loss and metrics over all rows, each counted once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from cyxtrain import runtime
+from cyxtrain.training.epoch import run_whole_batches
+from cyxtrain.training.plan import Rows
+from cyxtrain.training.step import EvaluationStep
+from cyxtrain.training.totals import loss_and_accuracy
 
 
 class Evaluation:
@@ -47,3 +55,22 @@ class Evaluation:
 
     def __repr__(self) -> str:
         return f"Evaluation({', '.join(f'{name}={value:.6g}' for name, value in self._metrics.items())})"
+
+
+def evaluate_rows(
+    model: nn.Module, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
+    """Returns loss and accuracy over all rows, the same on any number of ranks; None: this rank gave up.
+
+    Args:
+        model: Not wrapped.
+        rows: All of them.
+        distributed: Whether the ranks share the work; else this one does it all.
+        give_up: Asked after each batch whether to leave the others.
+    """
+    batches = -(-len(rows) // rows.batch_size)
+    step = EvaluationStep(model, rows.loss, batches, rows.call, rows.placement.device)
+    complete = run_whole_batches(model, rows, step, distributed=distributed, give_up=give_up)
+    sums = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
+    value, accuracy = loss_and_accuracy(sums, rows.loss.weighting)
+    return Evaluation(loss=value, accuracy=accuracy) if complete else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import telling
 from cyxtrain.training.clipping import make_clip
 from cyxtrain.training.display import numbers
+from cyxtrain.training.epoch import run_epoch
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
@@ -29,8 +29,6 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
 from cyxtrain.training.totals import Totals, loss_and_accuracy
-
-_Batch = TypeVar("_Batch")
 
 
 class Fit:
@@ -203,7 +201,7 @@ class Fit:
             state.rates,
             make_clip(config),
             FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device, state.loss_scale),
-            self._run.data.precision,
+            self._run.data.call,
             state.loss_scale,
             self._device,
             accumulates=config.accumulation_steps > 1,
@@ -280,20 +278,3 @@ def _telling(ddp: DistributedDataParallel) -> Iterator[None]:
             if is_on_all_ranks(error):
                 ddp.sync_buffers()
             raise
-
-
-def run_epoch(
-    batches: Iterable[_Batch], step: Callable[[_Batch], object], give_up: Callable[[], bool] = lambda: False
-) -> bool:
-    """Takes a step with each batch, in training and in evaluation alike; returns whether it took them all.
-
-    Args:
-        batches: Of this rank; in training, its shares of them.
-        step: What is done with each.
-        give_up: Asked after each whether to leave the others.
-    """
-    for batch in batches:
-        step(batch)
-        if give_up():
-            return False
-    return True

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cyxtrain.data.batches import Batch
+from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 
@@ -88,6 +90,7 @@ class Loss:
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
+        self._of_each: nn.Module | Callable[..., Any] | None = None
         self.ignored: int | None = None
         """The class number that does not count, where the data have it."""
         if self._reduction == "sum":
@@ -129,10 +132,24 @@ class Loss:
         wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
         return target.to(dtype if wants_floats else torch.int64)
 
-    def look_at(self, targets: Tensor | None) -> None:
-        """Finds out what this data is weighted by. Every rank has the same data, so all come to the same."""
+    def look_at(self, targets: Tree | None, *, rows_have_weights: bool = False) -> None:
+        """Finds out what this data is weighted by. Every rank has the same data, so all come to the same.
+
+        Args:
+            targets: Of all rows.
+            rows_have_weights: Whether each row counts as much as its own weight says.
+
+        Raises:
+            ConfigError: They have, and there is no loss of each.
+        """
         function = self.function
-        if targets is None or not self.is_known or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        if rows_have_weights:
+            self._weigh_rows()
+        if (
+            not isinstance(targets, Tensor)
+            or not self.is_known
+            or not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+        ):
             return
         if targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
@@ -143,12 +160,36 @@ class Loss:
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
 
-    def look_at_result(self, result: Any) -> None:
+    def _weigh_rows(self) -> None:
+        if self.function is None:
+            raise ConfigError(
+                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: give the "
+                "weights to the model, as part of X."
+            )
+        own: Any = copy.copy(self.function)
+        if self.is_known:
+            own.reduction = "none"
+        self._of_each = own
+
+    def look_at_result(self, result: Any, rows: int) -> None:
         """Finds out whether a function of the user's returns (sum, weight).
 
+        Args:
+            result: What it has returned.
+            rows: For how many rows.
+
         Raises:
-            ConfigError: It returns neither a tensor nor such a pair.
+            ConfigError: It returns neither a tensor nor such a pair; or rows have weights, and it returns no loss of
+                each.
         """
+        if self._of_each is not None and not self.is_known:
+            of_each = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows
+            if not of_each:
+                found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+                raise ConfigError(
+                    "sample_weight and class_weight weigh the loss of each row: loss_fn must return one per row, "
+                    f"shape ({rows},) for {rows} rows, not their mean; it returned {found}."
+                )
         pair = isinstance(result, tuple) and len(result) == 2
         total = result[0] if pair else result
         if not isinstance(total, Tensor) or (pair and total.numel() != 1):
@@ -159,13 +200,15 @@ class Loss:
         if not self.is_known and pair:
             self.weighting = Weighting.TERMS
 
-    def check_shapes(self, output: Any, target: Tensor | None) -> None:
+    def check_shapes(self, output: Any, target: Tree | None) -> None:
         """Refuses shapes that PyTorch would stretch into a table of every row against every other.
 
         Raises:
             ConfigError: With both shapes.
         """
-        if self.function is None or not isinstance(output, Tensor) or target is None or output.shape == target.shape:
+        if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
+            return
+        if output.shape == target.shape:
             return
         if output.numel() == target.numel() == 1:
             return  # one row, whatever its shape
@@ -184,12 +227,15 @@ class Loss:
             )
         )
 
-    def __call__(self, output: Any, target: Tensor | None, rows: int) -> BatchLoss:
-        """Returns the loss of `rows` samples."""
+    def __call__(self, output: Any, batch: Batch) -> BatchLoss:
+        """Returns the loss of a batch."""
+        target, rows = batch.targets, batch.rows
         if self.function is None:
             return BatchLoss(_models_own(output), rows, rows)
+        if batch.weights is not None:
+            return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
-            assert target is not None
+            assert isinstance(target, Tensor)
             return BatchLoss(self._summing(output, target), 1, self._weight_of(target))
         result = self.function(output, target)
         if isinstance(result, tuple):
@@ -198,6 +244,15 @@ class Loss:
         if self.weighting is Weighting.NOTHING:
             return BatchLoss(result, 1, rows)
         return BatchLoss(result.mean() if result.dim() else result, rows, rows)
+
+    def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
+        """Returns the loss of rows that count as much as each one's weight says; the divisor is as without weights."""
+        assert self._of_each is not None
+        rows = len(weights)
+        each = self._of_each(output, target).reshape(rows, -1)
+        adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.TERMS
+        total = ((each.sum(1) if adds else each.mean(1)) * weights).sum()
+        return BatchLoss(total, 1, self._weight_of(target) if self.weighting is Weighting.TERMS else rows)
 
     def _weight_of(self, target: Tensor) -> Tensor:
         function = self.function

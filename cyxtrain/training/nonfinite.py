@@ -18,6 +18,7 @@ from torch import Tensor
 from cyxtrain import runtime
 from cyxtrain.data.batches import Share
 from cyxtrain.data.source import rows_not_finite
+from cyxtrain.data.tree import leaves
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
@@ -175,7 +176,7 @@ class FiniteGuard:
             by_chance = "and finite when its batch is run once more: chance decides, as in dropout"
             value = f"{_first_not_finite(losses)}, {by_chance}"
         return {
-            "data": "; ".join(filter(None, (_rows(share, "X"), _rows(share, "y")))),
+            "data": "; ".join(_rows(share)),
             "parameters": shortened(name for name, value in parameters if not _is_finite(value)),
             "loss": value,
             "gradients": shortened(self._spoilt_gradients()),
@@ -213,19 +214,21 @@ def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
     return next((str(loss.item()) for loss in losses if not _is_finite(loss)), None)
 
 
-def _rows(share: Share, name: str) -> str:
-    """Returns which rows of the data, in this share, are not finite."""
-    found, before = [], 0
+def _rows(share: Share) -> list[str]:
+    """Returns which rows of the data, in this share, are not finite, part by part."""
+    found: dict[str, list[int]] = {}
+    before = 0
     for batch in share:
-        values = batch.inputs if name == "X" else batch.targets
-        if values is not None and not _is_finite(values):
-            found += [before + row for row in rows_not_finite(values)]
+        for name, values in (*leaves(batch.inputs, "X"), *leaves(batch.targets, "y")):
+            if not _is_finite(values):
+                found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
         before += batch.rows
-    if not found:
-        return ""
-    numbers = share.indices[found].tolist()
-    rows = "row" if len(numbers) == 1 else "rows"
-    return f"{name} holds NaN or infinities ({rows} {shortened(map(str, numbers))})"
+    words = []
+    for name, rows in found.items():
+        numbers = share.indices[rows].tolist()
+        what = "row" if len(numbers) == 1 else "rows"
+        words.append(f"{name} holds NaN or infinities ({what} {shortened(map(str, numbers))})")
+    return words
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -21,10 +21,12 @@ from cyxtrain.data.moving import Placement
 from cyxtrain.data.sampler import DistributedSampler
 from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows
+from cyxtrain.data.weights import class_weights
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.settings import require_integer
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
+from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import (
     check_batch_norm,
     check_model,
@@ -53,14 +55,14 @@ class Rows:
         batch_size: Rows at once, outside training.
         placement: Of batches.
         loss: For these rows.
-        precision: What the model computes in.
+        call: How the model is called.
     """
 
     source: ArraySource
     batch_size: int
     placement: Placement
     loss: Loss
-    precision: Precision
+    call: ModelCall
 
     def __len__(self) -> int:
         return len(self.source)
@@ -225,10 +227,7 @@ def plan_rows(
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
-    loss.look_at(source.targets)
-    placement = place_model(model, loss, device)
-    rows = Rows(source, batch_size, placement, loss, Precision(config.precision, placement.device))
-    probe(model, source, rows.placement, loss, rows.precision, predicting=predicting)
+    rows = _tried(source, batch_size, config, model, loss, device, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
 
@@ -274,23 +273,41 @@ def _training_rows(
     """Returns rows that the model and the loss have been tried on."""
     loss = Loss(loss_fn)
     check_targets(source, loss)
-    loss.look_at(source.targets)
+    return _tried(source, config.batch_size, config, model, loss, device)
+
+
+def _tried(
+    source: ArraySource,
+    batch_size: int,
+    config: DistributedTrainingConfig,
+    model: nn.Module,
+    loss: Loss,
+    device: str | torch.device,
+    *,
+    predicting: bool = False,
+) -> Rows:
+    """Returns rows that the model and the loss have been tried on."""
+    inputs, targets, weights = source.rows
+    loss.look_at(targets, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
-    rows = Rows(source, config.batch_size, placement, loss, Precision(config.precision, placement.device))
-    probe(model, source, rows.placement, loss, rows.precision)
-    return rows
+    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
+    probe(model, source, placement, loss, call, predicting=predicting)
+    return Rows(source, batch_size, placement, loss, call)
 
 
 def _split(arguments: FitArguments) -> tuple[ArraySource, ArraySource | None]:
     """Returns (training, validation): the last rows of the data where a fraction is asked for."""
-    source, fraction = ArraySource(arguments.inputs, arguments.targets), arguments.config.validation_split
+    source = ArraySource(arguments.inputs, arguments.targets, arguments.weights)
+    fraction, validation = arguments.config.validation_split, None
     if arguments.validation is not None:
         with _validation():
-            return source, ArraySource(*arguments.validation)
-    if not fraction:
-        return source, None
-    first = validation_rows(len(source), fraction)
-    return source.part(0, first), source.part(first, len(source))
+            validation = ArraySource(*arguments.validation)
+    elif fraction:
+        first = validation_rows(len(source), fraction)
+        source, validation = source.part(0, first), source.part(first, len(source))
+    if arguments.class_weights is not None:  # they weigh training alone, as Keras's
+        source = source.weighted(class_weights(source.targets, arguments.class_weights))
+    return source, validation
 
 
 @contextlib.contextmanager

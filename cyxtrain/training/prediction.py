@@ -1,16 +1,46 @@
-"""Outputs of all ranks, put together in the order of the rows."""
+"""A model's outputs for all rows, put together in their order."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cyxtrain import runtime
+from cyxtrain.data.batches import share_of_batches
 from cyxtrain.errors import ConfigError
+from cyxtrain.training.epoch import run_whole_batches
+from cyxtrain.training.plan import Rows
+from cyxtrain.training.step import PredictionStep
+
+
+def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
+    """Returns a model's output for all rows, in their order, on every rank: NumPy arrays where X is of such.
+
+    Args:
+        model: Not wrapped.
+        rows: All of them.
+        distributed: Whether the ranks share the work; else this one does it all.
+
+    Raises:
+        ConfigError: The model does not return one tensor with a row per row.
+    """
+    step = PredictionStep(model, rows.call)
+    run_whole_batches(model, rows, step, distributed=distributed)
+    output = _gathered(rows, step) if distributed else torch.cat(step.outputs)
+    if not rows.source.is_numpy:
+        return output
+    return (output.float() if output.dtype is torch.bfloat16 else output).numpy()  # NumPy has no bfloat16
+
+
+def _gathered(rows: Rows, step: PredictionStep) -> Tensor:
+    world_size = runtime.get_world_size()
+    shares = [share_of_batches(len(rows), rows.batch_size, rank, world_size) for rank in range(world_size)]
+    return gather_rows(step.outputs, [[min(batch * rows.batch_size, len(rows)) for batch in share] for share in shares])
 
 
 def gather_rows(outputs: Sequence[Tensor], spans: Sequence[Sequence[int]]) -> Tensor:

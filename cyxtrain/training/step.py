@@ -10,8 +10,8 @@ Parameters change only after every collective of the step has succeeded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, Share
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
-from cyxtrain.training.precision import LossScale, Precision
+from cyxtrain.training.precision import LossScale
 from cyxtrain.training.rates import Rates
 from cyxtrain.training.totals import Answers, Totals, answers_to
 
@@ -39,7 +40,7 @@ class TrainingStep:
         rates: Of the optimizer.
         clip: Makes gradients smaller where they are too large, or None.
         guard: Lets a step pass, or not.
-        precision: What the model computes in.
+        call: How the model is called.
         scale: Of the loss, or None.
         device: Where the model computes.
         accumulates: Whether a step may have several micro-batches, on any rank.
@@ -53,7 +54,7 @@ class TrainingStep:
         rates: Rates,
         clip: Clip | None,
         guard: FiniteGuard,
-        precision: Precision,
+        call: ModelCall,
         scale: LossScale | None,
         device: torch.device,
         *,
@@ -65,7 +66,7 @@ class TrainingStep:
         self._rates = rates
         self._clip = clip
         self._guard = guard
-        self._precision = precision
+        self._call = call
         self._scale = scale
         self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
@@ -133,8 +134,8 @@ class TrainingStep:
         return losses
 
     def _forward(self, batch: Batch) -> Result:
-        output = call_model(self._ddp.forward, batch, self._loss, self._precision)
-        loss = self._loss(output, batch.targets, batch.rows)
+        output = self._call(self._ddp.forward, batch)
+        loss = self._loss(output, batch)
         return Result(loss, answers_to(output, batch.targets, self._loss))
 
     def _backward(self, loss: BatchLoss, share: Share) -> None:
@@ -191,22 +192,22 @@ class EvaluationStep:
         model: In evaluation mode.
         loss: Of a batch.
         batches: How many there are over all ranks.
-        precision: What the model computes in.
-        device: Where it does so.
+        call: How the model is called.
+        device: Where it computes.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: int, precision: Precision, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, batches: int, call: ModelCall, device: torch.device) -> None:
         self._model = model
         self._loss = loss
-        self._precision = precision
+        self._call = call
         self.totals = Totals(batches, device, loss)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
         with torch.no_grad():
-            output = call_model(self._model, batch, self._loss, self._precision)
+            output = self._call(self._model, batch)
             self._loss.check_shapes(output, batch.targets)
-            loss = self._loss(output, batch.targets, batch.rows)
+            loss = self._loss(output, batch)
             self.totals.add(batch.number, loss, answers_to(output, batch.targets, self._loss))
 
 
@@ -215,12 +216,12 @@ class PredictionStep:
 
     Args:
         model: In evaluation mode.
-        precision: What it computes in.
+        call: How it is called.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, call: ModelCall) -> None:
         self._model = model
-        self._precision = precision
+        self._call = call
         self.outputs: list[Tensor] = []
 
     def __call__(self, batch: Batch) -> None:
@@ -230,7 +231,7 @@ class PredictionStep:
             ConfigError: The model does not return one tensor with a row per row, of one kind.
         """
         with torch.no_grad():
-            output = compute(self._precision, self._model, batch.inputs)
+            output = self._call.predict(self._model, batch)
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != batch.rows:
             found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(
@@ -244,22 +245,6 @@ class PredictionStep:
                 f"{output.dtype} {list(output.shape)}."
             )
         self.outputs.append(output.cpu())
-
-
-def call_model(model: Callable[..., Any], batch: Batch, loss: Loss, precision: Precision) -> Any:
-    """Returns the model's output; a model that computes its own loss is given the targets too."""
-    if loss.function is None and batch.targets is not None:
-        return compute(precision, model, batch.inputs, batch.targets)
-    return compute(precision, model, batch.inputs)
-
-
-def compute(precision: Precision, model: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Returns what a model gives for inputs, in no fewer bits than float32."""
-    if precision.is_full:
-        return model(*inputs)
-    with precision.computing():
-        output = model(*inputs)
-    return precision.widened(output)
 
 
 @contextlib.contextmanager

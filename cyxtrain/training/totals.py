@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain.data.tree import Tree
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
@@ -138,12 +139,12 @@ def loss_and_accuracy(sums: list[float], weighting: Weighting) -> tuple[float, f
     return loss, sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan
 
 
-def answers_to(output: Any, target: Tensor | None, loss: Loss) -> Answers:
+def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:
     """Returns what is right in an output, where targets are classes; else nothing, of nothing.
 
     Class numbers of shape (n, ...) go with scores of shape (n, classes, ...); binary targets with one output each.
     """
-    if target is None or not isinstance(output, Tensor) or not _are_classes(output, target, loss):
+    if not isinstance(target, Tensor) or not isinstance(output, Tensor) or not _are_classes(output, target, loss):
         return Answers(0, 0)
     if loss.is_binary:
         output = output.reshape(target.shape)

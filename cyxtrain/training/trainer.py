@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
-from cyxtrain.data.batches import Batch, share_of_batches, whole_batches
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
@@ -28,15 +27,15 @@ from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.checks import checked_ddp_config
 from cyxtrain.training.compiling import compiled
-from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.facts import value_facts
-from cyxtrain.training.fitting import Fit, run_epoch
+from cyxtrain.training.fitting import Fit
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
-from cyxtrain.training.prediction import gather_rows
+from cyxtrain.training.prediction import predict_rows
 from cyxtrain.training.rates import Rates, check_scaling
 from cyxtrain.training.recomputing import layers_of, recomputed
 from cyxtrain.training.resuming import begin_or_go_on
@@ -45,9 +44,8 @@ from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import EvaluationStep, PredictionStep, modes_kept
+from cyxtrain.training.step import modes_kept
 from cyxtrain.training.stopping import explain_stop, leave_for
-from cyxtrain.training.totals import loss_and_accuracy
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""
@@ -200,6 +198,7 @@ class DistributedTrainer:
         *,
         batch_size: int | None = None,
         distributed: bool = True,
+        sample_weight: Any = None,
     ) -> Evaluation:
         """Returns loss and accuracy over all rows, each counted once; the same on every rank and any number of ranks.
 
@@ -209,28 +208,20 @@ class DistributedTrainer:
             batch_size: Rows at once; None: as in the last fit.
             distributed: Share the work with the other ranks, which must call it too; or rank 0 does it alone, while
                 they wait in another call. False: this rank alone.
+            sample_weight: How much the loss of each row counts, shape (n,); None: all alike.
 
         Raises:
             ConfigError: The input is wrong: two rows of it are tried first.
             CollectiveMismatchError: Ranks call different things.
         """
         distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
-        evaluation = self._evaluate(self._rows(X, y, batch_size, distributed=distributed), distributed=distributed)
+        rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
+        evaluation = evaluate_rows(self.model, rows, distributed=distributed)
         assert evaluation is not None
         return evaluation
 
     def _validate(self, rows: Rows, give_up: Callable[[], bool]) -> Evaluation | None:
-        return self._evaluate(rows, distributed=True, give_up=give_up)
-
-    def _evaluate(
-        self, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
-    ) -> Evaluation | None:
-        batches = -(-len(rows) // rows.batch_size)
-        step = EvaluationStep(self.model, rows.loss, batches, rows.precision, rows.placement.device)
-        complete = self._run_whole_batches(rows, step, distributed=distributed, give_up=give_up)
-        sums = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
-        value, accuracy = loss_and_accuracy(sums, rows.loss.weighting)
-        return Evaluation(loss=value, accuracy=accuracy) if complete else None
+        return evaluate_rows(self.model, rows, distributed=True, give_up=give_up)
 
     def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any:  # noqa: N803
         """Returns the model's output for all rows, in their order, on every rank.
@@ -249,61 +240,20 @@ class DistributedTrainer:
             CollectiveMismatchError: Ranks call different things.
         """
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
-        rows = self._rows(X, None, batch_size, distributed=distributed, predicting=True)
-        step = PredictionStep(self.model, rows.precision)
-        self._run_whole_batches(rows, step, distributed=distributed)
-        output = self._gathered(rows, step) if distributed else torch.cat(step.outputs)
-        if not rows.source.is_numpy:
-            return output
-        return (output.float() if output.dtype is torch.bfloat16 else output).numpy()  # NumPy has no bfloat16
-
-    def _gathered(self, rows: Rows, step: PredictionStep) -> Tensor:
-        """Returns the outputs of all ranks, in the order of the rows."""
-        world_size = runtime.get_world_size()
-        shares = [share_of_batches(len(rows), rows.batch_size, rank, world_size) for rank in range(world_size)]
-        return gather_rows(
-            step.outputs, [[min(batch * rows.batch_size, len(rows)) for batch in share] for share in shares]
-        )
+        rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
+        return predict_rows(self.model, rows, distributed=distributed)
 
     def _rows(
-        self, inputs: Any, targets: Any, batch_size: int | None, *, distributed: bool, predicting: bool = False
+        self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
     ) -> Rows:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
         def plan() -> tuple[Rows, dict[str, Any]]:
-            source = ArraySource(inputs, targets)
+            source = ArraySource(*data)
             config = self._state.config
             return plan_rows(source, batch_size, self.model, self.loss_fn, self._device, config, predicting=predicting)
 
         return agree_on(plan)[0] if distributed else plan()[0]
-
-    def _run_whole_batches(
-        self,
-        rows: Rows,
-        step: Callable[[Batch], object],
-        *,
-        distributed: bool,
-        give_up: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Takes a step with each of this rank's batches, in evaluation mode; a rank that fails tells the others.
-
-        Returns:
-            Whether it took them all.
-        """
-        rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
-        problem, complete = None, False
-        try:
-            with modes_kept(self.model):
-                self.model.eval()
-                batches = whole_batches(rows.source, rows.batch_size, rows.placement, rank, world_size)
-                complete = run_epoch(batches, step, give_up)
-        except Exception as error:
-            problem = error
-        if distributed:
-            raise_together(problem)
-        elif problem is not None:
-            raise problem
-        return complete
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.

@@ -1,0 +1,39 @@
+"""How much the rows of a class count, as Keras's class_weight says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cyxtrain.data.tree import Tree
+from cyxtrain.errors import ConfigError, shortened
+from cyxtrain.settings import is_number
+
+
+def class_weights(targets: Tree | None, weights: Mapping[Any, Any]) -> Tensor:
+    """Returns how much each row counts, shape (n,), float64.
+
+    Args:
+        targets: Class numbers, shape (n,) or (n, 1).
+        weights: By class number.
+
+    Raises:
+        ConfigError: Targets are no class numbers, a class has no weight, or a weight is none.
+    """
+    if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
+        raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
+    wrong = [value for value in weights.values() if not is_number(value) or not 0 <= value < math.inf]
+    if wrong:
+        raise ConfigError(f"class_weight must hold numbers of at least 0, got {wrong[0]!r}.")
+    classes, which = torch.unique(targets.reshape(-1), return_inverse=True)
+    missing = [number for number in classes.tolist() if number not in weights]
+    if missing:
+        raise ConfigError(
+            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
+            "give one for each class."
+        )
+    return torch.tensor([float(weights[number]) for number in classes.tolist()], dtype=torch.float64)[which]

@@ -1,0 +1,119 @@
+"""How a model is called: in which precision, and how the parts of a batch become the arguments of its forward."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from cyxtrain.data.batches import Batch
+from cyxtrain.data.tree import Tree
+from cyxtrain.errors import ConfigError
+from cyxtrain.training.loss import Loss
+from cyxtrain.training.precision import Precision
+
+_TARGET_NAMES = ("labels", "targets", "target", "y")
+"""What a model that computes its own loss may call them, where its inputs go by name."""
+
+
+class _Way(enum.Enum):
+    """How inputs become arguments."""
+
+    WHOLE = "as one argument"
+    EACH = "one after the other"
+    NAMED = "by name"
+
+
+class ModelCall:
+    """Calls a model with batches of one form.
+
+    A dictionary goes by name where forward takes its keys; a tuple or a list one after the other, where it takes as
+    many; else as it is.
+
+    Args:
+        model: Not wrapped.
+        precision: What it computes in.
+        inputs: Rows of the data, for their form.
+        targets: As `inputs`; they matter to a model that computes its own loss.
+        loss: Of the fit.
+
+    Raises:
+        ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        inputs: Tree,
+        targets: Tree | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.precision = precision
+        self._way = _way_of(model, inputs)
+        self._gives_targets = loss is not None and loss.function is None and targets is not None
+        self._target_name = ""
+        if self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict):
+            self._target_name = _name_of_targets(model)
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Returns what a model gives for a batch; one that computes its own loss is given the targets too.
+
+        Args:
+            model: The one that this was made for, or a wrapper of it.
+            batch: Of the form that this was made for.
+        """
+        if self._gives_targets:
+            return self._compute(model, batch.inputs, batch.targets)
+        return self.predict(model, batch)
+
+    def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Returns what a model gives for a batch's inputs alone."""
+        inputs = batch.inputs
+        if isinstance(inputs, Tensor) and self.precision.is_full:
+            return model(inputs)
+        return self._compute(model, inputs)
+
+    def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None) -> Any:
+        arguments, named = self._arguments(inputs, *targets)
+        if self.precision.is_full:
+            return model(*arguments, **named)
+        with self.precision.computing():
+            output = model(*arguments, **named)
+        return self.precision.widened(output)
+
+    def _arguments(self, inputs: Tree, *targets: Tree | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._way is _Way.WHOLE:
+            return (inputs, *targets), {}
+        if self._way is _Way.EACH:
+            return (*inputs, *targets), {}
+        named: dict[str, Any] = dict(inputs)  # type: ignore[arg-type]
+        for target in targets:
+            named |= target if isinstance(target, dict) else {self._target_name: target}
+        return (), named
+
+
+def _way_of(model: nn.Module, inputs: Tree) -> _Way:
+    if isinstance(inputs, Tensor):
+        return _Way.WHOLE
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(inputs, dict):
+        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+        return _Way.NAMED if inspect.Parameter.VAR_KEYWORD in kinds or inputs.keys() <= names else _Way.WHOLE
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return _Way.EACH if inspect.Parameter.VAR_POSITIONAL in kinds or len(places) >= len(inputs) else _Way.WHOLE
+
+
+def _name_of_targets(model: nn.Module) -> str:
+    taken = inspect.signature(model.forward).parameters
+    found = next((name for name in _TARGET_NAMES if name in taken), None)
+    if found is None:
+        raise ConfigError(
+            f"the model computes its own loss and takes X by name, and has no argument for y: call one of them "
+            f"{', '.join(_TARGET_NAMES)}, or give y as a dictionary with its name."
+        )
+    return found

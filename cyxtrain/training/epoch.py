@@ -1,0 +1,69 @@
+"""What training, evaluation and prediction share: a step with each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from torch import nn
+
+from cyxtrain import runtime
+from cyxtrain.data.batches import Batch, whole_batches
+from cyxtrain.training.agreement import raise_together
+from cyxtrain.training.plan import Rows
+from cyxtrain.training.step import modes_kept
+
+_Batch = TypeVar("_Batch")
+
+
+def run_epoch(
+    batches: Iterable[_Batch], step: Callable[[_Batch], object], give_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Takes a step with each batch, in training and in evaluation alike; returns whether it took them all.
+
+    Args:
+        batches: Of this rank; in training, its shares of them.
+        step: What is done with each.
+        give_up: Asked after each whether to leave the others.
+    """
+    for batch in batches:
+        step(batch)
+        if give_up():
+            return False
+    return True
+
+
+def run_whole_batches(
+    model: nn.Module,
+    rows: Rows,
+    step: Callable[[Batch], object],
+    *,
+    distributed: bool,
+    give_up: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Takes a step with each of this rank's batches, in evaluation mode; a rank that fails tells the others.
+
+    Args:
+        model: Not wrapped.
+        rows: All of them.
+        step: What is done with each batch.
+        distributed: Whether the ranks share the work; else this one does it all.
+        give_up: As `run_epoch`.
+
+    Returns:
+        Whether it took them all.
+    """
+    rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
+    problem, complete = None, False
+    try:
+        with modes_kept(model):
+            model.eval()
+            batches = whole_batches(rows.source, rows.batch_size, rows.placement, rank, world_size)
+            complete = run_epoch(batches, step, give_up)
+    except Exception as error:
+        problem = error
+    if distributed:
+        raise_together(problem)
+    elif problem is not None:
+        raise problem
+    return complete
