@@ -292,6 +292,16 @@ class DistributedTrainingConfig:
     """Whether the optimizer steps by PyTorch's fused kernel, several times as fast: "auto": where it can, and its user
     has not built it with another way; True: it must; False: as it was built."""
 
+    validation_freq: int | list[int] = 1
+    """Epochs between validations, as they are shown (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
+    steps_per_epoch: int | None = None
+    """Optimizer steps of an epoch; with arrays it ends so much earlier, and the next has another order. None: all."""
+
+    def validates_after(self, epoch: int) -> bool:
+        """Returns whether there is a validation after an epoch, counted from 1."""
+        freq = self.validation_freq
+        return epoch in freq if isinstance(freq, list) else epoch % freq == 0
+
     @property
     def makes_checkpoints(self) -> bool:
         """Whether anything asks for checkpoints."""
@@ -335,6 +345,12 @@ class DistributedTrainingConfig:
         split = self.validation_split
         right = is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
+        if self.steps_per_epoch is not None:
+            require_integer(owner, "steps_per_epoch", self.steps_per_epoch, 1)
+        freq = self.validation_freq
+        epochs = freq if isinstance(freq, list) else [freq]
+        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs)
+        require(right, f"{owner}.validation_freq must be a number of epochs, or a list of epochs, got {freq!r}.")
         self._validate_checkpoints(owner)
 
     def _validate_clipping(self, owner: str) -> None:

@@ -78,6 +78,8 @@ WRONG = {
         "on_save_error": ("", "ignore", None, True),
         "checkpoint_dir": ("", " ", None, 5),
         "save_on_master_only": NO_BOOLEAN,
+        "validation_freq": (0, -1, None, [0], [2, "3"], *WHOLE_NUMBERS),
+        "steps_per_epoch": (0, -1, *WHOLE_NUMBERS),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

@@ -399,10 +399,10 @@ def test_a_refused_resume_leaves_the_trainer_as_it_was(tmp_path):
         trainer = make_trainer(0)
         for _ in range(2):
             train(trainer, str(tmp_path), epochs=1, checkpoint_every_n_epochs=1)
-        before = trainer._state.next_fit
+        before = trainer._state.next_fit()
         with pytest.raises(cx.ConfigError, match="seed is 7"):
             train(trainer, str(tmp_path), resume=tmp_path / "epoch-0001.ckpt", seed=7)
-        assert trainer._state.next_fit == before == (3, 2)
+        assert trainer._state.next_fit() == before == (3, 2)
 
 
 def test_fewer_epochs_than_are_complete_leave_nothing(tmp_path, capsys):

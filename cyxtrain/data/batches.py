@@ -89,8 +89,12 @@ def training_shares(
     rows_at_once: int,
     epoch: int,
     first: int = 0,
+    end: int | None = None,
 ) -> Iterator[Share]:
-    """Gives this rank's shares of an epoch from number `first` on: as many on every rank, in the one global order."""
+    """Gives this rank's shares of an epoch from number `first` to before `end` (None: the last one is the last).
+
+    As many on every rank, in the one global order.
+    """
     mover, sampler = make_mover(source, placement), iterator.sampler
     sampler.set_epoch(epoch)
     order = sampler.global_indices().copy()  # PyTorch takes rows from a read-only array by a copy of each batch
@@ -100,7 +104,7 @@ def training_shares(
         own = deal(joined, sampler.rank, sampler.world_size)
         return Share(number, own, len(joined), rows_at_once, mover)
 
-    shares = map(share, range(first, iterator.num_batches))
+    shares = map(share, range(first, iterator.num_batches if end is None else end))
     for this, following in itertools.pairwise(itertools.chain(shares, [None])):
         assert this is not None
         this.next = following

@@ -10,18 +10,15 @@ from typing import Any
 
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import unknown_name
+from cyxtrain.settings import require, require_integer, unknown_name
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 
 # Keras's own letter for X is small.
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _NOT_HERE = {
-    "steps_per_epoch": "an epoch is all of X; give fewer rows",
     "validation_steps": "validation takes all of the validation data; give fewer rows",
     "validation_batch_size": "validation uses batch_size",
-    "validation_freq": "validation comes after each epoch",
-    "initial_epoch": "epochs count on by themselves where fit is called again",
     "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
@@ -29,7 +26,7 @@ _NOT_HERE = {
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
-_OTHERS = ("validation_data", "sample_weight", "class_weight", "config", "resume", "callbacks")
+_OTHERS = ("validation_data", "sample_weight", "class_weight", "initial_epoch", "config", "resume", "callbacks")
 
 
 @dataclass
@@ -45,6 +42,7 @@ class FitArguments:
         config: Complete and valid.
         resume: "auto", the path of a checkpoint, or None.
         callbacks: For this fit.
+        initial_epoch: Epochs that count as complete, or None: those that the trainer has seen.
     """
 
     inputs: Any
@@ -55,6 +53,7 @@ class FitArguments:
     config: DistributedTrainingConfig
     resume: str | None = None
     callbacks: Sequence[Callback] = ()
+    initial_epoch: int | None = None
 
 
 def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
@@ -79,9 +78,10 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
             raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
         validation = (arrays[2], arrays[3])
     weights, of_classes = keywords.pop("sample_weight", None), keywords.pop("class_weight", None)
-    if of_classes is not None and not isinstance(of_classes, Mapping):
-        raise ConfigError(f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {of_classes!r}.")
-    settings = _settings(config, keywords)
+    wrong = of_classes is not None and not isinstance(of_classes, Mapping)
+    require(not wrong, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {of_classes!r}.")
+    initial_epoch = keywords.pop("initial_epoch", None)
+    settings = _from_initial(initial_epoch, _settings(config, keywords))
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1] if len(arrays) > 1 else None,
@@ -91,6 +91,7 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         config=settings,
         resume=resume,
         callbacks=callbacks,
+        initial_epoch=initial_epoch,
     )
 
 
@@ -134,6 +135,16 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
     return settings
+
+
+def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:
+    """Returns how many epochs there are to train: Keras's `epochs` is the number of the last one."""
+    if epoch is None:
+        return settings
+    require_integer("fit", "initial_epoch", epoch, 0)
+    last = settings.epochs
+    require(epoch < last, f"fit.initial_epoch={epoch}: epochs={last} is the last one, and must be above it.")
+    return dataclasses.replace(settings, epochs=last - epoch)
 
 
 def _path(resume: Any) -> str | None:

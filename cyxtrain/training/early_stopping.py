@@ -96,6 +96,8 @@ class EarlyStopping(Callback):
             ConfigError: There is no such number in this fit.
         """
         value = (logs or {}).get(self.monitor)
+        if value is None and self.monitor.startswith("val_") and "val_loss" not in (logs or {}):
+            return  # an epoch without validation
         if value is None:
             raise ConfigError(
                 f"EarlyStopping looks at {self.monitor!r}, which this fit does not measure: it has "

@@ -120,14 +120,15 @@ class Fit:
         if position.samples == 0:
             self._callbacks.call("on_epoch_begin", epoch, {})
         self._ddp.check_trained()
-        run.display.begin_epoch(epoch + 1, self._last_epoch, run.batches.num_batches - done)
+        run.display.begin_epoch(epoch + 1, self._last_epoch, run.steps_per_epoch - done)
         before = position.samples
         loss, accuracy, seconds, note = self._train(done)
         rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
-        validation = None if run.validation is None else self._validate(run.validation)
+        is_due = run.validation is not None and run.config.validates_after(epoch + 1)
+        validation = self._validate(run.validation) if run.validation is not None and is_due else None
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.forget_ranks()
         self._record(loss, accuracy, validation, seconds, rows, note)
@@ -135,7 +136,7 @@ class Fit:
         self._ddp.check_trained()
         heard, _ = self._wishes.agree()
         self._heed_end(heard)
-        self._keeper.after_epoch()
+        self._keeper.after_epoch(validated=is_due)
         wish = first_reason_to_stop(heard)
         if wish is not None:
             raise StoppedError(wish)
@@ -185,7 +186,13 @@ class Fit:
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         shares = training_shares(
-            run.data.source, run.batches, run.data.placement, run.rows_at_once, position.epoch, done
+            run.data.source,
+            run.batches,
+            run.data.placement,
+            run.rows_at_once,
+            position.epoch,
+            done,
+            run.steps_per_epoch,
         )
         if not position.stopped:
             run_epoch(shares, step_and_listen, give_up=lambda: bool(position.stopped))
@@ -214,7 +221,7 @@ class Fit:
         every = run.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
             text = numbers(*loss_and_accuracy(totals.over_ranks(runtime.cpu_group()), weighting))
-            run.display.line(f"batch {share.number + 1}/{run.batches.num_batches}  {text}")
+            run.display.line(f"batch {share.number + 1}/{run.steps_per_epoch}  {text}")
 
     def _here(self, totals: Totals) -> dict[str, float]:
         loss, accuracy = loss_and_accuracy(totals.here(), self._run.data.loss.weighting)
@@ -222,7 +229,8 @@ class Fit:
 
     def _logs(self) -> dict[str, float]:
         """Returns the numbers of the last epoch, under Keras's names."""
-        return {name: values[-1] for name, values in self._state.history.history.items()}
+        history = self._state.history
+        return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
     def _heed_end(self, heard: Sequence[float]) -> None:
         """Makes this epoch the last one, where a callback on any rank wants it."""

@@ -32,7 +32,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ddp_config: How gradients travel.
     """
     model, rates, position = state.model, state.rates, state.position
-    steps, effective = run.batches.num_batches, run.batches.effective_batch_size
+    steps, effective = run.steps_per_epoch, run.batches.effective_batch_size
     loss, device = run.data.loss, run.data.placement.device
     validation = "" if run.validation is None else f", and {len(run.validation):,} for validation"
     world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")

@@ -70,7 +70,11 @@ class Rows:
 
 @dataclass
 class Run:
-    """One call of `fit`; `fuses`: whether the optimizer steps by the fused kernel."""
+    """One call of `fit`.
+
+    `fuses`: whether the optimizer steps by the fused kernel; `initial_epoch`: epochs that count as complete, or None:
+    those that the trainer has seen.
+    """
 
     config: DistributedTrainingConfig
     data: Rows
@@ -80,6 +84,7 @@ class Run:
     resume: str | None
     callbacks: Callbacks
     fuses: bool
+    initial_epoch: int | None = None
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -91,7 +96,7 @@ class Run:
         """
         return {
             "epochs": last_epoch,
-            "steps": self.batches.num_batches,
+            "steps": self.steps_per_epoch,
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
         }
@@ -103,9 +108,19 @@ class Run:
         return -(-most // self.config.accumulation_steps)
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.config.steps_per_epoch or self.batches.num_batches
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that an epoch trains on, over all ranks."""
+        return min(len(self.data), self.steps_per_epoch * self.batches.effective_batch_size)
+
+    @property
     def all_steps(self) -> int:
         """Steps of the whole fit."""
-        return self.config.epochs * self.batches.num_batches
+        return self.config.epochs * self.steps_per_epoch
 
     def steps_done(self, position: Position) -> int:
         """Returns how many steps of the running epoch have been taken."""
@@ -116,7 +131,7 @@ class Run:
         if self.is_over(position):
             return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
-        return epochs * self.batches.num_batches - self.steps_done(position)
+        return epochs * self.steps_per_epoch - self.steps_done(position)
 
     def is_over(self, position: Position) -> bool:
         """Returns whether the last epoch is complete, or the one after which a callback has ended the fit."""
@@ -135,7 +150,7 @@ class Run:
         self.batches = DistributedBatchIterator(sampler, batch_size, effective_batch_size=effective)
         history = state.history
         if history.samples_per_second:
-            self.training_rows = len(self.data) * len(history.epochs)
+            self.training_rows = self.rows_per_epoch * len(history.epochs)
             self.training_seconds = self.training_rows / history.samples_per_second
 
 
@@ -164,9 +179,7 @@ def plan_fit(
             validation = _training_rows(validation_source, config, model, loss_fn, device)
     elif (config.keep_best or "").startswith("val_"):
         raise ConfigError(f"keep_best={config.keep_best!r} needs validation data: give some, or keep the best loss.")
-    sampler = DistributedSampler(len(source), config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
-    per_rank = config.batch_size * config.accumulation_steps
-    batches = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
+    batches = _batches(len(source), config, rank, world_size)
     facts = {
         **config_facts(config),
         **source.facts("training"),
@@ -174,6 +187,7 @@ def plan_fit(
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
         "resume": arguments.resume,
+        "initial_epoch": arguments.initial_epoch,
         "_data": source.not_finite(rank, world_size),
         "_validation": ("", 0) if validation_source is None else validation_source.not_finite(rank, world_size),
     }
@@ -183,7 +197,21 @@ def plan_fit(
     if config.compile:
         check_compiler(data.placement.device)
     fuses = can_fuse(optimizer, config.fused_optimizer)
-    return Run(config, data, validation, batches, display, arguments.resume, callbacks, fuses), facts
+    run = Run(config, data, validation, batches, display, arguments.resume, callbacks, fuses, arguments.initial_epoch)
+    return run, facts
+
+
+def _batches(rows: int, config: DistributedTrainingConfig, rank: int, world_size: int) -> DistributedBatchIterator:
+    """Returns the batches of an epoch, of which there must be as many as are asked for."""
+    sampler = DistributedSampler(rows, config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
+    per_rank = config.batch_size * config.accumulation_steps
+    batches = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
+    if (config.steps_per_epoch or 0) > batches.num_batches:
+        raise ConfigError(
+            f"steps_per_epoch={config.steps_per_epoch:,}, and X has rows for {batches.num_batches:,} steps of "
+            f"{batches.effective_batch_size:,}: give fewer steps, or more epochs."
+        )
+    return batches
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:

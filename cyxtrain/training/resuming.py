@@ -27,7 +27,7 @@ from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
 AUTO = "auto"
-_SAME_FIELDS = ("shuffle", "seed", "validation_split", "batch_size", "effective_batch_size")
+_SAME_FIELDS = ("shuffle", "seed", "validation_split", "batch_size", "effective_batch_size", "steps_per_epoch")
 """What decides the samples of a step, beside the data."""
 _DATA = {"data": "the training data are others", "validation": "the validation data are others"}
 
@@ -84,7 +84,7 @@ class Resumed:
 
 
 def find_checkpoint(
-    resume: str | None, config: DistributedTrainingConfig, state: TrainingState
+    resume: str | None, config: DistributedTrainingConfig, state: TrainingState, initial_epoch: int | None = None
 ) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
@@ -97,6 +97,7 @@ def find_checkpoint(
         resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path, or None.
         config: Of the fit.
         state: What the call of `fit` finds.
+        initial_epoch: Epochs that the program says are complete.
 
     Raises:
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
@@ -106,14 +107,14 @@ def find_checkpoint(
     if attempt and resume != AUTO:
         # What goes on from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
-        call = state.next_fit if named is None else (named.get("fits"), named.get("first_epoch"))
+        call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
         found = read_on_all(lambda: _newest_of_call(folder, call, (launched, state.trainer)))
         if found is not None:
             return found
     if resume is None:
         return None
     if resume == AUTO:
-        return read_on_all(lambda: _newest_of_call(folder, state.next_fit))
+        return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch)))
     return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
 
 
@@ -150,12 +151,13 @@ def _begin_or_go_on(
     state: TrainingState, run: Run, arithmetic: dict[str, Any]
 ) -> tuple[Resumed | None, list[tuple[str, str]]]:
     is_named = run.resume not in (None, AUTO)
-    found = find_checkpoint(run.resume, run.config, state)
+    found = find_checkpoint(run.resume, run.config, state, run.initial_epoch)
     data = run.digests()
     if found is None:
         check_schedule(state.rates.scheduler, run.all_steps - run.config.warmup_steps)
         _warn_of_warmup(run)
-        state.begin_fit(run.config, data, run.batches)
+        effective = run.batches.effective_batch_size
+        state.begin_fit(run.config, data, effective, run.all_steps, run.initial_epoch)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
     checkpoint, name = found

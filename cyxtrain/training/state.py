@@ -14,7 +14,6 @@ from torch import nn
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
@@ -104,35 +103,46 @@ class TrainingState:
     complete_fits: int = 0
     runs: set[object] = field(default_factory=set)
 
-    @property
-    def next_fit(self) -> tuple[int, int]:
-        """(number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped early."""
+    def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
+        """Returns (number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped.
+
+        Args:
+            initial_epoch: Epochs before it, where the program says so.
+        """
         number, position = self.complete_fits + 1, self.position
+        if initial_epoch is not None:
+            return number, initial_epoch
         return number, position.first_epoch if position.fits == number else position.epoch
 
     def begin_fit(
         self,
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
-        batches: DistributedBatchIterator,
+        effective_batch_size: int,
+        steps: int,
+        initial_epoch: int | None,
     ) -> None:
         """Begins a fit where training is. All ranks call it.
 
         Args:
             config: Of the fit.
             data: Digests of its data, as in `run`.
-            batches: Of an epoch.
+            effective_batch_size: Samples per step over all ranks.
+            steps: Of the fit.
+            initial_epoch: Epochs that count as complete, or None: those that there were.
         """
         position = self.position
+        if initial_epoch is not None:
+            position.epoch = initial_epoch
         # What was left of an epoch that an earlier fit did not end is not this fit's.
         position.samples, position.first_epoch, position.fits = 0, position.epoch, self.complete_fits + 1
         position.skipped = position.stopped = 0
-        effective = position.effective_batch_size = batches.effective_batch_size
+        effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
         self.config, self.kept = config, {}
         self.forget_ranks()
         self.loss_scale = make_loss_scale(config)
-        self.rates.begin(scaling_of(config, effective), config.warmup_steps, config.epochs * batches.num_batches)
+        self.rates.begin(scaling_of(config, effective), config.warmup_steps, steps)
         self._begin_run(data)
 
     def go_on(

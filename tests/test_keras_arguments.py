@@ -1,0 +1,126 @@
+"""Keras's arguments of `fit` that decide how long an epoch is, which ones there are, and when one is validated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS, VALID = make_rows(40), make_rows(9, seed=1)
+FIT = {"effective_batch_size": 8, "verbose": False}
+
+
+class Seen(cx.callbacks.Callback):
+    """Which epochs and steps there were, and what was in the logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[tuple[int, list[str]]] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append((epoch, sorted(logs)))
+
+
+def fit(**more: Any) -> tuple[cx.DistributedTrainer, Seen]:
+    model, seen = make_model(), Seen()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    given = more.pop("callbacks", [])
+    trainer.fit(*ROWS, **{**FIT, **more}, callbacks=[seen, *given])
+    return trainer, seen
+
+
+def test_an_epoch_has_as_many_steps_as_are_asked_for():
+    with one_process():
+        trainer, seen = fit(epochs=3, steps_per_epoch=2)
+        assert seen.steps == [0, 1] * 3
+        assert seen.epochs[-1][0] == 2
+        whole, _ = fit(epochs=1)
+        part, _ = fit(epochs=1, steps_per_epoch=5)
+        assert fingerprint(part.model) == fingerprint(whole.model)
+        with pytest.raises(cx.ConfigError, match="steps_per_epoch=6, and X has rows for 5 steps of 8"):
+            trainer.fit(*ROWS, steps_per_epoch=6, **FIT)
+
+
+def few_steps() -> tuple[Any, list[float]]:
+    trainer, _ = fit(epochs=3, steps_per_epoch=3)
+    return flat(trainer.model.parameters()), trainer.history.train_losses
+
+
+def test_it_has_them_on_any_number_of_ranks():
+    [(parameters, losses)] = everywhere(1, few_steps)
+    for world_size in (2, 4):
+        for found in run_world(world_size, few_steps):
+            assert abs(found[0] - parameters).max() < 1e-6
+            assert found[1] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_fit_with_few_steps_resumes_in_the_middle_and_not_with_others(tmp_path):
+    with one_process():
+        kept = {"epochs": 3, "steps_per_epoch": 3, "checkpoint_dir": str(tmp_path)}
+        whole, _ = fit(checkpoint_every_n_steps=1, **kept)
+        paths = sorted(Path(tmp_path).glob("step-*.ckpt"))
+        for path in (paths[0], paths[3], paths[-2]):
+            again, _ = fit(resume=str(path), **kept)
+            assert fingerprint(again.model) == fingerprint(whole.model)
+        with pytest.raises(cx.ConfigError, match="steps_per_epoch is 4 and was 3"):
+            fit(resume=str(paths[0]), **{**kept, "steps_per_epoch": 4})
+
+
+@pytest.mark.parametrize(("freq", "validated"), [(2, [2, 4]), ([1, 5], [1, 5]), (1, [1, 2, 3, 4, 5])])
+def test_validation_comes_after_the_epochs_that_are_asked_for(freq, validated):
+    with one_process():
+        trainer, seen = fit(epochs=5, validation_data=VALID, validation_freq=freq)
+    assert [epoch + 1 for epoch, names in seen.epochs if "val_loss" in names] == validated
+    losses = trainer.history.val_losses
+    assert [row + 1 for row, value in enumerate(losses) if value == value] == validated  # NaN else
+    assert len(trainer.history.to_csv().splitlines()) == 6
+
+
+def test_what_looks_at_validations_waits_for_them(tmp_path):
+    early = cx.callbacks.EarlyStopping("val_loss", patience=1, baseline=0.0, min_delta=1e9)
+    with one_process():
+        _, seen = fit(
+            epochs=9,
+            validation_data=VALID,
+            validation_freq=2,
+            callbacks=[early],
+            keep_best="val_loss",
+            checkpoint_dir=str(tmp_path),
+        )
+    assert seen.epochs[-1][0] == 3  # the second validation is no better: the fourth epoch
+    assert (tmp_path / "best.ckpt").exists()
+
+
+def test_epochs_count_from_the_initial_one():
+    with one_process():
+        trainer, seen = fit(epochs=5, initial_epoch=3)
+        assert [epoch for epoch, _ in seen.epochs] == [3, 4]
+        assert trainer.history.epochs == [4, 5]
+        assert trainer.epoch == 5
+        straight, _ = fit(epochs=2)
+        assert fingerprint(straight.model) != fingerprint(trainer.model)  # the order of samples is that of epochs 4, 5
+        for wrong in (5, -1, True):
+            with pytest.raises(cx.ConfigError, match="initial_epoch"):
+                fit(epochs=5, initial_epoch=wrong)
+
+
+def test_a_fit_from_an_initial_epoch_resumes(tmp_path):
+    kept = {"epochs": 5, "initial_epoch": 3, "checkpoint_dir": str(tmp_path), "resume": "auto"}
+    with one_process():
+        whole, _ = fit(checkpoint_every_n_steps=2, **kept)
+        last = sorted(Path(tmp_path).glob("*.ckpt"))[-1]
+        last.unlink()
+        again, seen = fit(checkpoint_every_n_steps=2, **kept)
+        assert len(seen.steps) < 10
+        assert fingerprint(again.model) == fingerprint(whole.model)
