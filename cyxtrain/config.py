@@ -255,8 +255,8 @@ class DistributedTrainingConfig:
     keep_last: int = 0
     """How many checkpoints of a fit are kept, the newest; 0: all."""
     keep_best: str | None = None
-    """What the best epoch has least of ("loss", "val_loss") or most of ("accuracy", "val_accuracy"): its checkpoint is
-    kept as "best.ckpt"."""
+    """What the best epoch has least of ("loss", "val_loss") or most of ("accuracy", "val_accuracy"), or a metric of the
+    trainer's: its checkpoint is kept as "best.ckpt"."""
     on_save_error: str = "warn"
     """What happens where a checkpoint cannot be written: "warn": training goes on; "raise"."""
     on_nonfinite: str = "raise"
@@ -372,7 +372,9 @@ class DistributedTrainingConfig:
         require(
             not idle, f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too."
         )
-        require_choice(owner, "keep_best", self.keep_best, (None, "loss", "accuracy", "val_loss", "val_accuracy"))
+        best = self.keep_best
+        right = best is None or (isinstance(best, str) and bool(best))
+        require(right, f"{owner}.keep_best must be the name of a number in the history, or None, got {best!r}.")
         require_choice(owner, "on_save_error", self.on_save_error, ("warn", "raise"))
         if isinstance(self.checkpoint_dir, os.PathLike):
             self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON

@@ -25,9 +25,11 @@ _Settings = TypeVar("_Settings")
 
 
 _OTHER_NAMES = {
+    "auroc": "auc",
     "bucket_cap_mb": "bucket_size_mb",
     "clipnorm": "clip_norm",
     "enabled": "use_dynamic_scaling",
+    "f1_score": "f1",
     "gradient_clip_val": "clip_norm",
     "growth_interval": "dynamic_history_size",
     "init_scale": "initial_scale",
@@ -37,6 +39,7 @@ _OTHER_NAMES = {
     "mixed_precision": "precision",
     "num_warmup_steps": "warmup_steps",
     "random_seed": "seed",
+    "roc_auc": "auc",
 }
 """What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
 

@@ -77,7 +77,14 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
     trainer.fit(INPUTS, TARGETS, epochs=1, callbacks=recorder, **QUIET)
     assert recorder.trainer is trainer
     assert recorder.model is model
-    assert recorder.params == {"epochs": 3, "steps": 2, "verbose": False, "validation": False}
+    assert recorder.params == {
+        "epochs": 3,
+        "steps": 2,
+        "verbose": False,
+        "validation": False,
+        "metrics": ["loss", "accuracy"],
+        "larger_is_better": {"accuracy": True},
+    }
     return [recorder.calls, recorder.logs, history.history]
 
 
@@ -520,7 +527,7 @@ def test_early_stopping_without_validation_is_refused_on_every_rank_before_anyth
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"monitor": "f1"}, "monitor must be one of"),
+        ({"monitor": ""}, "monitor must be a name"),
         ({"mode": "up"}, "mode must be one of"),
         ({"patience": -1}, "patience must be a whole number"),
         ({"min_delta": "1"}, "min_delta must be a number"),

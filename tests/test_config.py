@@ -74,7 +74,7 @@ WRONG = {
         "warmup_steps": (-1, None, *WHOLE_NUMBERS),
         "fused_optimizer": ("yes", None, 2),
         "keep_last": (-1, None, *WHOLE_NUMBERS),
-        "keep_best": ("", "losses", 3, True),
+        "keep_best": ("", 3, True),
         "on_save_error": ("", "ignore", None, True),
         "checkpoint_dir": ("", " ", None, 5),
         "save_on_master_only": NO_BOOLEAN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -14,7 +14,7 @@ _REFRESH_SECONDS = 0.1
 
 
 class TerminalDisplay(PlainDisplay):
-    """A progress bar per epoch, with loss and accuracy of this rank so far, samples/s and the time that is left."""
+    """A progress bar per epoch, with the numbers of this rank so far, samples/s and the time that is left."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TerminalDisplay(PlainDisplay):
         self._began = self._shown = time.perf_counter()
         self._progress.start()
 
-    def step(self, joined_rows: int, sums: Callable[[], tuple[float, float]]) -> None:
+    def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """Moves the bar; it is drawn ten times a second."""
         self._rows += joined_rows
         self._steps += 1
@@ -51,9 +51,8 @@ class TerminalDisplay(PlainDisplay):
         if self._progress is None or now - self._shown < _REFRESH_SECONDS:
             return
         self._shown = now
-        loss, accuracy = sums()
         rate = f"{self._rows / (now - self._began):,.0f} samples/s"
-        self._progress.update(self._task, completed=self._steps, numbers=f"{numbers(loss, accuracy)}  {rate}")
+        self._progress.update(self._task, completed=self._steps, numbers=f"{numbers(measured())}  {rate}")
         self._progress.refresh()
 
     def line(self, text: str) -> None:

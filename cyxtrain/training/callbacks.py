@@ -38,8 +38,8 @@ class Callback:
 
     Attributes:
         trainer: Which calls it.
-        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "verbose", and whether there is
-            "validation".
+        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "verbose", whether there is
+            "validation", the names of "metrics" in the logs of an epoch, and for which of them "larger_is_better".
     """
 
     trainer: DistributedTrainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from cyxtrain.settings import require
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.metrics import Metrics
+from cyxtrain.training.named_metrics import make_metrics
 from cyxtrain.training.step import modes_kept
 
 _PROBED_ROWS = 2
@@ -155,7 +157,8 @@ def probe(
     call: ModelCall,
     *,
     predicting: bool = False,
-) -> None:
+    metrics: Mapping[str, Any] | None = None,
+) -> Metrics:
     """Runs the model on two rows, without gradients, to find what does not fit before anything has changed.
 
     Every rank takes the same rows, so all come to the same verdict. Modes, buffers and random generators stay as
@@ -168,12 +171,16 @@ def probe(
         loss: Learns here whether it returns (sum, weight).
         call: How the model is called.
         predicting: Only the model is tried.
+        metrics: What is to be measured, by name.
+
+    Returns:
+        What measures it, and has seen nothing.
 
     Raises:
-        ConfigError: The model cannot take X, the loss cannot take its output, or their shapes do not fit.
+        ConfigError: The model cannot take X, the loss or a metric cannot take its output, or their shapes do not fit.
     """
     if loss.function is None and not predicting:
-        return  # such a model may compute its loss in training mode only
+        return make_metrics(metrics or {}, loss, None, None)  # such a model may compute its loss in training mode only
     batch = Batch(0, *placement.place(source.slice(0, _PROBED_ROWS)))
     with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
@@ -181,7 +188,7 @@ def probe(
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
             output = call.predict(model, batch) if predicting else call(model, batch)
         if predicting:
-            return
+            return Metrics()
         loss.check_shapes(output, batch.targets)
         check_classes(source, output, loss)
         with _blaming(
@@ -190,6 +197,7 @@ def probe(
         ):
             result = loss.function(output, batch.targets)
         loss.look_at_result(result, batch.rows)
+        return make_metrics(metrics or {}, loss, output, batch.targets)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 class Display:
@@ -15,8 +15,8 @@ class Display:
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int) -> None:
         """An epoch of `steps` steps begins."""
 
-    def step(self, joined_rows: int, sums: Callable[[], tuple[float, float]]) -> None:
-        """A step is done; `sums` gives (loss, accuracy) so far on this rank, at the cost of asking the device."""
+    def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+        """A step is done; `measured` gives the numbers so far on this rank, at the cost of asking the device."""
 
     def line(self, text: str) -> None:
         """Shows a line."""
@@ -61,7 +61,8 @@ def make_display(shows: bool) -> Display:
     return terminal_display() or PlainDisplay()
 
 
-def numbers(loss: float, accuracy: float, prefix: str = "") -> str:
-    """Returns loss and accuracy for people; no accuracy where there is none."""
-    text = f"{prefix}loss {loss:.4f}"
-    return text if math.isnan(accuracy) else f"{text}  {prefix}accuracy {accuracy:.4f}"
+def numbers(measured: Mapping[str, float], prefix: str = "") -> str:
+    """Returns what was measured, for people; what there is none of is left out."""
+    return "  ".join(
+        f"{prefix}{name} {value:.4f}" for name, value in measured.items() if name == "loss" or not math.isnan(value)
+    )

@@ -9,7 +9,7 @@ import torch
 
 from cyxtrain import runtime
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require, require_boolean, require_choice, require_integer
+from cyxtrain.settings import require, require_boolean, require_choice, require_integer, unknown_name
 from cyxtrain.training.callbacks import Callback, Logs
 from cyxtrain.training.saving.names import load_plain_state, plain_state
 
@@ -21,11 +21,11 @@ class EarlyStopping(Callback):
     resumed ends where the uninterrupted one does, with the same weights.
 
     Args:
-        monitor: "loss", "accuracy", "val_loss" or "val_accuracy".
+        monitor: "loss", "accuracy", a metric of the trainer's; with "val_" before it, that of the validation.
         min_delta: By how much it must become better to count.
         patience: Epochs without that, after which the fit ends.
         verbose: 1: rank 0 says when it ends, and which weights come back.
-        mode: "min", "max", or "auto": from the name.
+        mode: "min", "max", or "auto": what the metric says.
         baseline: What it must be better than, beside its best so far, to begin counting anew.
         restore_best_weights: At the end the model gets back the weights of the best epoch, buffers too. Cost: a copy
             of the model, here and in each checkpoint.
@@ -47,7 +47,7 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         owner = "EarlyStopping"
-        require_choice(owner, "monitor", monitor, ("loss", "accuracy", "val_loss", "val_accuracy"))
+        require(isinstance(monitor, str) and bool(monitor), f"{owner}.monitor must be a name, got {monitor!r}.")
         require_choice(owner, "mode", mode, ("auto", "min", "max"))
         require_integer(owner, "patience", patience, 0)
         require_integer(owner, "start_from_epoch", start_from_epoch, 0)
@@ -61,9 +61,8 @@ class EarlyStopping(Callback):
         self.baseline = baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
-        grows = mode == "max" or (mode == "auto" and monitor.endswith("accuracy"))
-        self._sign = -1.0 if grows else 1.0
-        self._reset()
+        self.mode = mode
+        self._turn(mode == "max" or (mode == "auto" and monitor.endswith("accuracy")))
 
     def _reset(self) -> None:
         self.wait = 0
@@ -73,10 +72,10 @@ class EarlyStopping(Callback):
         self.best_weights: dict[str, Any] | None = None
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Is told whether there is validation.
+        """Is told what is measured.
 
         Raises:
-            ConfigError: There is none, and it looks at it.
+            ConfigError: What it looks at is not, or there is no validation.
         """
         super().set_params(params)
         if self.monitor.startswith("val_") and not params["validation"]:
@@ -84,6 +83,15 @@ class EarlyStopping(Callback):
                 f"EarlyStopping looks at {self.monitor!r}, and there are no validation data: give some, or "
                 f'monitor="{self.monitor.removeprefix("val_")}".'
             )
+        if self.monitor not in params["metrics"]:
+            raise unknown_name("this fit", self.monitor, params["metrics"], "number in its history that is named")
+        if self.mode == "auto":
+            self._turn(params["larger_is_better"].get(self.monitor.removeprefix("val_"), False))
+
+    def _turn(self, grows: bool) -> None:
+        """Says whether what it looks at shall grow, and begins anew."""
+        self._sign = -1.0 if grows else 1.0
+        self._reset()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begins anew."""

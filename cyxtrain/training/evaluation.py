@@ -10,14 +10,13 @@ from cyxtrain import runtime
 from cyxtrain.training.epoch import run_whole_batches
 from cyxtrain.training.plan import Rows
 from cyxtrain.training.step import EvaluationStep
-from cyxtrain.training.totals import loss_and_accuracy
 
 
 class Evaluation:
     """Metrics over all rows, the same on every rank: `loss, accuracy = ...`, `.loss`, `["accuracy"]`, `dict(...)`.
 
     Args:
-        metrics: By name, "loss" first, then "accuracy" (NaN where targets are no classes).
+        metrics: By name, "loss" first, then "accuracy" (NaN where targets are no classes), then the trainer's own.
     """
 
     def __init__(self, **metrics: float) -> None:
@@ -60,7 +59,7 @@ class Evaluation:
 def evaluate_rows(
     model: nn.Module, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
-    """Returns loss and accuracy over all rows, the same on any number of ranks; None: this rank gave up.
+    """Returns loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank gave up.
 
     Args:
         model: Not wrapped.
@@ -69,8 +68,7 @@ def evaluate_rows(
         give_up: Asked after each batch whether to leave the others.
     """
     batches = -(-len(rows) // rows.batch_size)
-    step = EvaluationStep(model, rows.loss, batches, rows.call, rows.placement.device)
+    step = EvaluationStep(model, rows.loss, batches, rows.call, rows.placement.device, rows.metrics)
     complete = run_whole_batches(model, rows, step, distributed=distributed, give_up=give_up)
-    sums = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
-    value, accuracy = loss_and_accuracy(sums, rows.loss.weighting)
-    return Evaluation(loss=value, accuracy=accuracy) if complete else None
+    measured = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
+    return Evaluation(**measured) if complete else None

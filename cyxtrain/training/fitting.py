@@ -28,7 +28,7 @@ from cyxtrain.training.resuming import Resumed
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
-from cyxtrain.training.totals import Totals, loss_and_accuracy
+from cyxtrain.training.totals import Totals
 
 
 class Fit:
@@ -59,7 +59,7 @@ class Fit:
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
-        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state)
+        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state, run.data.metrics.larger_is_better)
         self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
         state.stop_training = False
@@ -122,7 +122,7 @@ class Fit:
         self._ddp.check_trained()
         run.display.begin_epoch(epoch + 1, self._last_epoch, run.steps_per_epoch - done)
         before = position.samples
-        loss, accuracy, seconds, note = self._train(done)
+        measured, seconds, note = self._train(done)
         rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
@@ -131,7 +131,7 @@ class Fit:
         validation = self._validate(run.validation) if run.validation is not None and is_due else None
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.forget_ranks()
-        self._record(loss, accuracy, validation, seconds, rows, note)
+        self._record(measured, validation, seconds, rows, note)
         self._callbacks.call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
         heard, _ = self._wishes.agree()
@@ -153,16 +153,14 @@ class Fit:
         self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
-    def _train(self, done: int) -> tuple[float, float, float, str]:
-        """Takes the steps of the epoch that are left; returns (loss, accuracy, seconds, what else there is to say).
-
-        Loss and accuracy are over all ranks.
+    def _train(self, done: int) -> tuple[dict[str, float], float, str]:
+        """Takes the steps of the epoch that are left; returns (numbers over all ranks, seconds, what else to say).
 
         Args:
             done: Steps of it that have been taken.
         """
         began = time.perf_counter()
-        run, position, loss = self._run, self._state.position, self._run.data.loss
+        run, position = self._run, self._state.position
         every = run.config.check_replicas_every_n_steps
         step = self._make_step()
         self._totals = step.totals
@@ -196,8 +194,7 @@ class Fit:
         )
         if not position.stopped:
             run_epoch(shares, step_and_listen, give_up=lambda: bool(position.stopped))
-        sums = step.totals.over_ranks(runtime.cpu_group())
-        return *loss_and_accuracy(sums, loss.weighting), time.perf_counter() - began, step.explain_epoch()
+        return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()
 
     def _make_step(self) -> TrainingStep:
         config, state = self._run.config, self._state
@@ -211,21 +208,22 @@ class Fit:
             self._run.data.call,
             state.loss_scale,
             self._device,
+            self._run.data.metrics,
             accumulates=config.accumulation_steps > 1,
         )
 
     def _show(self, share: Share, totals: Totals) -> None:
         """Shows how far the epoch is."""
-        run, weighting = self._run, self._run.data.loss.weighting
-        run.display.step(share.joined_rows, lambda: loss_and_accuracy(totals.here(), weighting))
+        run = self._run
+        run.display.step(share.joined_rows, totals.cheap_here)
         every = run.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
-            text = numbers(*loss_and_accuracy(totals.over_ranks(runtime.cpu_group()), weighting))
+            text = numbers(totals.over_ranks(runtime.cpu_group()))
             run.display.line(f"batch {share.number + 1}/{run.steps_per_epoch}  {text}")
 
     def _here(self, totals: Totals) -> dict[str, float]:
-        loss, accuracy = loss_and_accuracy(totals.here(), self._run.data.loss.weighting)
-        return {"loss": loss} if math.isnan(accuracy) else {"loss": loss, "accuracy": accuracy}
+        found = totals.here()
+        return {name: value for name, value in found.items() if name != "accuracy" or not math.isnan(value)}
 
     def _logs(self) -> dict[str, float]:
         """Returns the numbers of the last epoch, under Keras's names."""
@@ -257,17 +255,18 @@ class Fit:
             resumed.hand_over(step.totals, self._device)
 
     def _record(
-        self, loss: float, accuracy: float, validation: Evaluation | None, seconds: float, rows: int, note: str
+        self, measured: dict[str, float], validation: Evaluation | None, seconds: float, rows: int, note: str
     ) -> None:
         """Adds an epoch to the history. Times are rank 0's: the history is the same on every rank."""
         times = torch.tensor([seconds, time.perf_counter() - self._began], dtype=torch.float64, device="cpu")
         dist.broadcast(times, 0, group=runtime.cpu_group())
         epoch_seconds, total_seconds = times.tolist()
         run, history = self._run, self._state.history
-        measured, text = {"loss": loss, "accuracy": accuracy}, numbers(loss, accuracy)
+        text = numbers(measured)
         if validation is not None:
-            measured |= {"val_loss": validation.loss, "val_accuracy": validation.accuracy}
-            text += f"  {numbers(validation.loss, validation.accuracy, 'val_')}"
+            validated = {name: validation[name] for name in validation.keys()}  # noqa: SIM118
+            measured = measured | {f"val_{name}": value for name, value in validated.items()}
+            text += f"  {numbers(validated, 'val_')}"
         record_epoch(history, self._state.position.epoch, measured)
         run.training_seconds += epoch_seconds
         run.training_rows += rows

@@ -53,11 +53,13 @@ class TrainingHistory:
     """Number of ranks."""
     epochs: list[int] = field(default_factory=list)
     """The number of each epoch as it is shown, from 1; a second `fit` goes on counting."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """What else was measured, by name, such as "f1" and "val_f1"."""
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """The lists under Keras's names (loss, accuracy, val_loss, val_accuracy); those that are not empty."""
-        columns = {name: getattr(self, own) for name, own in _KERAS_NAMES.items()}
+        """The lists under Keras's names (loss, accuracy, val_loss, val_accuracy), and of metrics; none is empty."""
+        columns = {name: getattr(self, own) for name, own in _KERAS_NAMES.items()} | self.metrics
         return {name: values for name, values in columns.items() if values}
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +78,11 @@ class TrainingHistory:
         for name, value in values.items():
             if name not in empty:
                 raise unknown_name(cls.__name__, name, list(empty))
-            if isinstance(empty[name], list):
+            if isinstance(empty[name], dict):
+                if not isinstance(value, Mapping):
+                    raise ConfigError(f"{cls.__name__}.{name} must be lists of numbers by name, got {value!r}.")
+                read[name] = {each: [_number(each, item) for item in items] for each, items in value.items()}
+            elif isinstance(empty[name], list):
                 if not isinstance(value, (list, tuple)):
                     raise ConfigError(f"{cls.__name__}.{name} must be a list of numbers, got {value!r}.")
                 read[name] = [_number(name, item) for item in value]
@@ -89,11 +95,7 @@ class TrainingHistory:
 
         Finite numbers come back bit for bit; the others are the strings "NaN", "Infinity", "-Infinity".
         """
-        values = {
-            name: [_json_number(item) for item in value] if isinstance(value, list) else _json_number(value)
-            for name, value in self.to_dict().items()
-        }
-        return _written(json.dumps(values, allow_nan=False, indent=2) + "\n", path)
+        return _written(json.dumps(_json_values(self.to_dict()), allow_nan=False, indent=2) + "\n", path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> TrainingHistory:
@@ -123,8 +125,9 @@ class TrainingHistory:
         """
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(["epoch", "train_loss", "train_accuracy", "val_loss", "val_accuracy"])
-        columns = [getattr(self, own) for own in _KERAS_NAMES.values()]
+        names = [name if name.startswith("val_") else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
+        writer.writerow(["epoch", *names])
+        columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
         for row in range(self._num_epochs()):
             cells = [repr(float(values[row])) if row < len(values) else "" for values in columns]
             writer.writerow([self._epoch(row), *cells])
@@ -164,6 +167,12 @@ class TrainingHistory:
 DistributedTrainingHistory = TrainingHistory
 
 
+def _json_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _json_values(part) for name, part in value.items()}
+    return [_json_number(item) for item in value] if isinstance(value, list) else _json_number(value)
+
+
 def _json_number(value: float) -> float | str:
     if math.isfinite(value):
         return value
@@ -198,7 +207,8 @@ def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, fl
     """
     history.epochs.append(epoch)
     for name, value in measured.items():
-        values = getattr(history, _KERAS_NAMES[name])
+        own = _KERAS_NAMES.get(name)
+        values: list[float] = history.metrics.setdefault(name, []) if own is None else getattr(history, own)
         if values or not (math.isnan(value) and name.endswith("accuracy")):
             values += [math.nan] * (len(history.epochs) - 1 - len(values))
             values.append(value)

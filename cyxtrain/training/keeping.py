@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from cyxtrain.training.saving.writer import Writer
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.totals import Totals
 
-_LARGER_IS_BETTER = ("accuracy", "val_accuracy")
-
 
 class Keeper:
     """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
@@ -34,6 +32,7 @@ class Keeper:
         config: When, where, and which are kept.
         device: Whose generators are saved, beside the CPU's.
         compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
+        larger_is_better: Whether a metric shall grow, by name.
     """
 
     def __init__(
@@ -42,9 +41,11 @@ class Keeper:
         config: DistributedTrainingConfig,
         device: torch.device,
         compression_state: Callable[[], dict[str, Any]],
+        larger_is_better: Mapping[str, bool],
     ) -> None:
         self._state = state
         self._compression_state = compression_state
+        self._larger_is_better = {"accuracy": True, **larger_is_better}
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints
@@ -106,6 +107,7 @@ class Keeper:
         own = {
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
+            "metrics": totals.metrics.state(),
             "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
@@ -168,7 +170,7 @@ class Keeper:
         if values is None:
             known = ", ".join(self._state.history.history)
             raise ConfigError(f"keep_best={monitor!r} is nothing that this fit measures: it has {known}.")
-        sign = -1.0 if monitor in _LARGER_IS_BETTER else 1.0
+        sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
         *before, last = (sign * value for value in values)
         # A first NaN is better than nothing; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before

@@ -6,7 +6,7 @@ A plan is made on each rank by itself, and changes nothing; then the ranks agree
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from cyxtrain.data.source import ArraySource
 from cyxtrain.data.split import validation_rows
 from cyxtrain.data.weights import class_weights
 from cyxtrain.errors import ConfigError, warn
-from cyxtrain.settings import require_integer
+from cyxtrain.settings import require_integer, unknown_name
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.calling import ModelCall
@@ -39,6 +39,7 @@ from cyxtrain.training.compiling import check_compiler
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
@@ -56,6 +57,7 @@ class Rows:
         placement: Of batches.
         loss: For these rows.
         call: How the model is called.
+        metrics: What is measured beside loss and accuracy.
     """
 
     source: ArraySource
@@ -63,6 +65,7 @@ class Rows:
     placement: Placement
     loss: Loss
     call: ModelCall
+    metrics: Metrics
 
     def __len__(self) -> int:
         return len(self.source)
@@ -99,7 +102,15 @@ class Run:
             "steps": self.steps_per_epoch,
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
+            "metrics": self.measured,
+            "larger_is_better": {"accuracy": True, **self.data.metrics.larger_is_better},
         }
+
+    @property
+    def measured(self) -> list[str]:
+        """Names of what an epoch may have in the history."""
+        names = ["loss", "accuracy", *self.data.metrics.names]
+        return names + [f"val_{name}" for name in names if self.validation is not None]
 
     @property
     def rows_at_once(self) -> int:
@@ -160,6 +171,7 @@ def plan_fit(
     loss_fn: LossLike,
     optimizer: torch.optim.Optimizer,
     device: str | torch.device,
+    metrics: Mapping[str, Any],
 ) -> tuple[Run, dict[str, Any]]:
     """Returns what this rank is asked to do, and what must be the same on every rank.
 
@@ -172,13 +184,11 @@ def plan_fit(
     check_precision(model, config.precision)
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     source, validation_source = _split(arguments)
-    data = _training_rows(source, config, model, loss_fn, device)
+    data = _training_rows(source, config, model, loss_fn, device, metrics)
     validation = None
     if validation_source is not None:
         with _validation():
-            validation = _training_rows(validation_source, config, model, loss_fn, device)
-    elif (config.keep_best or "").startswith("val_"):
-        raise ConfigError(f"keep_best={config.keep_best!r} needs validation data: give some, or keep the best loss.")
+            validation = _training_rows(validation_source, config, model, loss_fn, device, metrics)
     batches = _batches(len(source), config, rank, world_size)
     facts = {
         **config_facts(config),
@@ -188,17 +198,27 @@ def plan_fit(
         **optimizer_facts(optimizer, model),
         "resume": arguments.resume,
         "initial_epoch": arguments.initial_epoch,
+        "the metrics": data.metrics.names,
         "_data": source.not_finite(rank, world_size),
         "_validation": ("", 0) if validation_source is None else validation_source.not_finite(rank, world_size),
     }
-    display = make_display(config.verbose and rank == 0)
-    callbacks = Callbacks(arguments.callbacks)
+    display, callbacks = make_display(config.verbose and rank == 0), Callbacks(arguments.callbacks)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     if config.compile:
         check_compiler(data.placement.device)
-    fuses = can_fuse(optimizer, config.fused_optimizer)
-    run = Run(config, data, validation, batches, display, arguments.resume, callbacks, fuses, arguments.initial_epoch)
+    fuses, resume, first = can_fuse(optimizer, config.fused_optimizer), arguments.resume, arguments.initial_epoch
+    run = Run(config, data, validation, batches, display, resume, callbacks, fuses, first)
+    _check_best(run)
     return run, facts
+
+
+def _check_best(run: Run) -> None:
+    best = run.config.keep_best
+    if best is None or best in run.measured:
+        return
+    if best.removeprefix("val_") in run.measured:
+        raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
+    raise unknown_name("this fit", best, run.measured, "number in its history that is named")
 
 
 def _batches(rows: int, config: DistributedTrainingConfig, rank: int, world_size: int) -> DistributedBatchIterator:
@@ -240,6 +260,7 @@ def plan_rows(
     loss_fn: LossLike,
     device: str | torch.device,
     config: DistributedTrainingConfig,
+    metrics: Mapping[str, Any],
     *,
     predicting: bool,
 ) -> tuple[Rows, dict[str, Any]]:
@@ -255,7 +276,7 @@ def plan_rows(
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
-    rows = _tried(source, batch_size, config, model, loss, device, predicting=predicting)
+    rows = _tried(source, batch_size, config, model, loss, device, metrics, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
 
@@ -297,11 +318,12 @@ def _training_rows(
     model: nn.Module,
     loss_fn: LossLike,
     device: str | torch.device,
+    metrics: Mapping[str, Any],
 ) -> Rows:
     """Returns rows that the model and the loss have been tried on."""
     loss = Loss(loss_fn)
     check_targets(source, loss)
-    return _tried(source, config.batch_size, config, model, loss, device)
+    return _tried(source, config.batch_size, config, model, loss, device, metrics)
 
 
 def _tried(
@@ -311,6 +333,7 @@ def _tried(
     model: nn.Module,
     loss: Loss,
     device: str | torch.device,
+    metrics: Mapping[str, Any],
     *,
     predicting: bool = False,
 ) -> Rows:
@@ -319,8 +342,8 @@ def _tried(
     loss.look_at(targets, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    probe(model, source, placement, loss, call, predicting=predicting)
-    return Rows(source, batch_size, placement, loss, call)
+    measures = probe(model, source, placement, loss, call, predicting=predicting, metrics=metrics)
+    return Rows(source, batch_size, placement, loss, call, measures)
 
 
 def _split(arguments: FitArguments) -> tuple[ArraySource, ArraySource | None]:

@@ -74,7 +74,10 @@ class Resumed:
             if len(self.ranks) == world_size:
                 set_generators(self.ranks[rank]["generators"], device)
                 totals.go_on_from(tables[rank])
-            elif rank == 0:
+                totals.metrics.take_in([self.ranks[rank].get("metrics", {})])
+                return
+            totals.metrics.take_in([each.get("metrics", {}) for each in self.ranks[rank::world_size]])
+            if rank == 0:
                 # Added up once: which rank has counted what makes no difference to the result but in its last bits.
                 totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

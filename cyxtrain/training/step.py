@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
+from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.precision import LossScale
 from cyxtrain.training.rates import Rates
@@ -43,6 +44,7 @@ class TrainingStep:
         call: How the model is called.
         scale: Of the loss, or None.
         device: Where the model computes.
+        metrics: What is measured beside loss and accuracy.
         accumulates: Whether a step may have several micro-batches, on any rank.
     """
 
@@ -57,6 +59,7 @@ class TrainingStep:
         call: ModelCall,
         scale: LossScale | None,
         device: torch.device,
+        metrics: Metrics,
         *,
         accumulates: bool,
     ) -> None:
@@ -72,7 +75,7 @@ class TrainingStep:
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
         self._parameters = list(ddp.parameters())
-        self.totals = Totals(1, device, loss)
+        self.totals = Totals(1, device, loss, metrics)
 
     def __call__(self, share: Share) -> None:
         """Zero, forward and backward of each micro-batch, unscale, finite?, clip, step, and the schedule's."""
@@ -88,7 +91,8 @@ class TrainingStep:
             self._update()
         if verdict is not Verdict.SKIPPED:
             for result in results:
-                self.totals.add(0, *result)
+                self.totals.add(0, result.loss, result.answers)
+                self.totals.metrics.add(*result.said)
 
     def explain_epoch(self) -> str:
         """Returns what there is to say of the epoch's steps beside its numbers, when the last one has been taken."""
@@ -136,7 +140,8 @@ class TrainingStep:
     def _forward(self, batch: Batch) -> Result:
         output = self._call(self._ddp.forward, batch)
         loss = self._loss(output, batch)
-        return Result(loss, answers_to(output, batch.targets, self._loss))
+        said = (output, batch.targets, batch.rows) if self.totals.metrics else (None, None, 0)
+        return Result(loss, answers_to(output, batch.targets, self._loss), said)
 
     def _backward(self, loss: BatchLoss, share: Share) -> None:
         divisor = self._divisor(loss.weight, share)
@@ -173,10 +178,11 @@ class TrainingStep:
 
 
 class Result(NamedTuple):
-    """What a micro-batch gave: its loss, and what the model said."""
+    """What a micro-batch gave: its loss, and what the model said; (output, targets, rows) where somebody measures."""
 
     loss: BatchLoss
     answers: Answers
+    said: tuple[Any, Any, int]
 
 
 def _sum_over_ranks(weight: Tensor | float) -> float:
@@ -194,13 +200,16 @@ class EvaluationStep:
         batches: How many there are over all ranks.
         call: How the model is called.
         device: Where it computes.
+        metrics: As `TrainingStep`.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: int, call: ModelCall, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss, batches: int, call: ModelCall, device: torch.device, metrics: Metrics
+    ) -> None:
         self._model = model
         self._loss = loss
         self._call = call
-        self.totals = Totals(batches, device, loss)
+        self.totals = Totals(batches, device, loss, metrics)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
@@ -209,6 +218,7 @@ class EvaluationStep:
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch)
             self.totals.add(batch.number, loss, answers_to(output, batch.targets, self._loss))
+            self.totals.metrics.add(output, batch.targets, batch.rows)
 
 
 class PredictionStep:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cyxtrain.data.tree import Tree
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
+from cyxtrain.training.metrics import Metrics
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4
@@ -48,9 +49,11 @@ class Totals:
         rows: Of the table.
         device: Where the model computes: nothing is fetched from there before it is asked for.
         loss: What it says of targets decides what counts.
+        metrics: What else is measured; others of their kind are.
     """
 
-    def __init__(self, rows: int, device: torch.device, loss: Loss) -> None:
+    def __init__(self, rows: int, device: torch.device, loss: Loss, metrics: Metrics) -> None:
+        self.metrics = metrics.copy()
         self._sums = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
         self._loss = loss
         self._pending: list[tuple[int, tuple[_Number, ...], Answers]] = []
@@ -110,7 +113,19 @@ class Totals:
         self._fold()
         return self._sums.cpu()
 
-    def over_ranks(self, group: Any) -> list[float]:
+    def over_ranks(self, group: Any) -> dict[str, float]:
+        """Returns loss, accuracy and metrics over all ranks, the same on each; all call it."""
+        return _measured(self.sums_over_ranks(group), self._loss.weighting) | self.metrics.over_ranks()
+
+    def here(self) -> dict[str, float]:
+        """Returns loss, accuracy and metrics of what this rank has seen."""
+        return _measured(exact_sums(self.table), self._loss.weighting) | self.metrics.here()
+
+    def cheap_here(self) -> dict[str, float]:
+        """Returns what costs little of it: loss, accuracy and means."""
+        return _measured(exact_sums(self.table), self._loss.weighting) | self.metrics.cheap_here()
+
+    def sums_over_ranks(self, group: Any) -> list[float]:
         """Returns the sums over all rows and ranks: the same on every rank.
 
         The table is added up over ranks element by element, then exactly over its rows: where each row was
@@ -120,10 +135,6 @@ class Totals:
         dist.all_reduce(table, group=group)
         return exact_sums(table)
 
-    def here(self) -> list[float]:
-        """Returns the sums over this rank's rows."""
-        return exact_sums(self.table)
-
 
 def exact_sums(table: Tensor) -> list[float]:
     """Returns the sum of each column, rounded once; what is not finite stays so."""
@@ -132,11 +143,11 @@ def exact_sums(table: Tensor) -> list[float]:
     return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
 
 
-def loss_and_accuracy(sums: list[float], weighting: Weighting) -> tuple[float, float]:
-    """Returns (loss, accuracy); accuracy is NaN where no target was a class."""
+def _measured(sums: list[float], weighting: Weighting) -> dict[str, float]:
+    """Returns loss and accuracy by name; accuracy is NaN where no target was a class."""
     divisor = 1.0 if weighting is Weighting.NOTHING else sums[WEIGHT]
     loss = sums[LOSS] / divisor if divisor else math.nan
-    return loss, sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan
+    return {"loss": loss, "accuracy": sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan}
 
 
 def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:

@@ -33,6 +33,7 @@ from cyxtrain.training.fitting import Fit
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.named_metrics import named
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import predict_rows
@@ -60,7 +61,10 @@ class DistributedTrainer:
         model: Any `nn.Module`; a wrapped one is unwrapped.
         loss_fn: A module of torch.nn, a callable of (output, target), a name, or None: the model returns its loss.
         optimizer: From torch.optim, a factory, or a name.
-        metrics: Reserved; accuracy comes by itself where targets are classes.
+        metrics: What is measured beside the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
+            ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
+            "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
+            objects; or several by name. Accuracy comes by itself where targets are classes.
         scheduler: Of the learning rate: one of `torch.optim.lr_scheduler`, a function of the optimizer that makes it,
             or "cosine". It is stepped once per optimizer step.
         callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
@@ -77,14 +81,12 @@ class DistributedTrainer:
         loss_fn: LossLike = None,
         optimizer: OptimizerLike = "adam",
         *,
-        metrics: Sequence[Any] | None = None,
+        metrics: Any = None,
         scheduler: SchedulerLike = None,
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
         device: str | torch.device = "auto",
     ) -> None:
-        if metrics:
-            raise ConfigError("this version has no metrics yet: leave metrics out.")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         self._wrappers, self.model = unwrap(model)
@@ -93,6 +95,7 @@ class DistributedTrainer:
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
+        self._metrics = named(metrics)
         rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
         self._fit: Fit | None = None
@@ -251,7 +254,16 @@ class DistributedTrainer:
         def plan() -> tuple[Rows, dict[str, Any]]:
             source = ArraySource(*data)
             config = self._state.config
-            return plan_rows(source, batch_size, self.model, self.loss_fn, self._device, config, predicting=predicting)
+            return plan_rows(
+                source,
+                batch_size,
+                self.model,
+                self.loss_fn,
+                self._device,
+                config,
+                {} if predicting else self._metrics,
+                predicting=predicting,
+            )
 
         return agree_on(plan)[0] if distributed else plan()[0]
 
@@ -334,7 +346,7 @@ class DistributedTrainer:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments = parse_fit(data, dict(keywords))
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
-        run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device)
+        run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics)
         check_scaling(self._state.rates.scheduler, run.config)
         facts |= scheduler_facts(self._state.rates.scheduler)
         run.callbacks.meet(self, run.params(self.epoch + run.config.epochs))

@@ -1,0 +1,320 @@
+"""Numbers beside the loss: names, functions and torchmetrics' objects, over the rows of all ranks.
+
+What a rank has seen is kept on it. When an epoch is over the ranks put together what they keep: sums are added, and
+what goes by whole lists (such as a ranking) is joined in the order of the ranks, so that a metric is that of all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cyxtrain import runtime
+from cyxtrain.errors import ConfigError
+
+
+class Metric(ABC):
+    """One number of an epoch.
+
+    Args:
+        name: In logs and in the history.
+        larger_is_better: Whether it shall grow; None: nobody has said.
+    """
+
+    def __init__(self, name: str, larger_is_better: bool | None) -> None:
+        self.name = name
+        self.larger_is_better = larger_is_better
+
+    @abstractmethod
+    def add(self, output: Any, target: Any, rows: int) -> None:
+        """Looks at a batch.
+
+        Args:
+            output: Of the model.
+            target: Beside it.
+            rows: How many there are.
+        """
+
+    @abstractmethod
+    def here(self) -> float:
+        """Returns the number over what this rank has seen; NaN where it has seen nothing."""
+
+    @abstractmethod
+    def over_ranks(self) -> float:
+        """Returns the number over what all ranks have seen; all call it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Returns what it has seen, as JSON values."""
+
+    @abstractmethod
+    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from what `state` gave, of one rank or of several together.
+
+        Raises:
+            ConfigError: What several have seen cannot be put together.
+        """
+
+
+class MeanMetric(Metric):
+    """The mean over rows of what a function says of them.
+
+    Args:
+        name: As `Metric`.
+        function: Takes output and target; returns a number per row, their mean, or (sum, weight).
+        larger_is_better: As `Metric`.
+    """
+
+    def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
+        super().__init__(name, larger_is_better)
+        self._function = function
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, output: Any, target: Any, rows: int) -> None:
+        """Adds a batch."""
+        result = self._function(output, target)
+        if isinstance(result, tuple):
+            self._add(*(torch.as_tensor(part).detach().double().reshape(()) for part in result))
+            return
+        found = torch.as_tensor(result).detach().double()
+        per_row = found.dim() > 0 and len(found) == rows
+        if not per_row and found.numel() != 1:
+            raise ConfigError(
+                f"the metric {self.name} must return a number per row, or their mean; for {rows} rows it returned "
+                f"shape {list(found.shape)}."
+            )
+        total = found.reshape(rows, -1).mean(1).sum() if per_row else found.reshape(()) * rows
+        self._add(total, torch.full_like(total, rows))
+
+    def _add(self, total: Tensor, weight: Tensor) -> None:
+        self._sums = self._sums.to(total.device) + torch.stack([total, weight.to(total.device)])
+
+    def here(self) -> float:
+        """Returns the mean."""
+        return _mean(self._sums)
+
+    def over_ranks(self) -> float:
+        """Returns the mean over all rows of all ranks."""
+        sums = self._sums.cpu()
+        dist.all_reduce(sums, group=runtime.cpu_group())
+        return _mean(sums)
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def state(self) -> dict[str, Any]:
+        """Returns sum and count."""
+        return {"sums": self._sums.tolist()}
+
+    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Adds them up."""
+        for state in states:
+            self._sums += torch.tensor(state["sums"], dtype=torch.float64)
+
+
+def _mean(sums: Tensor) -> float:
+    total, count = sums.tolist()
+    return total / count if count else math.nan
+
+
+class LibraryMetric(Metric):
+    """One of torchmetrics' objects, or of a class that derives from its Metric.
+
+    Args:
+        name: As `Metric`.
+        metric: Its own; a copy is kept.
+        prepare: Makes of (output, target) what it wants.
+        larger_is_better: As `Metric`; None: what it says itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        metric: Any,
+        prepare: Callable[[Any, Any], tuple[Any, Any]] = lambda output, target: (output, target),
+        larger_is_better: bool | None = None,
+    ) -> None:
+        super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
+        self._metric = copy.deepcopy(metric)
+        self._metric.reset()
+        # It meets the other ranks while it computes, where all of them ask.
+        self._metric.dist_sync_fn, self._metric.distributed_available_fn = _gathered, self._are_together
+        self._together = False
+        self._metric.compute_with_cache = False
+        self._has_seen = False
+        self._metric.set_dtype(torch.float64)
+        self._prepare = prepare
+
+    def add(self, output: Any, target: Any, rows: int) -> None:
+        """Looks at a batch."""
+        prediction, answer = self._prepare(output, target)
+        if isinstance(prediction, Tensor) and self._metric.device != prediction.device:
+            self._metric.to(prediction.device)
+        self._metric.update(prediction, answer)
+        self._has_seen = True
+
+    def here(self) -> float:
+        """Returns the number of this rank's rows."""
+        return self._compute() if self._has_seen else math.nan
+
+    def over_ranks(self) -> float:
+        """Returns the number of all rows."""
+        if dist.get_world_size() == 1:
+            return self.here()
+        if not any(json.loads(text) for text in runtime.gather_texts(json.dumps(self._has_seen))):
+            return math.nan
+        self._together = True
+        try:
+            return self._compute()
+        finally:
+            self._together = False
+
+    def _are_together(self) -> bool:
+        return self._together
+
+    def _compute(self) -> float:
+        with warnings.catch_warnings():  # one that has the states of others alone thinks that it was called too early
+            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
+            value = torch.as_tensor(self._metric.compute())
+        if value.numel() != 1:
+            raise ConfigError(
+                f"the metric {self.name} has shape {list(value.shape)}, and an epoch has one number: build it with an "
+                'average, such as average="macro".'
+            )
+        return float(value)
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self._metric.reset()
+        self._has_seen = False
+
+    def state(self) -> dict[str, Any]:
+        """Returns its states: tensors as lists."""
+        if not self._has_seen:
+            return {}
+        return {
+            name: [_plain(part) for part in value] if isinstance(value, list) else _plain(value)
+            for name, value in self._metric.metric_state.items()
+        }
+
+    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the first, and merges the others into it."""
+        for number, state in enumerate(filter(None, states)):
+            found = {
+                name: [_tensor(part) for part in value] if isinstance(value, list) else _tensor(value)
+                for name, value in state.items()
+            }
+            if number == 0:
+                for name, value in found.items():
+                    setattr(self._metric, name, value)
+                self._has_seen = True
+                continue
+            try:
+                self._metric.merge_state(found)
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(
+                    f"the metric {self.name} cannot go on in the middle of an epoch on another number of ranks "
+                    f"({error}): resume from a checkpoint that was made between two epochs, or on as many ranks."
+                ) from error
+
+
+def _plain(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "values": tensor.tolist()}
+
+
+def _tensor(state: Mapping[str, Any]) -> Tensor:
+    return torch.tensor(state["values"], dtype=getattr(torch, state["dtype"])).reshape(state["shape"])
+
+
+def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Returns the tensor of every rank, by rank: of any number of rows, also of none."""
+    own = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    kinds = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
+    largest = max(kinds, key=lambda kind: (len(kind["shape"]), math.prod(kind["shape"])))
+    found = []
+    for rank, kind in enumerate(kinds):
+        is_empty = math.prod(kind["shape"]) == 0
+        shape = [0, *largest["shape"][1:]] if is_empty and largest["shape"] else kind["shape"]
+        dtype = largest["dtype"] if is_empty else kind["dtype"]
+        mine = rank == dist.get_rank()
+        part = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        if mine and not is_empty:
+            part.copy_(tensor)
+        if not is_empty:
+            dist.broadcast(part, rank, group=runtime.cpu_group())
+        found.append(part.to(tensor.device))
+    return found
+
+
+class Metrics:
+    """The metrics of a fit, an evaluation or a validation, besides loss and accuracy.
+
+    Args:
+        metrics: In the order in which they are shown.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = ()) -> None:
+        self._metrics = list(metrics)
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return [metric.name for metric in self._metrics]
+
+    @property
+    def larger_is_better(self) -> dict[str, bool]:
+        """Whether each shall grow, by name; of those for which somebody has said."""
+        said = {metric.name: metric.larger_is_better for metric in self._metrics}
+        return {name: grows for name, grows in said.items() if grows is not None}
+
+    def copy(self) -> Metrics:
+        """Returns metrics of the same kinds that have seen nothing."""
+        made = Metrics(copy.deepcopy(self._metrics))
+        for metric in made._metrics:
+            metric.reset()
+        return made
+
+    def add(self, output: Any, target: Any, rows: int) -> None:
+        """Lets each look at a batch."""
+        if self._metrics:
+            with torch.no_grad():
+                for metric in self._metrics:
+                    metric.add(output, target, rows)
+
+    def here(self) -> dict[str, float]:
+        """Returns each over what this rank has seen."""
+        return {metric.name: metric.here() for metric in self._metrics}
+
+    def cheap_here(self) -> dict[str, float]:
+        """Returns those whose number costs nothing, over what this rank has seen."""
+        return {metric.name: metric.here() for metric in self._metrics if isinstance(metric, MeanMetric)}
+
+    def over_ranks(self) -> dict[str, float]:
+        """Returns each over what all ranks have seen, the same on each; all call it."""
+        return {metric.name: metric.over_ranks() for metric in self._metrics}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what each has seen on this rank, as JSON values."""
+        return {metric.name: metric.state() for metric in self._metrics}
+
+    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from states, of one rank or of several together; one that is new begins anew."""
+        for metric in self._metrics:
+            metric.take_in([state[metric.name] for state in states if metric.name in state])

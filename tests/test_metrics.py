@@ -1,0 +1,310 @@
+"""Metrics over the rows of all ranks are scikit-learn's over all rows; they are where losses are, and resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from fitting import CLASSES, everywhere, make_model, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from sklearn import metrics as expected
+from torch import nn
+from torch.nn import functional
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS = 23  # of these ranks get other numbers of batches, and the last one is short
+OF_CLASSES = ["top_2", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"]
+OF_TWO = ["f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"]
+OF_NUMBERS = ["mae", "mse", "rmse", "r2"]
+
+
+def confidence(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A metric of one's own: a number per row."""
+    return output.softmax(1).max(1).values
+
+
+def rights(output: torch.Tensor, target: torch.Tensor) -> Any:
+    return (output.argmax(1) == target).float().mean()
+
+
+def evaluated(kind: str) -> dict[str, float]:
+    """What a trainer says of rows, in batches of 4."""
+    model, loss, rows, names = task(kind)
+    metrics: Any = {name: name for name in names}
+    if kind == "classes":
+        metrics |= {
+            "confidence": confidence,
+            "rights": rights,
+            "jaccard": torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES),
+        }
+    trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
+    return dict(trainer.evaluate(*rows, batch_size=4))
+
+
+def task(kind: str) -> tuple[nn.Module, Any, tuple[torch.Tensor, torch.Tensor], list[str]]:
+    inputs, classes = make_rows(ROWS)
+    if kind == "classes":
+        return make_model(), nn.CrossEntropyLoss(), (inputs, classes), OF_CLASSES
+    with seeded():
+        model = nn.Linear(4, 1)
+    two = (classes[:, None] > 0).float()
+    if kind == "logits":
+        return model, nn.BCEWithLogitsLoss(), (inputs, two), OF_TWO
+    if kind == "probabilities":
+        return nn.Sequential(model, nn.Sigmoid()), nn.BCELoss(), (inputs, two), OF_TWO
+    return model, nn.MSELoss(), (inputs, inputs.sum(1, keepdim=True).square()), OF_NUMBERS
+
+
+def by_scikit_learn(kind: str) -> dict[str, float]:
+    model, _, (inputs, targets), names = task(kind)
+    with torch.no_grad():
+        output = model(inputs).double()
+    truth = targets.numpy().reshape(len(targets), -1)[:, 0]
+    if kind == "numbers":
+        said = output.numpy()[:, 0]
+        found = {
+            "mae": expected.mean_absolute_error(truth, said),
+            "mse": expected.mean_squared_error(truth, said),
+            "rmse": math.sqrt(expected.mean_squared_error(truth, said)),
+            "r2": expected.r2_score(truth, said),
+        }
+        return {name: found[name] for name in names}
+    if kind == "classes":
+        scores, said, average = output.softmax(1).numpy(), output.argmax(1).numpy(), "macro"
+    else:
+        scores = (output.sigmoid() if kind == "logits" else output).numpy()[:, 0]
+        said, average = (scores > 0.5).astype(float), "binary"
+    ranked = {"multi_class": "ovr", "average": "macro"} if kind == "classes" else {}
+    found = {
+        "f1": expected.f1_score(truth, said, average=average, zero_division=0),
+        "precision": expected.precision_score(truth, said, average=average, zero_division=0),
+        "recall": expected.recall_score(truth, said, average=average, zero_division=0),
+        "auc": expected.roc_auc_score(truth, scores, **ranked),
+        "average_precision": expected.average_precision_score(
+            functional.one_hot(targets).numpy() if kind == "classes" else truth, scores
+        ),
+        "cohen_kappa": expected.cohen_kappa_score(truth, said),
+        "matthews": expected.matthews_corrcoef(truth, said),
+    }
+    if kind == "classes":
+        found["top_2"] = expected.top_k_accuracy_score(truth, scores, k=2)
+        found["confidence"] = float(scores.max(1).mean())
+        found["rights"] = expected.accuracy_score(truth, said)
+        found["jaccard"] = expected.jaccard_score(truth, said, average="macro")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["classes", "logits", "probabilities", "numbers"])
+def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
+    wanted = by_scikit_learn(kind)
+    [alone] = everywhere(1, evaluated, kind)
+    for name, value in wanted.items():
+        assert alone[name] == pytest.approx(value, abs=1e-6), name
+    for world_size in (2, 4):
+        for found in run_world(world_size, evaluated, kind):
+            assert {name: found[name] for name in wanted} == pytest.approx({n: alone[n] for n in wanted}, abs=1e-12)
+
+
+def few_rows() -> dict[str, float]:
+    """Three rows for four ranks: one has none."""
+    inputs, _ = make_rows(ROWS)
+    trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=["f1", "auc", confidence])
+    return dict(trainer.evaluate(inputs[:3], torch.tensor([0, 1, 2]), batch_size=1))
+
+
+def test_ranks_without_a_row_take_part():
+    [alone] = everywhere(1, few_rows)
+    for found in run_world(4, few_rows):
+        assert found == pytest.approx(alone)
+
+
+def fit(**more: Any) -> cx.DistributedTrainer:
+    model = make_model()
+    trainer = cx.DistributedTrainer(
+        model,
+        "cross_entropy",
+        torch.optim.SGD(model.parameters(), 0.1),
+        metrics=more.pop("metrics", ["f1", "auc", "top_2", confidence]),
+    )
+    given = {"epochs": 2, "effective_batch_size": 8, "verbose": False, "validation_data": make_rows(9, seed=1)}
+    trainer.fit(*make_rows(40), **{**given, **more})
+    return trainer
+
+
+def fit_measured(**more: Any) -> dict[str, list[float]]:
+    return fit(**more).history.history
+
+
+def test_history_has_metrics_of_training_and_validation_the_same_on_any_number_of_ranks():
+    [alone] = everywhere(1, fit_measured)
+    names = ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
+    assert list(alone) == ["loss", "accuracy", "val_loss", "val_accuracy", *names[2:], *(f"val_{n}" for n in names[2:])]
+    for world_size in (2, 4):
+        for found in run_world(world_size, fit_measured):
+            for name, values in alone.items():
+                assert found[name] == pytest.approx(values, rel=1e-4), name
+
+
+def test_a_history_with_metrics_is_written_and_read():
+    with one_process():
+        history = fit().history
+    assert cx.TrainingHistory.from_json(history.to_json()) == history
+    header, *lines = history.to_csv().splitlines()
+    assert header.split(",")[5:7] == ["train_f1", "train_auc"]
+    assert header.endswith("val_confidence")
+    assert float(lines[1].split(",")[5]) == history.metrics["f1"][1]
+    assert "val_auc" in repr(history)
+    for wrong in ({"metrics": 3}, {"metrics": {"f1": ["x"]}}):
+        with pytest.raises(cx.ConfigError, match="numbers"):
+            cx.TrainingHistory.from_dict(wrong)
+
+
+def resume_each(folder: str, ranks: int) -> list[dict[str, list[float]]]:
+    found = [fit_measured(checkpoint_every_n_steps=3, checkpoint_dir=folder)]
+    return found + [fit_measured(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_go_on_in_the_middle_of_an_epoch(world_size, tmp_path):
+    for whole, *resumed in everywhere(world_size, resume_each, str(tmp_path), world_size):
+        assert len(resumed) == 3
+        for found in resumed:
+            assert found == whole
+
+
+def test_metrics_go_on_on_another_number_of_ranks(tmp_path):
+    [whole, *_] = run_world(3, fit_with_checkpoints, str(tmp_path))
+    path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])
+    for world_size in (1, 2):
+        for found in everywhere(world_size, go_on_from, path):
+            for name, values in whole.items():
+                assert found[name] == pytest.approx(values, rel=1e-4), name
+
+
+def fit_with_checkpoints(folder: str) -> dict[str, list[float]]:
+    return fit_measured(checkpoint_every_n_steps=3, checkpoint_dir=folder)
+
+
+def go_on_from(path: str) -> dict[str, list[float]]:
+    return fit_measured(resume=path)
+
+
+def test_the_best_and_early_stopping_go_by_metrics(tmp_path):
+    class Reading(cx.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            assert {"f1", "val_f1"} <= set(logs)
+
+    with one_process():
+        early = cx.callbacks.EarlyStopping("val_f1", patience=9)
+        fit(metrics=["f1"], callbacks=[early, Reading()], keep_best="val_f1", checkpoint_dir=str(tmp_path))
+        assert early._sign == -1.0  # more is better
+        assert (tmp_path / "best.ckpt").exists()
+        for given, words in (
+            ({"keep_best": "f1s"}, "no number in its history that is named 'f1s'. Did you mean 'f1'"),
+            ({"keep_best": "val_f1", "validation_data": None}, "keep_best='val_f1' needs validation data"),
+            ({"callbacks": [cx.callbacks.EarlyStopping("auc")]}, "this fit has no number in its history"),
+        ):
+            with pytest.raises(cx.ConfigError, match=words):
+                fit(**{"metrics": ["f1"], "checkpoint_dir": str(tmp_path), **given})
+
+
+def test_lines_and_batch_logs_have_metrics(capsys):
+    read: list[dict[str, float]] = []
+
+    class Reading(cx.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            read.append(dict(logs))
+
+    with one_process():
+        fit(callbacks=[Reading()], verbose=True, log_every_n_batches=2)
+    out = capsys.readouterr().out
+    assert "batch 2/5  loss" in out
+    assert "val_f1 0." in out
+    assert list(read[0]) == ["loss", "accuracy", "f1", "auc", "top_2", "confidence"]
+
+
+def test_what_a_user_computes_alone_is_of_all_rows():
+    model, loss, rows, _ = task("classes")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics="f1")
+        assert trainer.evaluate(*rows, distributed=False) == trainer.evaluate(*rows)
+        assert trainer.evaluate(*rows)["f1"] == pytest.approx(by_scikit_learn("classes")["f1"])
+
+
+def pairs(output: Any, target: Any) -> tuple[torch.Tensor, int]:
+    return output.sum(), 2 * len(target)
+
+
+def test_a_function_may_return_a_sum_and_its_weight():
+    _, loss, rows, _ = task("classes")
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), loss, "sgd", metrics=[pairs])
+        value = trainer.evaluate(*rows, batch_size=5)["pairs"]
+        assert value == pytest.approx(float(make_model()(rows[0]).sum()) / (2 * ROWS), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ("f1_score", "no metric 'f1_score'. Did you mean 'f1'"),
+        ([torchmetrics.F1Score], r"got the class F1Score: give an object"),
+        ([3], "metrics takes names, functions .* got 3"),
+        (["f1", "f1"], "two named 'f1'"),
+        ({"accuracy": confidence}, "two named 'accuracy'"),
+    ],
+)
+def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics", "words"),
+    [
+        ("classes", ["mae"], "'mae' is for numbers, and the targets are classes"),
+        ("classes", ["top_9"], "'top_9' wants 9 classes at least, and the model has 3"),
+        ("numbers", ["f1"], "'f1' is for classes"),
+        ("logits", ["top_2"], "'top_2' is for classes"),
+        ("classes", {"bad": lambda output, target: torch.ones(7)}, "bad must return a number per row, or their mean"),
+        ("classes", {"odd": lambda output, target: 1 / 0}, "the metric odd cannot take .* division by zero"),
+        ("classes", [torchmetrics.MeanSquaredError()], "metric mean_squared_error cannot take"),
+        (
+            "classes",
+            [torchmetrics.F1Score("multiclass", num_classes=3, average=None)],
+            r"multiclass_f1_score has shape \[3\], and an epoch has one number",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_anything_starts(kind, metrics, words):
+    model, loss, rows, _ = task(kind)
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=metrics)
+        with pytest.raises(cx.ConfigError, match=words):
+            trainer.fit(*rows, epochs=1, verbose=False)
+        assert trainer.epoch == 0
+
+
+def test_without_torchmetrics_it_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchmetrics", None)
+    model, loss, rows, _ = task("classes")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["f1"])
+        with pytest.raises(cx.ConfigError, match=r"'f1' is calculated by torchmetrics, .* 'cyxtrain\[metrics\]'"):
+            trainer.fit(*rows, verbose=False)
+        only = cx.DistributedTrainer(model, loss, "sgd", metrics=["top_2", confidence])
+        assert 0 < only.evaluate(*rows)["top_2"] <= 1
+
+
+def test_numpy_is_no_trouble():
+    model, loss, (inputs, targets), _ = task("numbers")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics="mae")
+        found = trainer.evaluate(inputs.numpy(), targets.numpy().astype(np.float64))
+        assert found["mae"] == pytest.approx(by_scikit_learn("numbers")["mae"], rel=1e-6)
