@@ -80,6 +80,8 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
     assert recorder.params == {
         "epochs": 3,
         "steps": 2,
+        "samples_per_step": 12,
+        "warmup_steps": 0,
         "verbose": False,
         "validation": False,
         "metrics": ["loss", "accuracy"],

@@ -1,11 +1,13 @@
 """What a user hangs into a fit: Keras's hooks, called on every rank at the same points.
 
-on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_train_batch_end
+on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
+                  on_train_batch_end
                -> on_test_begin, on_test_end (validation) -> on_epoch_end -> ... -> on_train_end
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,12 +40,15 @@ class Callback:
 
     Attributes:
         trainer: Which calls it.
-        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "verbose", whether there is
-            "validation", the names of "metrics" in the logs of an epoch, and for which of them "larger_is_better".
+        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "samples_per_step" (over all ranks),
+            "warmup_steps", "verbose", whether there is "validation", the names of "metrics" in the logs of an epoch,
+            and for which of them "larger_is_better".
     """
 
     trainer: DistributedTrainer
     params: dict[str, Any]
+    ends_on_nonfinite = False
+    """Whether a loss or a gradient that is not finite ends the fit in good order, instead of raising."""
 
     @property
     def model(self) -> nn.Module:
@@ -76,11 +81,17 @@ class Callback:
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """A step is done."""
 
+    def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
+        """Gradients are those of all ranks, and finite; they have not been clipped, and the step has not been taken."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """An error ends the fit on this rank, or Ctrl-C a second time."""
+
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Validation begins."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Validation is over; logs have its "loss" and "accuracy"."""
+        """Validation is over; logs have its "loss", "accuracy" and metrics, or nothing where the fit stops in it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of it: tensors, numbers, text, lists, tuples and dictionaries. Rank 0's."""
@@ -138,6 +149,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
         self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
+        self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
         self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
 
     def meet(self, trainer: DistributedTrainer, params: dict[str, Any]) -> None:
@@ -156,6 +168,22 @@ class Callbacks:
         """Calls the hook of those that have one: a step costs the others nothing."""
         for callback in self._batch_begin:
             callback.on_train_batch_begin(batch, {})
+
+    @property
+    def end_on_nonfinite(self) -> bool:
+        """Whether any ends the fit where a number is not finite."""
+        return any(each.ends_on_nonfinite for each in self._callbacks)
+
+    def on_before_optimizer_step(self, batch: int) -> None:
+        """Calls the hook of those that have one."""
+        for callback in self._before_step:
+            callback.on_before_optimizer_step(batch, {})
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Calls the hook of each; what goes wrong in it is not more than what went wrong before."""
+        for callback in self._callbacks:
+            with contextlib.suppress(Exception):
+                callback.on_exception(exception)
 
     def on_train_batch_end(self, batch: int, compute: Callable[[], dict[str, float]]) -> None:
         """Calls the hook of those that have one, with logs that `compute` gives."""

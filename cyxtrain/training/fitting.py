@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,7 @@ class Fit:
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._wishes.hearing_signals())
             stack.enter_context(_telling(self._ddp))  # first of all: what has been begun to write may take its time
+            stack.enter_context(self._showing_errors())
             self._begin()
             try:
                 while not self._run.is_over(position):
@@ -85,6 +87,14 @@ class Fit:
             if stopped is None:
                 self._callbacks.call("on_train_end", self._logs())
         return stopped
+
+    @contextlib.contextmanager
+    def _showing_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._callbacks.on_exception(error)
+            raise
 
     def prepare_to_save(self) -> None:
         """Takes into the state what belongs to each rank, and what a callback on any has decided. All ranks call it."""
@@ -118,7 +128,7 @@ class Fit:
         done = run.steps_done(position)
         epoch = position.epoch
         if position.samples == 0:
-            self._callbacks.call("on_epoch_begin", epoch, {})
+            self._call("on_epoch_begin", epoch, {})
         self._ddp.check_trained()
         run.display.begin_epoch(epoch + 1, self._last_epoch, run.steps_per_epoch - done)
         before = position.samples
@@ -132,22 +142,37 @@ class Fit:
         position.epoch, position.samples, self._totals = epoch + 1, 0, None
         self._state.forget_ranks()
         self._record(measured, validation, seconds, rows, note)
-        self._callbacks.call("on_epoch_end", epoch, self._logs())
+        heard = self._call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
-        heard, _ = self._wishes.agree()
         self._heed_end(heard)
         self._keeper.after_epoch(validated=is_due)
         wish = first_reason_to_stop(heard)
         if wish is not None:
             raise StoppedError(wish)
 
+    def _call(self, hook: str, *arguments: Any) -> list[float]:
+        """Calls a hook of all callbacks; returns what any rank wishes.
+
+        The learning rates that callbacks set on any rank are those on all; of several ranks, the first one's.
+        """
+        rates = self._state.rates
+        before = rates.now()
+        self._callbacks.call(hook, *arguments)
+        heard, rank = self._wishes.agree(speaks=rates.now() != before)
+        if rank is not None:
+            found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
+            dist.broadcast(found, rank, group=runtime.cpu_group())
+            rates.set_all(found.tolist())
+        return heard
+
     def _validate(self, rows: Rows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
         self._callbacks.call("on_test_begin", {})
         found = self._evaluate(rows, lambda: self._wishes.want_to_stop)
-        heard, gave_up = self._wishes.agree(gave_up=found is None)
+        heard, gave_up = self._wishes.agree(speaks=found is None)
         wish = first_reason_to_stop(heard)
-        if wish is not None and gave_up:
+        if wish is not None and gave_up is not None:
+            self._callbacks.call("on_test_end", {})
             raise StoppedError(wish)
         assert found is not None
         self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
@@ -204,13 +229,19 @@ class Fit:
             state.optimizer,
             state.rates,
             make_clip(config),
-            FiniteGuard(self._ddp, config.on_nonfinite, state.position, self._device, state.loss_scale),
+            self._make_guard(),
             self._run.data.call,
             state.loss_scale,
             self._device,
             self._run.data.metrics,
+            self._callbacks.on_before_optimizer_step,
             accumulates=config.accumulation_steps > 1,
         )
+
+    def _make_guard(self) -> FiniteGuard:
+        state, ends = self._state, self._run.ends_on_nan
+        on_nonfinite = self._run.config.on_nonfinite
+        return FiniteGuard(self._ddp, on_nonfinite, state.position, self._device, state.loss_scale, ends=ends)
 
     def _show(self, share: Share, totals: Totals) -> None:
         """Shows how far the epoch is."""

@@ -51,6 +51,7 @@ class FiniteGuard:
         position: Where training is; counts the steps that were not taken.
         device: Where the model computes.
         scale: Of the loss, or None: it goes on here. An overflow that a smaller one may cure is no fault.
+        ends: Whether such a step ends the fit in good order.
     """
 
     def __init__(
@@ -60,9 +61,12 @@ class FiniteGuard:
         position: Position,
         device: torch.device,
         scale: LossScale | None = None,
+        *,
+        ends: bool = False,
     ) -> None:
         self._ddp = ddp
         self._skips = on_nonfinite == SKIP
+        self._ends = ends
         self._position = position
         self._device = device
         self._scale = scale
@@ -140,6 +144,11 @@ class FiniteGuard:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
+            return
+        if self._ends:
+            position.stopped = 1
+            if runtime.is_master():
+                warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'

@@ -76,7 +76,8 @@ class Run:
     """One call of `fit`.
 
     `fuses`: whether the optimizer steps by the fused kernel; `initial_epoch`: epochs that count as complete, or None:
-    those that the trainer has seen.
+    those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
+    end the fit in good order.
     """
 
     config: DistributedTrainingConfig
@@ -88,6 +89,7 @@ class Run:
     callbacks: Callbacks
     fuses: bool
     initial_epoch: int | None = None
+    ends_on_nan: bool = False
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -100,6 +102,8 @@ class Run:
         return {
             "epochs": last_epoch,
             "steps": self.steps_per_epoch,
+            "samples_per_step": self.batches.effective_batch_size,
+            "warmup_steps": self.config.warmup_steps,
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
             "metrics": self.measured,
@@ -182,7 +186,7 @@ def plan_fit(
     check_model(model)
     check_optimizer(optimizer)
     check_precision(model, config.precision)
-    rank, world_size = runtime.get_rank(), runtime.get_world_size()
+    rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = _split(arguments)
     data = _training_rows(source, config, model, loss_fn, device, metrics)
     validation = None
@@ -191,18 +195,13 @@ def plan_fit(
             validation = _training_rows(validation_source, config, model, loss_fn, device, metrics)
     batches = _batches(len(source), config, rank, world_size)
     facts = {
-        **config_facts(config),
-        **source.facts("training"),
-        **({} if validation_source is None else validation_source.facts("validation")),
+        **_facts(arguments, source, validation_source),
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
-        "resume": arguments.resume,
-        "initial_epoch": arguments.initial_epoch,
         "the metrics": data.metrics.names,
-        "_data": source.not_finite(rank, world_size),
-        "_validation": ("", 0) if validation_source is None else validation_source.not_finite(rank, world_size),
+        "_ends_on_nan": callbacks.end_on_nonfinite,
     }
-    display, callbacks = make_display(config.verbose and rank == 0), Callbacks(arguments.callbacks)
+    display = make_display(config.verbose and rank == 0)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     if config.compile:
         check_compiler(data.placement.device)
@@ -210,6 +209,20 @@ def plan_fit(
     run = Run(config, data, validation, batches, display, resume, callbacks, fuses, first)
     _check_best(run)
     return run, facts
+
+
+def _facts(arguments: FitArguments, source: ArraySource, validation: ArraySource | None) -> dict[str, Any]:
+    """Returns what of the arguments and the data must be the same on every rank, and what in the data is not finite."""
+    rank, world_size = runtime.get_rank(), runtime.get_world_size()
+    return {
+        **config_facts(arguments.config),
+        **source.facts("training"),
+        **({} if validation is None else validation.facts("validation")),
+        "resume": arguments.resume,
+        "initial_epoch": arguments.initial_epoch,
+        "_data": source.not_finite(rank, world_size),
+        "_validation": ("", 0) if validation is None else validation.not_finite(rank, world_size),
+    }
 
 
 def _check_best(run: Run) -> None:

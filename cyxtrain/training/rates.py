@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,12 +112,21 @@ class Rates:
             self.scheduler.begin(max(1, steps - warmup_steps))
         self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
-            self._targets = self._now()
+            self._targets = self.now()
             self._warm()
+
+    def now(self) -> list[float]:
+        """Returns the rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_all(self, rates: Sequence[float]) -> None:
+        """Sets the rate of each group."""
+        if list(rates) != self.now():
+            self._set(rates)
 
     def leave(self) -> None:
         """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
-        self._left = self._now()
+        self._left = self.now()
 
     def go_on(self, steps: int) -> str:
         """Goes on with a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
@@ -128,7 +137,7 @@ class Rates:
         scheduler, total = self.scheduler, max(1, steps - self._warmup_steps)
         if not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
             return ""
-        before, warm = scheduler.total_steps + self._warmup_steps, self._now()
+        before, warm = scheduler.total_steps + self._warmup_steps, self.now()
         scheduler.stretch(total)
         if self._targets:
             self._set(warm)
@@ -181,12 +190,9 @@ class Rates:
         self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
         self.leave()
 
-    def _now(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def _take_what_was_set(self) -> None:
         """Begins with the rates that the program has set between two fits: as it gives them, before any scaling."""
-        for number, (left, now) in enumerate(zip(self._left, self._now(), strict=False)):
+        for number, (left, now) in enumerate(zip(self._left, self.now(), strict=False)):
             if now == left:
                 continue
             for name in _RATES:
@@ -202,7 +208,7 @@ class Rates:
         if self._warm_steps >= self._warmup_steps:
             self._targets = []
 
-    def _set(self, rates: list[float]) -> None:
+    def _set(self, rates: Sequence[float]) -> None:
         for number, rate in enumerate(rates):
             self._put(number, "lr", rate)
 

@@ -10,7 +10,7 @@ Parameters change only after every collective of the step has succeeded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class TrainingStep:
         scale: Of the loss, or None.
         device: Where the model computes.
         metrics: What is measured beside loss and accuracy.
+        before_update: Called with the number of the step in its epoch, when its gradients are there.
         accumulates: Whether a step may have several micro-batches, on any rank.
     """
 
@@ -60,6 +61,7 @@ class TrainingStep:
         scale: LossScale | None,
         device: torch.device,
         metrics: Metrics,
+        before_update: Callable[[int], object],
         *,
         accumulates: bool,
     ) -> None:
@@ -71,6 +73,7 @@ class TrainingStep:
         self._guard = guard
         self._call = call
         self._scale = scale
+        self._before_update = before_update
         self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
@@ -88,6 +91,7 @@ class TrainingStep:
         self._unscale()
         verdict = self._guard.verdict(share, [result.loss.value for result in results], lambda: self._run_alone(share))
         if verdict is Verdict.TAKEN:
+            self._before_update(share.number)
             self._update()
         if verdict is not Verdict.SKIPPED:
             for result in results:

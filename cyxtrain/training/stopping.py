@@ -111,12 +111,17 @@ class Wishes:
         """Whether this rank wishes that the fit stops."""
         return first_reason_to_stop(self.own()) is not None
 
-    def agree(self, *, gave_up: bool = False) -> tuple[list[float], bool]:
-        """Returns (what any rank wishes, whether any gave up its validation), the same on every rank. All call it."""
-        numbers = torch.tensor([*self.own(), float(gave_up)], device="cpu")
+    def agree(self, *, speaks: bool = False) -> tuple[list[float], int | None]:
+        """Returns (what any rank wishes, the first rank that speaks, or None), the same on every rank. All call it.
+
+        Args:
+            speaks: Whether this one has something to say: what, the caller knows.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        numbers = torch.tensor([*self.own(), float(world_size - rank) if speaks else 0.0], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        *heard, any_gave_up = numbers.tolist()
-        return heard, any_gave_up > 0
+        *heard, first = numbers.tolist()
+        return heard, world_size - int(first) if first else None
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:

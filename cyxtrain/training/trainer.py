@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
@@ -108,6 +109,20 @@ class DistributedTrainer:
         return self._state.position.epoch
 
     @property
+    def step(self) -> int:
+        """Optimizer steps that have been taken, over all calls of `fit`."""
+        return self._state.position.step
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Of the learning rate, or None."""
+        return self._state.rates.scheduler
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Sets the learning rate of each group; where a callback does so between two epochs, it is set on all ranks."""
+        self._state.rates.set_all(rates)
+
+    @property
     def history(self) -> TrainingHistory:
         """The numbers of the latest fit, also of one that has been stopped."""
         return self._state.history
@@ -161,6 +176,7 @@ class DistributedTrainer:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
         run, everyone = agree_on(lambda: self._plan(data, keywords))
+        run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
         with telling():
             warn_of_data(everyone)
             resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))

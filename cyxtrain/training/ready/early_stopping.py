@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cyxtrain import runtime
-from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require, require_boolean, require_choice, require_integer, unknown_name
-from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.settings import require_boolean
+from cyxtrain.training.callbacks import Logs
+from cyxtrain.training.ready.monitoring import Monitoring, require_count, require_float
 from cyxtrain.training.saving.names import load_plain_state, plain_state
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(Monitoring):
     """Ends the fit when a number has not become better for some epochs; Keras's arguments.
 
     All ranks see the same numbers, so all come to the same verdict. Its state is in the checkpoint: a run that is
@@ -46,52 +46,24 @@ class EarlyStopping(Callback):
         restore_best_weights: bool = False,
         start_from_epoch: int = 0,
     ) -> None:
+        super().__init__(monitor, mode, min_delta)
         owner = "EarlyStopping"
-        require(isinstance(monitor, str) and bool(monitor), f"{owner}.monitor must be a name, got {monitor!r}.")
-        require_choice(owner, "mode", mode, ("auto", "min", "max"))
-        require_integer(owner, "patience", patience, 0)
-        require_integer(owner, "start_from_epoch", start_from_epoch, 0)
+        require_count(owner, patience=patience, start_from_epoch=start_from_epoch)
         require_boolean(owner, "restore_best_weights", restore_best_weights)
-        for name, value in (("min_delta", min_delta), ("baseline", 0 if baseline is None else baseline)):
-            require(isinstance(value, (int, float)), f"{owner}.{name} must be a number, got {value!r}.")
-        self.monitor = monitor
-        self.min_delta = abs(min_delta)
+        require_float(owner, "baseline", 0 if baseline is None else baseline)
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
-        self.mode = mode
-        self._turn(mode == "max" or (mode == "auto" and monitor.endswith("accuracy")))
+        self._reset()
 
     def _reset(self) -> None:
         self.wait = 0
         self.stopped_epoch = 0
-        self.best = self._sign * math.inf
+        self.best = self.worst
         self.best_epoch = 0
         self.best_weights: dict[str, Any] | None = None
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        """Is told what is measured.
-
-        Raises:
-            ConfigError: What it looks at is not, or there is no validation.
-        """
-        super().set_params(params)
-        if self.monitor.startswith("val_") and not params["validation"]:
-            raise ConfigError(
-                f"EarlyStopping looks at {self.monitor!r}, and there are no validation data: give some, or "
-                f'monitor="{self.monitor.removeprefix("val_")}".'
-            )
-        if self.monitor not in params["metrics"]:
-            raise unknown_name("this fit", self.monitor, params["metrics"], "number in its history that is named")
-        if self.mode == "auto":
-            self._turn(params["larger_is_better"].get(self.monitor.removeprefix("val_"), False))
-
-    def _turn(self, grows: bool) -> None:
-        """Says whether what it looks at shall grow, and begins anew."""
-        self._sign = -1.0 if grows else 1.0
-        self._reset()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begins anew."""
@@ -103,21 +75,14 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: There is no such number in this fit.
         """
-        value = (logs or {}).get(self.monitor)
-        if value is None and self.monitor.startswith("val_") and "val_loss" not in (logs or {}):
-            return  # an epoch without validation
-        if value is None:
-            raise ConfigError(
-                f"EarlyStopping looks at {self.monitor!r}, which this fit does not measure: it has "
-                f"{', '.join(logs or {})}. Look at one of those."
-            )
-        if epoch < self.start_from_epoch:
+        value = self.value_in(logs)
+        if value is None or epoch < self.start_from_epoch:
             return
-        improved = self._is_better(value, self.best)
+        improved = self.is_better(value, self.best)
         if improved or (self.restore_best_weights and self.best_weights is None):  # a first NaN is better than nothing
             self._remember(epoch)
         self.best = value if improved else self.best
-        counts = improved and (self.baseline is None or self._is_better(value, self.baseline))
+        counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
         self.wait = 0 if counts else self.wait + 1
         if not improved and self.wait >= self.patience and epoch > 0:
             self.stopped_epoch = epoch
@@ -158,6 +123,3 @@ class EarlyStopping(Callback):
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in weights.items()
             }
-
-    def _is_better(self, value: float, than: float) -> bool:
-        return self._sign * value < self._sign * than - self.min_delta

@@ -1,0 +1,1 @@
+"""Ready callbacks, under Keras's names and with its arguments; `cyxtrain.callbacks` shows them."""

@@ -1,0 +1,395 @@
+"""Ready callbacks do what Keras's do, on every rank alike, also where one rank alone has them, and resume."""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import nn
+
+import cyxtrain as cx
+from cyxtrain.callbacks import (
+    EMA,
+    Callback,
+    CSVLogger,
+    GradientNormMonitor,
+    LambdaCallback,
+    LearningRateMonitor,
+    LearningRateScheduler,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    TerminateOnNaN,
+    ThroughputMonitor,
+    Timer,
+)
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS, VALID = make_rows(40), make_rows(9, seed=1)
+FIT = {"epochs": 3, "effective_batch_size": 8, "verbose": False}
+
+
+def fit(*callbacks: Callback, rate: float = 0.1, scheduler: Any = None, **more: Any) -> cx.DistributedTrainer:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler=scheduler)
+    trainer.fit(*ROWS, callbacks=list(callbacks), **{**FIT, **more})
+    return trainer
+
+
+# --- learning rates -------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_sets_the_rate_of_each_epoch_with_or_without_the_rate(capsys):
+    with one_process():
+        for schedule in (lambda epoch, rate: rate / 2, lambda epoch: 0.1 / 2 ** (epoch + 1)):
+            seen = LearningRateMonitor()
+            fit(LearningRateScheduler(schedule, verbose=1), seen)
+            assert [rates for _, rates in seen.values] == [[0.05], [0.025], [0.0125]]
+            assert [step for step, _ in seen.values] == [5, 10, 15]
+            assert "epoch 3: the learning rate is 0.0125" in capsys.readouterr().out
+
+
+def set_by_one(setter: int) -> tuple[list[Any], str]:
+    """Only one rank has a schedule."""
+    own = [LearningRateScheduler(lambda epoch, rate: 0.3 / (epoch + 1))] if cx.get_rank() == setter else []
+    seen = LearningRateMonitor(every_n_steps=5)
+    trainer = fit(*own, seen)
+    return seen.values, fingerprint(trainer.model)
+
+
+@pytest.mark.parametrize("setter", [0, 1])
+def test_what_one_rank_sets_is_set_on_all(setter):
+    first, second = run_world(2, set_by_one, setter)
+    assert first == second
+    assert [rates[0] for _, rates in first[0]] == pytest.approx([0.3, 0.15, 0.1])
+
+
+def follow(values: list[float], **arguments: Any) -> list[float]:
+    """The rate after each epoch of a number."""
+    callback = ReduceLROnPlateau("loss", **arguments)
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 1.0)
+
+    class Trainer:
+        scheduler = None
+
+        def __init__(self) -> None:
+            self.optimizer = optimizer
+
+        def set_learning_rates(self, rates: list[float]) -> None:
+            optimizer.param_groups[0]["lr"] = rates[0]
+
+    stand_in: Any = Trainer()
+    callback.set_trainer(stand_in)
+    callback.on_train_begin()
+    rates = []
+    for epoch, value in enumerate(values):
+        callback.on_epoch_end(epoch, {"loss": value})
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "expected"),
+    [
+        ([3, 2, 2, 2, 2], {"patience": 2}, [1, 1, 1, 0.1, 0.1]),
+        ([3, 3, 3, 3, 3], {"patience": 1, "factor": 0.5}, [1, 0.5, 0.25, 0.125, 0.0625]),
+        ([3, 3, 3, 3, 3, 3], {"patience": 1, "factor": 0.5, "cooldown": 2}, [1, 0.5, 0.5, 0.5, 0.25, 0.25]),
+        ([3, 3, 3, 3], {"patience": 1, "factor": 0.5, "min_lr": 0.4}, [1, 0.5, 0.4, 0.4]),
+        ([3, 2.9999, 2.9998], {"patience": 1, "factor": 0.5, "min_delta": 0.01}, [1, 0.5, 0.25]),
+        ([1, 2, 3], {"patience": 1, "mode": "max"}, [1, 1, 1]),
+        ([math.nan, math.nan], {"patience": 1, "factor": 0.5}, [0.5, 0.25]),
+    ],
+)
+def test_a_rate_falls_on_a_plateau_as_in_keras(values, arguments, expected):
+    assert follow(values, **arguments) == pytest.approx(expected)
+
+
+def plateau(**more: Any) -> tuple[list[Any], str]:
+    seen = LearningRateMonitor()
+    fall = ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0)
+    trainer = fit(fall, seen, epochs=5, validation_data=VALID, **more)
+    return seen.values, fingerprint(trainer.model)
+
+
+def resumed_plateau(folder: str) -> list[tuple[list[Any], str]]:
+    whole = plateau(checkpoint_every_n_steps=4, checkpoint_dir=folder)
+    return [whole] + [plateau(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plateau_resumes(world_size, tmp_path):
+    for whole, *resumed in everywhere(world_size, resumed_plateau, str(tmp_path)):
+        assert [rates[0] for _, rates in whole[0]] == [0.1, 0.05, 0.025, 0.0125, 0.00625]
+        assert len(resumed) > 4
+        assert all(found == whole for found in resumed)
+
+
+def test_two_that_set_the_rate_are_refused():
+    with one_process():
+        for callback in (LearningRateScheduler(lambda epoch: 0.1), ReduceLROnPlateau("loss")):
+            with pytest.raises(cx.ConfigError, match=r"and Cosine both set the learning rate"):
+                fit(callback, scheduler="cosine")
+            with pytest.raises(cx.ConfigError, match=r"and warmup_steps both set the learning rate"):
+                fit(callback, warmup_steps=3)
+        with pytest.raises(cx.ConfigError, match="returned 'fast' for epoch 0: no rate"):
+            fit(LearningRateScheduler(lambda epoch: "fast"))  # type: ignore[arg-type, return-value]
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return [*csv.reader(file)]
+
+
+def log_into(path: str, **more: Any) -> dict[str, list[float]]:
+    append = more.pop("append", False)
+    return fit(CSVLogger(path, append=append), validation_data=VALID, validation_freq=2, **more).history.history
+
+
+def test_a_line_per_epoch_is_written_by_rank_0_and_resumed(tmp_path):
+    path = tmp_path / "logs" / "here.csv"
+    [history, _] = run_world(2, log_all, str(path), str(tmp_path / "kept"))
+    header, *lines = table(path)
+    assert header == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy"]
+    assert [line[0] for line in lines] == ["0", "1", "2"]
+    assert [float(line[1]) for line in lines] == history["loss"]
+    assert lines[0][3] == ""
+    assert float(lines[1][3]) == history["val_loss"][1]
+    whole = path.read_text()
+    with one_process():
+        for checkpoint in ("epoch-0001.ckpt", "epoch-0002.ckpt"):
+            path.write_text(whole)
+            log_into(str(path), resume=str(tmp_path / "kept" / checkpoint))
+            again = table(path)
+            assert [line[0] for line in again] == ["epoch", "0", "1", "2"]
+            assert again[1] == lines[0]
+        log_into(str(path), append=True, epochs=1)
+        assert [line[0] for line in table(path)] == ["epoch", "0", "1", "2", "0"]
+        log_into(str(path), epochs=1)
+        assert len(table(path)) == 2
+
+
+def log_all(path: str, kept: str) -> dict[str, list[float]]:
+    return log_into(path, checkpoint_every_n_epochs=1, checkpoint_dir=kept)
+
+
+def save_models(folder: str) -> list[str]:
+    fit(
+        ModelCheckpoint(f"{folder}/all/{{epoch:02d}}-{{loss:.1f}}.ckpt"),
+        ModelCheckpoint(f"{folder}/weights.safetensors", save_weights_only=True),
+        ModelCheckpoint(f"{folder}/steps/{{epoch}}-{{batch}}.ckpt", save_freq=4),
+        ModelCheckpoint(f"{folder}/best/{{epoch}}.ckpt", "accuracy", save_best_only=True),
+        ModelCheckpoint(f"{folder}/never.ckpt", "loss", save_best_only=True, initial_value_threshold=-1.0),
+    )
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*"))
+
+
+def test_models_are_saved_where_and_when_it_is_asked_for(tmp_path):
+    first, _ = run_world(2, save_models, str(tmp_path))
+    assert [name for name in first if name.startswith("steps")] == [
+        "steps/1-4.ckpt",
+        "steps/2-3.ckpt",
+        "steps/3-2.ckpt",
+    ]
+    assert len([name for name in first if name.startswith("all/0")]) == 3
+    assert first[-1] == "weights.safetensors"
+    assert "best/1.ckpt" in first
+    assert not any(name.startswith("never") for name in first)
+    with one_process():
+        trainer = fit(epochs=1)
+        before = fingerprint(trainer.model)
+        trainer.load_checkpoint(tmp_path / "steps" / "3-2.ckpt")
+        assert trainer.step == 12
+        cx.load_weights(trainer.model, tmp_path / "weights.safetensors")
+        assert fingerprint(trainer.model) != before
+
+
+def test_a_path_that_cannot_be_filled_in_is_an_error(tmp_path):
+    with one_process(), pytest.raises(cx.ConfigError, match=r"cannot be filled in .*val_loss.*: there are epoch, loss"):
+        fit(ModelCheckpoint(f"{tmp_path}/{{val_loss}}.ckpt"))
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def end_on_nan(who: int) -> tuple[int, list[float], list[str]]:
+    """The model becomes NaN in the eighth step; one rank alone has the callback."""
+    poison = LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: None,
+        on_epoch_begin=lambda epoch, logs: model[0].weight.data.fill_(math.nan) if epoch == 1 else None,
+    )
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    own = [TerminateOnNaN()] if cx.get_rank() == who else []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(*ROWS, callbacks=[poison, *own], **FIT)
+    return trainer.step, trainer.history.train_losses, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_fit_ends_on_nan_on_all_ranks_where_one_wants_it(who):
+    first, second = run_world(2, end_on_nan, who)
+    assert first[0] == second[0] == 6
+    assert len(first[1]) == 2
+    assert any("parameters are not finite" in text and "a callback ends the fit" in text for text in first[2])
+    assert not second[2]
+
+
+def test_a_timer_ends_a_fit_and_takes_the_time():
+    timer = Timer()
+    with one_process():
+        fit(timer)
+        assert len(timer.epoch_seconds) == 3
+        assert all(seconds > 0 for seconds in timer.epoch_seconds)
+        trainer = fit(Timer(seconds=1e-9), epochs=50)
+        assert trainer.epoch == 1
+        assert trainer.step == 2  # the ranks hear of it with the step that follows
+
+
+# --- monitors -------------------------------------------------------------------------------------------------------
+
+
+def monitored(**more: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    norms, rates, speed = GradientNormMonitor(2), LearningRateMonitor(3), ThroughputMonitor(2)
+    fit(norms, rates, speed, clip_norm=1e-3, **more)
+    return norms.values, rates.values, speed.values
+
+
+def test_monitors_note_every_so_many_steps_the_same_on_any_number_of_ranks():
+    [(norms, rates, speed)] = everywhere(1, monitored)
+    assert [step for step, _ in norms] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert [step for step, _ in rates] == [0, 3, 6, 9, 12]
+    assert [step for step, _ in speed] == [2, 4, 6, 8, 10, 12, 14]
+    assert all(value > 0 for _, value in speed)
+    assert all(value > 1e-2 for _, value in norms)  # before they are clipped
+    for found in run_world(2, monitored):
+        assert [value for _, value in found[0]] == pytest.approx([value for _, value in norms], rel=1e-3)
+
+
+def test_monitors_resume(tmp_path):
+    with one_process():
+        whole = monitored(checkpoint_every_n_steps=4, checkpoint_dir=str(tmp_path))
+        for path in sorted(tmp_path.glob("step-*.ckpt")):
+            again = monitored(resume=str(path))
+            assert again[:2] == whole[:2]
+            assert [step for step, _ in again[2]][-1] == 14
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+class Watching(Callback):
+    """Keeps the parameters after each step, and those of validations."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.tested: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(flat(self.model.parameters()))
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.tested.append(flat(self.model.parameters()))
+
+
+def averaged(**more: Any) -> str:
+    return fingerprint(fit(EMA(0.9), validation_data=VALID, **more).model)
+
+
+def test_the_average_of_parameters_validates_and_stays(tmp_path):
+    watching = Watching()
+    with one_process():
+        trainer = fit(EMA(0.9, start_step=2), watching, validation_data=VALID)
+        average = watching.steps[0]
+        expected = []
+        for number, parameters in enumerate(watching.steps):
+            average = parameters if number < 2 else 0.9 * average + 0.1 * parameters
+            expected.append(average)
+        assert abs(flat(trainer.model.parameters()) - expected[-1]).max() < 1e-6
+        assert abs(watching.tested[0] - expected[4]).max() < 1e-6
+        assert abs(watching.steps[5] - expected[5]).max() > 1e-3  # training goes on with the parameters themselves
+        plain = fit(EMA(0.9, validates=False, overwrites_at_end=False), validation_data=VALID)
+        assert fingerprint(plain.model) == fingerprint(fit(validation_data=VALID).model)
+        whole = averaged(checkpoint_every_n_steps=4, checkpoint_dir=str(tmp_path))
+        for path in sorted(tmp_path.glob("step-*.ckpt")):
+            assert averaged(resume=str(path)) == whole
+
+
+class Failing(nn.Module):
+    """Fails in a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails and not self.training:
+            raise RuntimeError("no")
+        return self.net(x)
+
+
+def test_an_error_in_a_validation_leaves_the_parameters_in_the_model_and_is_shown():
+    seen: list[BaseException] = []
+    model = Failing()
+    watching = Watching()
+    failing = LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(model, "fails", True), on_exception=seen.append)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    with one_process(), pytest.raises(RuntimeError, match="no"):
+        trainer.fit(*ROWS, validation_data=VALID, callbacks=[EMA(0.9), watching, failing], **FIT)
+    assert abs(flat(model.parameters()) - watching.steps[-1]).max() == 0
+    assert [str(error) for error in seen] == ["no"]
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_seen_between_averaging_and_clipping():
+    norms: list[float] = []
+
+    class Looking(Callback):
+        def on_before_optimizer_step(self, batch: int, logs: Any = None) -> None:
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])))
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            after.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])))
+
+    after: list[float] = []
+    with one_process():
+        fit(Looking(), clip_norm=1e-3)
+    assert min(norms) > 1e-2
+    assert max(after) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LearningRateScheduler(3), "schedule must be a function"),  # type: ignore[arg-type]
+        (lambda: ReduceLROnPlateau(factor=1.0), "factor must be between 0 and 1"),
+        (lambda: ReduceLROnPlateau(patience=-1), "patience must be a whole number"),
+        (lambda: CSVLogger("x", separator=";;"), "separator must be one character"),
+        (lambda: CSVLogger(3), "filename must be a path"),  # type: ignore[arg-type]
+        (lambda: LambdaCallback(on_epoch_ends=print), "Did you mean 'on_epoch_end'"),
+        (lambda: LambdaCallback(on_epoch_end=3), "must be a function"),  # type: ignore[arg-type]
+        (lambda: ModelCheckpoint("x", save_freq=0), "save_freq must be a whole number"),
+        (lambda: ModelCheckpoint("x", save_freq=2, save_best_only=True), "save_freq must be 'epoch'"),
+        (lambda: Timer(0), "seconds must be above 0"),
+        (lambda: GradientNormMonitor(0), "every_n_steps must be at least 1"),
+        (lambda: EMA(1.0), "decay must be between 0 and 1"),
+        (lambda: EMA(start_step=-1), "start_step must be a whole number"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(make, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        make()
