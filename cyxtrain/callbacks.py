@@ -6,6 +6,7 @@ from cyxtrain.training.ready.early_stopping import EarlyStopping
 from cyxtrain.training.ready.learning_rates import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
 from cyxtrain.training.ready.model_checkpoint import ModelCheckpoint
 from cyxtrain.training.ready.monitors import GradientNormMonitor, TerminateOnNaN, ThroughputMonitor, Timer
+from cyxtrain.training.ready.tensorboard import TensorBoard
 from cyxtrain.training.ready.writing import CSVLogger, LambdaCallback
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LearningRateScheduler",
     "ModelCheckpoint",
     "ReduceLROnPlateau",
+    "TensorBoard",
     "TerminateOnNaN",
     "ThroughputMonitor",
     "Timer",

@@ -93,6 +93,9 @@ class Callback:
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Validation is over; logs have its "loss", "accuracy" and metrics, or nothing where the fit stops in it."""
 
+    def close(self) -> None:
+        """The fit is left, however it ended: files are closed here."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of it: tensors, numbers, text, lists, tuples and dictionaries. Rank 0's."""
         return {}
@@ -193,6 +196,12 @@ class Callbacks:
                 callback.on_train_batch_end(batch, logs)
                 self._heed_keras(callback)
             logs.close()
+
+    def close(self) -> None:
+        """Lets each close its files."""
+        with contextlib.ExitStack() as stack:
+            for callback in self._callbacks:
+                stack.callback(callback.close)
 
     @staticmethod
     def _heed_keras(callback: Callback) -> None:

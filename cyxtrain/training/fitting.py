@@ -71,6 +71,7 @@ class Fit:
         stopped, position = None, self._state.position
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(self._keeper))
+            stack.enter_context(contextlib.closing(self._callbacks))
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._wishes.hearing_signals())
             stack.enter_context(_telling(self._ddp))  # first of all: what has been begun to write may take its time

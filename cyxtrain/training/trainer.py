@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
-from cyxtrain.config import DDPConfig
+from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
@@ -112,6 +112,11 @@ class DistributedTrainer:
     def step(self) -> int:
         """Optimizer steps that have been taken, over all calls of `fit`."""
         return self._state.position.step
+
+    @property
+    def config(self) -> DistributedTrainingConfig:
+        """Of the latest call of `fit`."""
+        return self._state.config
 
     @property
     def scheduler(self) -> LRScheduler | None:

@@ -1,0 +1,109 @@
+"""Curves for TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cyxtrain import runtime
+from cyxtrain.settings import require, require_integer
+from cyxtrain.training.callbacks import Callback, Logs
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard(Callback):
+    """Writes what TensorBoard shows, on rank 0: `tensorboard --logdir logs`.
+
+    Losses and metrics of each epoch, training beside validation in one picture; the learning rate, samples per second
+    and the norm of the gradients (averaged over ranks, not clipped); the settings, as a table. The horizontal axis is
+    that of optimizer steps. A fit that goes on from a checkpoint goes on with its curves.
+
+    Args:
+        log_dir: Folder; each training has one of its own.
+        update_freq: "epoch", or "batch", or a number of steps: how often there are the learning rate, the norm of the
+            gradients and this rank's loss so far.
+
+    Raises:
+        ConfigError: An argument cannot be.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
+        owner = "TensorBoard"
+        require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")
+        if update_freq not in ("epoch", "batch"):
+            require_integer(owner, "update_freq", update_freq, 1)
+        self.log_dir = os.fspath(log_dir)
+        self.update_freq = update_freq
+        self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._writer: SummaryWriter | None = None
+        self._norm: torch.Tensor | None = None
+        self._last = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Writes down the settings."""
+        if runtime.is_master():
+            self._open()
+            assert self._writer is not None
+            settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
+            rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was made: what came after it is not shown any more."""
+        if runtime.is_master():
+            self.close()
+            self._open(purge_step=state["step"] + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far it is."""
+        return {"step": self.trainer.step}
+
+    def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
+        """Looks at the gradients where their norm is to be shown."""
+        is_last = batch + 1 == self.params["steps"]
+        if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
+            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Writes what is shown from step to step."""
+        step = self.trainer.step
+        if self._writer is not None and self._every and step % self._every == 0:
+            self._writer.add_scalar("loss so far/train", (logs or {})["loss"], step)
+            self._steps_numbers(step)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Writes the epoch's numbers."""
+        if self._writer is None:
+            return
+        step = self.trainer.step
+        for name, value in (logs or {}).items():
+            kind = "validation" if name.startswith("val_") else "train"
+            self._writer.add_scalar(f"{name.removeprefix('val_')}/{kind}", value, step)
+        self._writer.add_scalar("samples per second/train", self.trainer.history.samples_per_second, step)
+        if not self._every:
+            self._steps_numbers(step)
+        self._writer.flush()
+
+    def _steps_numbers(self, step: int) -> None:
+        assert self._writer is not None
+        for number, group in enumerate(self.trainer.optimizer.param_groups):
+            self._writer.add_scalar(f"learning rate/group {number}", float(group["lr"]), step)
+        if self._norm is not None:
+            self._writer.add_scalar("gradient norm/train", float(self._norm), step)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and who does not look does not pay
+
+        self._writer = SummaryWriter(self.log_dir, purge_step=purge_step)
