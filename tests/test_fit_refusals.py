@@ -378,7 +378,6 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
         ({"optimizer": lambda parameters: 3}, "optimizer must be"),
         ({"model": 3}, "torch.nn.Module"),
         ({"model": nn.ReLU()}, "no parameters"),
-        ({"metrics": ["f1"]}, "no metrics yet"),
         ({"scheduler": object()}, "scheduler must be one of"),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR},
