@@ -11,10 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
+from cyxtrain.training.history_views import history_as_html, plot_history
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Keras's names, in the order of the columns; "train_" goes before the first two where the part must be clear.
 _KERAS_NAMES = {
@@ -132,6 +136,17 @@ class TrainingHistory:
             cells = [repr(float(values[row])) if row < len(values) else "" for values in columns]
             writer.writerow([self._epoch(row), *cells])
         return _written(table.getvalue(), path)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Returns matplotlib's picture of all curves, and writes it to `path` where one is given (PNG, SVG, PDF).
+
+        Raises:
+            ConfigError: matplotlib is not there (`pip install 'cyxtrain[plot]'`), or there is no epoch.
+        """
+        return plot_history(self.history, [self._epoch(row) for row in range(self._num_epochs())], path)
+
+    def _repr_html_(self) -> str:
+        return history_as_html(self.history, self._summary())
 
     def __repr__(self) -> str:
         rows = list(range(self._num_epochs()))

@@ -48,6 +48,7 @@ from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import modes_kept
 from cyxtrain.training.stopping import explain_stop, leave_for
+from cyxtrain.training.summary import OutputShapes, summary_of
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""
@@ -273,20 +274,28 @@ class DistributedTrainer:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
         def plan() -> tuple[Rows, dict[str, Any]]:
-            source = ArraySource(*data)
-            config = self._state.config
-            return plan_rows(
-                source,
-                batch_size,
-                self.model,
-                self.loss_fn,
-                self._device,
-                config,
-                {} if predicting else self._metrics,
-                predicting=predicting,
-            )
+            given = (ArraySource(*data), batch_size, self.model, self.loss_fn, self._device, self._state.config)
+            return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 
         return agree_on(plan)[0] if distributed else plan()[0]
+
+    def summary(self, X: Any = None) -> str:  # noqa: N803
+        """Shows the model's layers and how many parameters each has, on rank 0; returns the text.
+
+        Args:
+            X: Rows, of which two are tried: then the shapes of outputs are shown, too.
+
+        Raises:
+            ConfigError: The model cannot take them.
+        """
+        shows = self.is_master()
+        with contextlib.closing(OutputShapes(self.model)) as outputs:
+            if X is not None:
+                self._rows((X,), None, distributed=False, predicting=True)
+        text = summary_of(self.model, outputs.shapes)
+        if shows:
+            print(text)
+        return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.
@@ -350,8 +359,7 @@ class DistributedTrainer:
 
     def is_master(self) -> bool:
         """Returns whether this is rank 0; also before the world is joined, alone."""
-        _join_world()
-        return runtime.is_master()
+        return self.get_rank() == 0
 
     def get_rank(self) -> int:
         """Returns this rank."""
@@ -370,7 +378,8 @@ class DistributedTrainer:
         run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics)
         check_scaling(self._state.rates.scheduler, run.config)
         facts |= scheduler_facts(self._state.rates.scheduler)
-        run.callbacks.meet(self, run.params(self.epoch + run.config.epochs))
+        first = self.epoch if run.initial_epoch is None else run.initial_epoch
+        run.callbacks.meet(self, run.params(first + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in dataclasses.asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             own |= value_facts(self.model)

@@ -1,0 +1,95 @@
+"""A history for eyes: curves by matplotlib, and a small view in notebooks."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cyxtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH, _HEIGHT, _MARGIN = 220, 90, 6
+_TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
+
+
+def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
+    """Returns a picture with a panel for each number, training beside validation.
+
+    Args:
+        columns: Under Keras's names.
+        epochs: Numbers of the epochs.
+        path: Where it is written, as PNG, SVG or PDF by its name; None: nowhere.
+
+    Raises:
+        ConfigError: matplotlib is not there, or nothing has been measured.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "plot() draws with matplotlib, which is not there: install it, as in pip install 'cyxtrain[plot]'."
+        ) from error
+    panels = _panels(columns)
+    if not panels:
+        raise ConfigError("there is nothing to plot: the history has no epoch.")
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(5.0 * min(2, len(panels)), 3.2 * rows), layout="constrained")
+    grid: list[Any] = list(figure.subplots(rows, min(2, len(panels)), squeeze=False).flat)
+    for axes, (name, curves) in zip(grid, panels.items(), strict=False):
+        for kind, values, color in curves:
+            axes.plot(epochs[: len(values)], values, marker="." if len(values) < 30 else "", label=kind, color=color)
+        axes.set(xlabel="epoch", title=name)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    if path is not None:
+        figure.savefig(os.fspath(path), dpi=120)
+    return figure
+
+
+def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str:
+    """Returns a view of curves and last values that needs no script, for notebooks."""
+    cells = []
+    for name, curves in _panels(columns).items():
+        last = ", ".join(f"{kind} {values[-1]:.4f}" for kind, values, _ in curves if values)
+        cells.append(
+            f'<td style="text-align:left"><b>{html.escape(name)}</b><br/>{_svg(curves)}<br/>{html.escape(last)}</td>'
+        )
+    lines = ["".join(cells[first : first + 4]) for first in range(0, len(cells), 4)]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<div>{html.escape(summary)}<table>{table}</table></div>"
+
+
+def _panels(columns: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[str, Sequence[float], str]]]:
+    """Returns (what, values, color) of each curve, by what is measured."""
+    found: dict[str, list[tuple[str, Sequence[float], str]]] = {}
+    for name, values in columns.items():
+        own = name.removeprefix("val_")
+        kind = ("training", values, _TRAIN) if own == name else ("validation", values, _VALIDATION)
+        found.setdefault(own, []).append(kind)
+    return found
+
+
+def _svg(curves: Sequence[tuple[str, Sequence[float], str]]) -> str:
+    finite = [value for _, values, _ in curves for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    longest = max(len(values) for _, values, _ in curves)
+
+    def place(number: int, value: float) -> str:
+        x = _MARGIN + (_WIDTH - 2 * _MARGIN) * (number / (longest - 1) if longest > 1 else 0.5)
+        y = _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * ((value - low) / (high - low) if high > low else 0.5)
+        return f"{x:.1f},{y:.1f}"
+
+    drawn = "".join(
+        f'<polyline fill="none" stroke="{color}" stroke-width="1.5" '
+        f'points="{" ".join(place(n, value) for n, value in enumerate(values) if math.isfinite(value))}"/>'
+        for _, values, color in curves
+    )
+    return f'<svg width="{_WIDTH}" height="{_HEIGHT}" style="border:1px solid #ccc">{drawn}</svg>'
