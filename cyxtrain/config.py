@@ -345,12 +345,7 @@ class DistributedTrainingConfig:
         split = self.validation_split
         right = is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
-        if self.steps_per_epoch is not None:
-            require_integer(owner, "steps_per_epoch", self.steps_per_epoch, 1)
-        freq = self.validation_freq
-        epochs = freq if isinstance(freq, list) else [freq]
-        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs)
-        require(right, f"{owner}.validation_freq must be a number of epochs, or a list of epochs, got {freq!r}.")
+        self._validate_epochs(owner)
         self._validate_checkpoints(owner)
 
     def _validate_clipping(self, owner: str) -> None:
@@ -360,6 +355,16 @@ class DistributedTrainingConfig:
             right = is_number(value) and 0 < value < math.inf
             require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
+
+    def _validate_epochs(self, owner: str) -> None:
+        if self.steps_per_epoch is not None:
+            require_integer(owner, "steps_per_epoch", self.steps_per_epoch, 1)
+        freq = self.validation_freq
+        if isinstance(freq, tuple):
+            freq = self.validation_freq = list(freq)  # the config travels as JSON
+        epochs = freq if isinstance(freq, list) else [freq]
+        right = all(type(epoch) is int and epoch >= 1 for epoch in epochs)
+        require(right, f"{owner}.validation_freq must be a number of epochs, or a list of epochs, got {freq!r}.")
 
     def _validate_checkpoints(self, owner: str) -> None:
         require_integer(owner, "checkpoint_every_n_epochs", self.checkpoint_every_n_epochs, 0)

@@ -85,7 +85,7 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
         "verbose": False,
         "validation": False,
         "metrics": ["loss", "accuracy"],
-        "larger_is_better": {"accuracy": True},
+        "larger_is_better": {"loss": False, "accuracy": True},
     }
     return [recorder.calls, recorder.logs, history.history]
 
@@ -122,10 +122,16 @@ def test_logs_of_a_batch_are_the_means_of_the_epoch_so_far():
 
 def test_logs_of_a_batch_cost_nothing_unless_they_are_read():
     asked = []
-    logs = BatchLogs(lambda: asked.append(1) or {"loss": 0.5})
+
+    def number(name: str) -> Any:
+        return lambda: asked.append(name) or 0.5
+
+    logs = BatchLogs(lambda: asked.append("all") or {"loss": number("loss"), "auc": number("auc")})
+    assert logs
     assert asked == []
-    assert (logs["loss"], len(logs), list(logs), logs.get("accuracy")) == (0.5, 1, ["loss"], None)
-    assert asked == [1]
+    assert (logs["loss"], logs["loss"], len(logs), list(logs)) == (0.5, 0.5, 2, ["loss", "auc"])
+    assert asked == ["all", "loss"]
+    assert logs.get("accuracy") is None
 
 
 class Stopper(Callback):

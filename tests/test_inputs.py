@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_rows, one_process, run_world, seeded
-from rank_processes import rank_server  # noqa: F401 - a fixture
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional
 
@@ -317,3 +317,48 @@ def test_rows_of_a_part_that_are_not_finite_are_named():
         pytest.raises(cx.NonFiniteError, match=r"X\['left'\] holds NaN or infinities \(row 7\)"),
     ):
         trained(TwoInputs, {"left": left, "right": RIGHT}, TARGETS)
+
+
+class Masked(nn.Module):
+    """Uses truths as a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x, mask):
+        assert mask.dtype is torch.bool
+        return self.last(x.masked_fill(mask, 0.0))
+
+
+def test_truths_among_several_inputs_stay_a_mask():
+    left, _, targets = parts()
+    with one_process():
+        trained(Masked, {"x": left, "mask": left > 1.0}, targets)
+
+
+def test_the_class_that_does_not_count_needs_no_weight():
+    left, right, targets = parts()
+    ignoring = targets.clone()
+    ignoring[::3] = -100
+    with one_process():
+        weights = dict.fromkeys(range(CLASSES), 2.0)
+        trained(TwoInputs, (left, right), ignoring, class_weight=weights)
+
+
+def weigh_differently() -> None:
+    left, right, targets = parts()
+    rare = targets.clone()
+    rare[5] = 2
+    factors = {0: 1.0, 1: 1.0, 2: 1.0 + cx.get_rank()}
+    trained(TwoInputs, (left, right), rare, class_weight=factors)
+
+
+def test_ranks_with_other_weights_are_refused():
+    for ended in run_ranks(2, in_world, "weigh_differently"):
+        assert "differs from rank 0 in training sample_weight" in ended.message
+
+
+def in_world(name: str) -> None:
+    with cx.init():
+        globals()[name]()

@@ -124,3 +124,63 @@ def test_a_fit_from_an_initial_epoch_resumes(tmp_path):
         again, seen = fit(checkpoint_every_n_steps=2, **kept)
         assert len(seen.steps) < 10
         assert fingerprint(again.model) == fingerprint(whole.model)
+
+
+def test_a_resume_after_an_epoch_without_validation_leaves_the_best_alone(tmp_path):
+    kept = {"validation_data": VALID, "validation_freq": 2, "keep_best": "val_loss", "checkpoint_every_n_epochs": 1}
+    with one_process():
+        fit(epochs=3, checkpoint_dir=str(tmp_path), **kept)
+        best = (tmp_path / "best.ckpt").read_bytes()
+        assert best == (tmp_path / "epoch-0002.ckpt").read_bytes()
+        fit(epochs=3, checkpoint_dir=str(tmp_path), resume="auto", **kept)
+        assert (tmp_path / "best.ckpt").read_bytes() == best
+
+
+def test_the_last_epoch_is_what_was_asked_for_wherever_a_fit_goes_on(tmp_path):
+    with one_process():
+        fit(epochs=3, checkpoint_every_n_epochs=1, checkpoint_dir=str(tmp_path))
+        for resume in ("auto", str(tmp_path / "epoch-0002.ckpt")):
+            trainer, seen = fit(epochs=6, initial_epoch=3, resume=resume, checkpoint_dir=str(tmp_path))
+            assert trainer.epoch == 6
+            assert seen.epochs[-1][0] == 5
+
+
+def few_steps_kept(folder: str, resume: str | None) -> list[float]:
+    trainer, _ = fit(
+        epochs=2,
+        steps_per_epoch=4,
+        effective_batch_size=None,
+        batch_size=8,
+        checkpoint_every_n_steps=3,
+        checkpoint_dir=folder,
+        resume=resume,
+    )
+    return trainer.history.train_losses
+
+
+def test_few_steps_go_on_on_more_ranks(tmp_path):
+    [alone] = everywhere(1, few_steps_kept, str(tmp_path), None)
+    path = str(sorted(tmp_path.glob("step-*.ckpt"))[0])
+    for found in run_world(2, few_steps_kept, str(tmp_path / "other"), path):
+        assert found == pytest.approx(alone, rel=1e-6)
+
+
+def set_in_a_validation(who: int) -> float:
+    def lower(logs: Any) -> None:
+        if cx.get_rank() == who:
+            trainer.set_learning_rates([0.01])
+
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    trainer.fit(
+        *ROWS, epochs=2, validation_data=VALID, callbacks=[cx.callbacks.LambdaCallback(on_test_end=lower)], **FIT
+    )
+    return float(trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_a_rate_that_is_set_in_a_validation_is_set_on_all():
+    assert run_world(2, set_in_a_validation, 1) == [0.01, 0.01]
+    with one_process():
+        for wrong in ([0.1, 0.2], [-1.0], ["fast"]):
+            with pytest.raises(cx.ConfigError, match="set_learning_rates takes a number of at least 0"):
+                fit(epochs=1)[0].set_learning_rates(wrong)  # type: ignore[arg-type]

@@ -308,3 +308,140 @@ def test_numpy_is_no_trouble():
         trainer = cx.DistributedTrainer(model, loss, "sgd", metrics="mae")
         found = trainer.evaluate(inputs.numpy(), targets.numpy().astype(np.float64))
         assert found["mae"] == pytest.approx(by_scikit_learn("numbers")["mae"], rel=1e-6)
+
+
+def test_lines_in_the_middle_of_an_epoch_change_no_number():
+    for world_size in (1, 2):
+        for often, never in zip(
+            everywhere(world_size, fit_with_lines, 1), everywhere(world_size, fit_with_lines, 0), strict=True
+        ):
+            assert often == never
+
+
+def fit_with_lines(every: int) -> dict[str, list[float]]:
+    return fit_measured(log_every_n_batches=every, metrics=["f1", "top_2", confidence])
+
+
+def test_a_direction_that_nobody_has_said_is_asked_for(tmp_path):
+    def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == target).float()
+
+    given = {"metrics": {"dice": dice}, "checkpoint_dir": str(tmp_path)}
+    early = cx.callbacks.EarlyStopping
+    with one_process():
+        with pytest.raises(cx.ConfigError, match='nobody has said whether more of it is better: give mode="min"'):
+            fit(**given, callbacks=[early("dice")])
+        with pytest.raises(cx.ConfigError, match=r"keep_best='val_dice': nobody has said .*higher_is_better = True"):
+            fit(**given, keep_best="val_dice")
+        falling = early("dice", mode="min")
+        fit(**given, callbacks=[falling])
+        assert falling._sign == 1.0
+        dice.higher_is_better = True  # type: ignore[attr-defined]
+        growing = early("dice")
+        fit(**given, callbacks=[growing], keep_best="val_dice")
+        assert growing._sign == -1.0
+
+
+def test_what_the_ranks_could_not_put_together_is_refused():
+    class Listing(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("seen", default=[], dist_reduce_fx=None)
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            self.seen.append(output.mean())
+
+        def compute(self) -> torch.Tensor:
+            return torch.stack(self.seen).mean()
+
+    model, loss, rows, _ = task("classes")
+    added = torchmetrics.Accuracy("multiclass", num_classes=CLASSES) + 1.0
+    with one_process():
+        for metric, words in ((Listing(), "keeps lists .seen. that the ranks"), (added, "is made of other metrics")):
+            trainer = cx.DistributedTrainer(model, loss, "sgd", metrics={"odd": metric})
+            with pytest.raises(cx.ConfigError, match=words):
+                trainer.fit(*rows, verbose=False)
+
+
+def test_classes_without_a_row_have_no_part_in_what_is_ranked():
+    model, loss, (inputs, classes), _ = task("classes")
+    few = classes.clamp(max=CLASSES - 2)
+    with one_process(), torch.no_grad():
+        found = cx.DistributedTrainer(model, loss, "sgd", metrics=["auc"]).evaluate(inputs, few)["auc"]
+        scores = model(inputs).double().softmax(1).numpy()
+    each = [expected.roc_auc_score(few.numpy() == number, scores[:, number]) for number in range(CLASSES - 1)]
+    assert found == pytest.approx(np.mean(each), abs=1e-6)
+
+
+def test_several_outputs_are_averaged_as_scikit_learn_does():
+    inputs, _ = make_rows(ROWS)
+    targets = torch.stack([inputs.sum(1), 5 * inputs[:, 0]], 1)
+    with seeded():
+        model = nn.Linear(4, 2)
+    with one_process(), torch.no_grad():
+        found = cx.DistributedTrainer(model, nn.MSELoss(), "sgd", metrics=["rmse", "r2"]).evaluate(inputs, targets)
+        said = model(inputs).numpy()
+    assert found["rmse"] == pytest.approx(expected.root_mean_squared_error(targets.numpy(), said), rel=1e-6)
+    assert found["r2"] == pytest.approx(expected.r2_score(targets.numpy(), said), rel=1e-6)
+
+
+def test_a_metric_may_look_at_several_targets():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(x), self.last(-x)
+
+    def error(output: Any, target: Any) -> torch.Tensor:
+        return (output[0] - target[0]).abs()[:, 0]
+
+    inputs, _ = make_rows(ROWS)
+    target = inputs.sum(1, keepdim=True)
+    with one_process(), torch.no_grad():
+        trainer = cx.DistributedTrainer(Two(), lambda o, t: (o[0] - t[0]).square().mean(), "sgd", metrics=[error])
+        found = trainer.evaluate(inputs, (target, target))["error"]
+        assert found == pytest.approx(float((trainer.model(inputs)[0] - target).abs().mean()), rel=1e-5)
+
+
+def test_logs_of_a_batch_compute_only_what_is_read():
+    calls: list[int] = []
+
+    class Counting(torchmetrics.MeanMetric):
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(output.mean())
+
+        def compute(self) -> torch.Tensor:
+            calls.append(1)
+            return super().compute()
+
+    class Reading(cx.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert logs["loss"] > 0
+            if batch == 2:
+                assert logs["counting"] == logs["counting"]
+
+    with one_process():
+        fit(metrics=[Counting()], callbacks=[Reading()], epochs=1, validation_data=None)
+    assert len(calls) == 3  # when it was tried, in the third step, at the end of the epoch
+
+
+def test_what_needs_more_rows_is_no_number_yet():
+    model, loss, (inputs, targets), _ = task("numbers")
+    with one_process():
+        trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=["r2"])
+        assert math.isnan(trainer.evaluate(inputs[:1], targets[:1])["r2"])
+
+
+def test_micro_batches_do_not_keep_their_graphs():
+    held: list[bool] = []
+
+    def watch(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        held.append(output.requires_grad or output.grad_fn is not None)
+        return output.mean()
+
+    with one_process():
+        fit(metrics=[watch], accumulation_steps=4)
+    assert held
+    assert not any(held)

@@ -102,7 +102,7 @@ def follow(values: list[float], **arguments: Any) -> list[float]:
     [
         ([3, 2, 2, 2, 2], {"patience": 2}, [1, 1, 1, 0.1, 0.1]),
         ([3, 3, 3, 3, 3], {"patience": 1, "factor": 0.5}, [1, 0.5, 0.25, 0.125, 0.0625]),
-        ([3, 3, 3, 3, 3, 3], {"patience": 1, "factor": 0.5, "cooldown": 2}, [1, 0.5, 0.5, 0.5, 0.25, 0.25]),
+        ([3, 3, 3, 3, 3, 3], {"patience": 1, "factor": 0.5, "cooldown": 2}, [1, 0.5, 0.5, 0.25, 0.25, 0.125]),
         ([3, 3, 3, 3], {"patience": 1, "factor": 0.5, "min_lr": 0.4}, [1, 0.5, 0.4, 0.4]),
         ([3, 2.9999, 2.9998], {"patience": 1, "factor": 0.5, "min_delta": 0.01}, [1, 0.5, 0.25]),
         ([1, 2, 3], {"patience": 1, "mode": "max"}, [1, 1, 1]),
@@ -176,6 +176,9 @@ def test_a_line_per_epoch_is_written_by_rank_0_and_resumed(tmp_path):
             assert again[1] == lines[0]
         log_into(str(path), append=True, epochs=1)
         assert [line[0] for line in table(path)] == ["epoch", "0", "1", "2", "0"]
+        log_into(str(path), append=True, checkpoint_every_n_epochs=1, checkpoint_dir=str(tmp_path / "more"))
+        log_into(str(path), append=True, resume=str(tmp_path / "more" / "epoch-0001.ckpt"))
+        assert [line[0] for line in table(path)] == ["epoch", "0", "1", "2", "0", "0", "1", "2"]
         log_into(str(path), epochs=1)
         assert len(table(path)) == 2
 

@@ -22,7 +22,8 @@ class Placement:
 
     Attributes:
         device: To compute on.
-        dtype: Of the model's parameters: floats become it, and bytes (images) too. Other whole numbers stay whole;
+        dtype: Of the model's parameters: floats become it, and bytes (images) and truths too, but for masks, which are
+            truths among several inputs. Other whole numbers stay whole;
             unsigned ones become int64, because no layer takes them.
         prepare_target: Gives targets the type that the loss wants.
     """
@@ -35,7 +36,7 @@ class Placement:
         """Returns a batch's tensors on the device, converted."""
         inputs, targets, weights = rows
         return Rows(
-            map_tree(self._input, inputs),
+            self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs),
             None if targets is None else map_tree(self._target, targets),
             None if weights is None else self._moved(weights).to(self.dtype),
         )
@@ -48,6 +49,10 @@ class Placement:
         if tensor.is_floating_point() or dtype in (torch.uint8, torch.bool):
             return tensor.to(self.dtype)
         return tensor.to(torch.int64) if dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """Returns one of several inputs: beside others, truths are a mask."""
+        return self._moved(tensor) if tensor.dtype is torch.bool else self._input(tensor)
 
     def _target(self, tensor: Tensor) -> Tensor:
         return self.prepare_target(self._moved(tensor), self.dtype)

@@ -118,7 +118,7 @@ class ArraySource:
     def weighted(self, factors: Tensor) -> ArraySource:
         """Returns the same rows, each counting so many times as much, shape (n,)."""
         part, weights = self.part(0, len(self)), self.rows.weights
-        part.rows = part.rows._replace(weights=factors if weights is None else weights * factors)
+        part.rows = part.rows._replace(weights=factors if weights is None else weights * factors.to(weights.device))
         return part
 
     def facts(self, name: str) -> dict[str, Any]:
@@ -128,7 +128,9 @@ class ArraySource:
             label = f"{name} {what}"
             facts[f"{label}: shape"] = list(tensor.shape)
             facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
-            facts[f"{label}: hash of its values"] = sampled_hash(tensor)
+            # Of weights all count: a rare class may have its own.
+            rows = len(tensor) if what == _NAMES[-1] else _SAMPLED_ROWS
+            facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
         return facts
 
     def digest(self) -> str:
@@ -170,6 +172,8 @@ def as_tree(values: Any, name: str) -> Tree:
         unnamed = [key for key in values if not isinstance(key, str)]
         if unnamed:
             raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
+        if not values:
+            raise ConfigError(f"{name} has no rows: it is a dictionary of nothing.")
         return {key: as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
     if not _are_several(values):
         return _as_tensor(values, name)
@@ -198,6 +202,7 @@ def _as_weights(weights: Any) -> Tensor | None:
     if weights is None:
         return None
     found = _as_tensor(weights, "sample_weight")
+    found = found if found.is_floating_point() or found.is_complex() else found.to(torch.float64)
     if found.dim() != 1 or found.is_complex():
         raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):

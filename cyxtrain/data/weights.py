@@ -14,12 +14,13 @@ from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.settings import is_number
 
 
-def class_weights(targets: Tree | None, weights: Mapping[Any, Any]) -> Tensor:
+def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int | None = None) -> Tensor:
     """Returns how much each row counts, shape (n,), float64.
 
     Args:
         targets: Class numbers, shape (n,) or (n, 1).
         weights: By class number.
+        ignored: The class number that does not count; it needs no weight.
 
     Raises:
         ConfigError: Targets are no class numbers, a class has no weight, or a weight is none.
@@ -30,10 +31,12 @@ def class_weights(targets: Tree | None, weights: Mapping[Any, Any]) -> Tensor:
     if wrong:
         raise ConfigError(f"class_weight must hold numbers of at least 0, got {wrong[0]!r}.")
     classes, which = torch.unique(targets.reshape(-1), return_inverse=True)
-    missing = [number for number in classes.tolist() if number not in weights]
+    known = weights if ignored is None else {ignored: 0.0, **weights}
+    missing = [number for number in classes.tolist() if number not in known]
     if missing:
         raise ConfigError(
             f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
             "give one for each class."
         )
-    return torch.tensor([float(weights[number]) for number in classes.tolist()], dtype=torch.float64)[which]
+    table = torch.tensor([float(known[number]) for number in classes.tolist()], dtype=torch.float64)
+    return table.to(targets.device)[which]

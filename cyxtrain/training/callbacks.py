@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -105,41 +105,52 @@ class Callback:
 
 
 class BatchLogs(Mapping[str, float]):
-    """Logs that are computed when somebody reads them.
+    """Logs that are computed when somebody reads them, each by itself.
 
     Args:
-        compute: Gives them.
+        look: Gives what computes each.
     """
 
-    def __init__(self, compute: Callable[[], dict[str, float]]) -> None:
-        self._compute = compute
-        self._found: dict[str, float] | None = None
+    def __init__(self, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
+        self._look = look
+        self._numbers: dict[str, Callable[[], float]] | None = None
+        self._found: dict[str, float] = {}
+        self._is_over = False
 
     @property
-    def _values(self) -> dict[str, float]:
-        if self._found is None:
-            self._found = self._compute()
-        return self._found
+    def _each(self) -> dict[str, Callable[[], float]]:
+        if self._numbers is None:
+            if self._is_over:
+                _refuse_late_reading()
+            self._numbers = self._look()
+        return self._numbers
 
     def close(self) -> None:
         """From now on there is nothing to compute: the epoch goes on."""
-        if self._found is None:
-            self._compute = _refuse_late_reading
+        self._is_over = True
 
     def __repr__(self) -> str:
-        return repr(self._values)
+        return repr(dict(self))
+
+    def __bool__(self) -> bool:
+        return True  # without counting
 
     def __getitem__(self, name: str) -> float:
         """Returns a number."""
-        return self._values[name]
+        number = self._each[name]
+        if name not in self._found:
+            if self._is_over:
+                _refuse_late_reading()
+            self._found[name] = number()
+        return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
         """Gives the names."""
-        return iter(self._values)
+        return iter(self._each)
 
     def __len__(self) -> int:
         """Returns how many there are."""
-        return len(self._values)
+        return len(self._each)
 
 
 class Callbacks:
@@ -188,10 +199,10 @@ class Callbacks:
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
-    def on_train_batch_end(self, batch: int, compute: Callable[[], dict[str, float]]) -> None:
-        """Calls the hook of those that have one, with logs that `compute` gives."""
+    def on_train_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
+        """Calls the hook of those that have one, with logs that `look` gives."""
         if self._batch_end:
-            logs = BatchLogs(compute)
+            logs = BatchLogs(look)
             for callback in self._batch_end:
                 callback.on_train_batch_end(batch, logs)
                 self._heed_keras(callback)
@@ -263,7 +274,7 @@ def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
-def _refuse_late_reading() -> dict[str, float]:
+def _refuse_late_reading() -> NoReturn:
     raise ConfigError("logs of a batch are read while its hook runs; keep a copy, dict(logs), of what is needed later.")
 
 

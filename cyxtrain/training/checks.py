@@ -180,7 +180,9 @@ def probe(
         ConfigError: The model cannot take X, the loss or a metric cannot take its output, or their shapes do not fit.
     """
     if loss.function is None and not predicting:
-        return make_metrics(metrics or {}, loss, None, None)  # such a model may compute its loss in training mode only
+        return make_metrics(
+            metrics or {}, loss, None, None, 0
+        )  # such a model may compute its loss in training mode only
     batch = Batch(0, *placement.place(source.slice(0, _PROBED_ROWS)))
     with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
@@ -197,7 +199,7 @@ def probe(
         ):
             result = loss.function(output, batch.targets)
         loss.look_at_result(result, batch.rows)
-        return make_metrics(metrics or {}, loss, output, batch.targets)
+        return make_metrics(metrics or {}, loss, output, batch.targets, batch.rows)
 
 
 @contextlib.contextmanager

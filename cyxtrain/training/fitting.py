@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,7 +111,7 @@ class Fit:
     def _begin(self) -> None:
         """Lets callbacks begin, or go on."""
         self._callbacks.call("set_params", self._run.params(self._last_epoch))
-        self._callbacks.call("on_train_begin", {})
+        self._call("on_train_begin", {})
         resumed = self._resumed
         if resumed is not None:
             # Once more: what a callback does to a model or a rate when training begins was done before.
@@ -146,7 +145,7 @@ class Fit:
         heard = self._call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
         self._heed_end(heard)
-        self._keeper.after_epoch(validated=is_due)
+        self._keeper.after_epoch()
         wish = first_reason_to_stop(heard)
         if wish is not None:
             raise StoppedError(wish)
@@ -168,7 +167,7 @@ class Fit:
 
     def _validate(self, rows: Rows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
-        self._callbacks.call("on_test_begin", {})
+        self._call("on_test_begin", {})
         found = self._evaluate(rows, lambda: self._wishes.want_to_stop)
         heard, gave_up = self._wishes.agree(speaks=found is None)
         wish = first_reason_to_stop(heard)
@@ -176,7 +175,7 @@ class Fit:
             self._callbacks.call("on_test_end", {})
             raise StoppedError(wish)
         assert found is not None
-        self._callbacks.call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
+        self._call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
     def _train(self, done: int) -> tuple[dict[str, float], float, str]:
@@ -200,7 +199,7 @@ class Fit:
             position.step += 1
             self._state.forget_ranks()
             self._heed_end(heard())
-            self._callbacks.on_train_batch_end(share.number, lambda: self._here(step.totals))
+            self._callbacks.on_train_batch_end(share.number, step.totals.lazily)
             self._show(share, step.totals)
             if every and position.step % every == 0:
                 self._ddp.check_replicas()
@@ -252,10 +251,6 @@ class Fit:
         if every and (share.number + 1) % every == 0:
             text = numbers(totals.over_ranks(runtime.cpu_group()))
             run.display.line(f"batch {share.number + 1}/{run.steps_per_epoch}  {text}")
-
-    def _here(self, totals: Totals) -> dict[str, float]:
-        found = totals.here()
-        return {name: value for name, value in found.items() if name != "accuracy" or not math.isnan(value)}
 
     def _logs(self) -> dict[str, float]:
         """Returns the numbers of the last epoch, under Keras's names."""

@@ -119,14 +119,10 @@ class Keeper:
         state = self._compression_state()
         self._state.compression = state if self._writer is not None or runtime.is_master() else {}
 
-    def after_epoch(self, *, validated: bool) -> None:
-        """An epoch is complete, with its entry in the history.
-
-        Args:
-            validated: Whether it had a validation.
-        """
+    def after_epoch(self) -> None:
+        """An epoch is complete, with its validation and its entry in the history."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
-        is_best = (validated or not (self._config.keep_best or "").startswith("val_")) and self._is_best()
+        is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
             self.gather_compression()
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
@@ -164,9 +160,10 @@ class Keeper:
         monitor = self._config.keep_best
         if monitor is None:
             return False
-        values = self._state.history.history.get(monitor)
-        if values is None and monitor.startswith("val_") and not self._state.history.val_losses:
-            return False  # no epoch has been validated yet
+        history = self._state.history
+        values = history.history.get(monitor)
+        if monitor.startswith("val_") and len(history.val_losses) < len(history.epochs):
+            return False  # the epoch has not been validated
         if values is None:
             known = ", ".join(self._state.history.history)
             raise ConfigError(f"keep_best={monitor!r} is nothing that this fit measures: it has {known}.")

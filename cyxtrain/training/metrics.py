@@ -75,11 +75,12 @@ class MeanMetric(Metric):
     Args:
         name: As `Metric`.
         function: Takes output and target; returns a number per row, their mean, or (sum, weight).
-        larger_is_better: As `Metric`.
+        larger_is_better: As `Metric`; None: as its attribute `higher_is_better` says, where it has one.
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
-        super().__init__(name, larger_is_better)
+        said = getattr(function, "higher_is_better", None) if larger_is_better is None else larger_is_better
+        super().__init__(name, said)
         self._function = function
         self._sums = torch.zeros(2, dtype=torch.float64)
 
@@ -108,7 +109,7 @@ class MeanMetric(Metric):
 
     def over_ranks(self) -> float:
         """Returns the mean over all rows of all ranks."""
-        sums = self._sums.cpu()
+        sums = self._sums.cpu().clone()
         dist.all_reduce(sums, group=runtime.cpu_group())
         return _mean(sums)
 
@@ -149,6 +150,7 @@ class LibraryMetric(Metric):
         larger_is_better: bool | None = None,
     ) -> None:
         super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
+        _refuse_what_cannot_be_joined(name, metric)
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         # It meets the other ranks while it computes, where all of them ask.
@@ -189,7 +191,10 @@ class LibraryMetric(Metric):
     def _compute(self) -> float:
         with warnings.catch_warnings():  # one that has the states of others alone thinks that it was called too early
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
-            value = torch.as_tensor(self._metric.compute())
+            try:
+                value = torch.as_tensor(self._metric.compute())
+            except ValueError:  # there are too few rows for it, on all ranks alike
+                return math.nan
         if value.numel() != 1:
             raise ConfigError(
                 f"the metric {self.name} has shape {list(value.shape)}, and an epoch has one number: build it with an "
@@ -206,18 +211,21 @@ class LibraryMetric(Metric):
         """Returns its states: tensors as lists."""
         if not self._has_seen:
             return {}
-        return {
+        states = {
             name: [_plain(part) for part in value] if isinstance(value, list) else _plain(value)
             for name, value in self._metric.metric_state.items()
         }
+        return {"updates": self._metric.update_count, "states": states}
 
     def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the first, and merges the others into it."""
         for number, state in enumerate(filter(None, states)):
+            device = self._metric.device
             found = {
-                name: [_tensor(part) for part in value] if isinstance(value, list) else _tensor(value)
-                for name, value in state.items()
+                name: [_tensor(part, device) for part in value] if isinstance(value, list) else _tensor(value, device)
+                for name, value in state["states"].items()
             }
+            self._metric._update_count += state["updates"]
             if number == 0:
                 for name, value in found.items():
                     setattr(self._metric, name, value)
@@ -236,8 +244,24 @@ def _plain(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "values": tensor.tolist()}
 
 
-def _tensor(state: Mapping[str, Any]) -> Tensor:
-    return torch.tensor(state["values"], dtype=getattr(torch, state["dtype"])).reshape(state["shape"])
+def _tensor(state: Mapping[str, Any], device: torch.device) -> Tensor:
+    return torch.tensor(state["values"], dtype=getattr(torch, state["dtype"]), device=device).reshape(state["shape"])
+
+
+def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
+    """Refuses what hides states in other metrics, or in lists of which ranks have as many as batches."""
+    from torchmetrics import Metric as TheirMetric
+    from torchmetrics.utilities import dim_zero_cat
+
+    parts = [each for each in (*metric.modules(), *vars(metric).values()) if isinstance(each, TheirMetric)]
+    if any(part is not metric for part in parts):
+        raise ConfigError(f"the metric {name} is made of other metrics: give each of them by itself, or a function.")
+    for state, default in metric.metric_state.items():
+        if isinstance(default, list) and metric._reductions[state] is not dim_zero_cat:
+            raise ConfigError(
+                f"the metric {name} keeps lists ({state}) that the ranks cannot join: give a function of (output, "
+                "target)."
+            )
 
 
 def _gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -301,6 +325,10 @@ class Metrics:
     def here(self) -> dict[str, float]:
         """Returns each over what this rank has seen."""
         return {metric.name: metric.here() for metric in self._metrics}
+
+    def lazily(self) -> dict[str, Callable[[], float]]:
+        """Returns what gives each over what this rank has seen."""
+        return {metric.name: metric.here for metric in self._metrics}
 
     def cheap_here(self) -> dict[str, float]:
         """Returns those whose number costs nothing, over what this rank has seen."""

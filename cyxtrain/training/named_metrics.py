@@ -5,6 +5,7 @@ A name is the metric as scikit-learn calculates it: several classes are averaged
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +32,13 @@ class _Task(NamedTuple):
         kind: "binary", "multiclass" or "regression".
         classes: How many there are.
         loss: Of the fit: it knows what outputs mean.
+        outputs: Of each row, in a regression.
     """
 
     kind: str
     classes: int
     loss: Loss
+    outputs: int = 1
 
 
 _OF_CLASSES = {
@@ -47,7 +50,8 @@ _OF_CLASSES = {
     "cohen_kappa": "CohenKappa",
     "matthews": "MatthewsCorrCoef",
 }
-_AVERAGED = ("F1Score", "Precision", "Recall", "AUROC", "AveragePrecision")
+_AVERAGED = ("F1Score", "Precision", "Recall")
+_RANKED = ("AUROC", "AveragePrecision")
 _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mae": lambda output, target: (output - target).abs(),
     "mse": lambda output, target: (output - target).square(),
@@ -81,6 +85,8 @@ def named(metrics: Any) -> dict[str, Any]:
             )
         if isinstance(each, str) and each not in _KNOWN and each not in _BUILT_IN and not _TOP.match(each):
             raise unknown_name("cyxtrain", each, _KNOWN, "metric")
+        if name.startswith("val_"):
+            raise ConfigError(f"the metric {name!r} needs another name: val_ is what validation puts before each.")
         if name in found or (name in _BUILT_IN and not isinstance(each, str)):
             raise ConfigError(f"metrics has two named {name!r}: give them names, as in metrics={{'mine': ...}}.")
         found[name] = each
@@ -99,7 +105,7 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
-def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any) -> Metrics:
+def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
     """Returns metrics that have been tried on some rows, and have forgotten them.
 
     Args:
@@ -107,6 +113,7 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any)
         loss: Of the fit.
         output: What the model gave for these rows.
         target: Beside it.
+        rows: How many these are.
 
     Raises:
         ConfigError: One does not fit them, or needs torchmetrics, which is not there.
@@ -119,7 +126,7 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any)
         try:
             with warnings.catch_warnings():  # of two rows some classes have none
                 warnings.simplefilter("ignore")
-                metric.add(output, target, len(target) if isinstance(target, Tensor) else 1)
+                metric.add(output, target, rows)
                 metric.here()
         except ConfigError:
             raise
@@ -135,7 +142,7 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
         return _Task("binary", 2, loss) if output.numel() == len(output) else None
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
         return _Task("multiclass", output.shape[1], loss)
-    return _Task("regression", 0, loss)
+    return _Task("regression", 0, loss, math.prod(output.shape[1:]))
 
 
 def _made(name: str, metric: Any, task: _Task | None) -> Metric:
@@ -157,8 +164,12 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
     if metric in _OF_NUMBERS:
         difference = _OF_NUMBERS[metric]
         return MeanMetric(name, lambda output, target: difference(output.double(), target.double()), False)
-    kind, settings = _FROM_LIBRARY[metric]
-    return LibraryMetric(name, getattr(_library(metric).regression, kind)(**settings), _as_doubles)
+    kind, given = _FROM_LIBRARY[metric]
+    settings: dict[str, Any] = dict(given)
+    if task.outputs > 1:
+        settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.outputs}
+    their = _averaging(getattr(_library(metric).regression, kind), lambda found, _: found.mean())
+    return LibraryMetric(name, their(**settings), _as_doubles)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
@@ -178,9 +189,31 @@ def _of_classes(name: str, kind: str, task: _Task) -> Metric:
     if task.kind == "binary":
         return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), _as_binary(task.loss))
     settings: dict[str, Any] = {"num_classes": task.classes, "ignore_index": task.loss.ignored}
-    if kind in _AVERAGED:
+    their = getattr(classification, f"Multiclass{kind}")
+    if kind in _RANKED:
+        their = _averaging(their, _mean_of_ranked)
+        settings["average"] = "none"
+    elif kind in _AVERAGED:
         settings["average"] = "macro"
-    return LibraryMetric(name, getattr(classification, f"Multiclass{kind}")(**settings), _as_classes(task.loss))
+    return LibraryMetric(name, their(**settings), _as_classes(task.loss))
+
+
+def _averaging(their: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:
+    """Returns one of the library's classes whose numbers are averaged to one."""
+
+    def compute(metric: Any) -> Tensor:
+        return mean(their.compute(metric), metric)
+
+    return type(their.__name__, (their,), {"compute": compute, "__module__": their.__module__})
+
+
+def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
+    """Returns the mean over classes that can be ranked: there are rows of theirs, and of others."""
+    answers = torch.cat(list(metric.target)) if isinstance(metric.target, list) else metric.target
+    answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
+    counts = torch.bincount(answers.reshape(-1), minlength=len(scores))
+    known = (counts > 0) & (counts < counts.sum())
+    return scores[known].mean()
 
 
 def _as_classes(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -228,7 +228,8 @@ def _rows(share: Share) -> list[str]:
     found: dict[str, list[int]] = {}
     before = 0
     for batch in share:
-        for name, values in (*leaves(batch.inputs, "X"), *leaves(batch.targets, "y")):
+        parts = {"X": batch.inputs, "y": batch.targets, "sample_weight": batch.weights}
+        for name, values in (leaf for own, part in parts.items() for leaf in leaves(part, own)):
             if not _is_finite(values):
                 found.setdefault(name, []).extend(before + row for row in rows_not_finite(values))
         before += batch.rows

@@ -107,7 +107,7 @@ class Run:
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
             "metrics": self.measured,
-            "larger_is_better": {"accuracy": True, **self.data.metrics.larger_is_better},
+            "larger_is_better": {"loss": False, "accuracy": True, **self.data.metrics.larger_is_better},
         }
 
     @property
@@ -126,6 +126,18 @@ class Run:
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch."""
         return self.config.steps_per_epoch or self.batches.num_batches
+
+    def check_steps(self) -> None:
+        """Refuses longer epochs than there are rows for.
+
+        Raises:
+            ConfigError: With how many steps there are.
+        """
+        if self.steps_per_epoch > self.batches.num_batches:
+            raise ConfigError(
+                f"steps_per_epoch={self.steps_per_epoch:,}, and X has rows for {self.batches.num_batches:,} steps of "
+                f"{self.batches.effective_batch_size:,}: give fewer steps, or more epochs."
+            )
 
     @property
     def rows_per_epoch(self) -> int:
@@ -187,7 +199,7 @@ def plan_fit(
     check_optimizer(optimizer)
     check_precision(model, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
-    source, validation_source = _split(arguments)
+    source, validation_source = _split(arguments, loss_fn)
     data = _training_rows(source, config, model, loss_fn, device, metrics)
     validation = None
     if validation_source is not None:
@@ -227,7 +239,14 @@ def _facts(arguments: FitArguments, source: ArraySource, validation: ArraySource
 
 def _check_best(run: Run) -> None:
     best = run.config.keep_best
-    if best is None or best in run.measured:
+    if best is None:
+        return
+    if best in run.measured:
+        if best.removeprefix("val_") not in {"loss", "accuracy", *run.data.metrics.larger_is_better}:
+            raise ConfigError(
+                f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
+                "my_function.higher_is_better = True."
+            )
         return
     if best.removeprefix("val_") in run.measured:
         raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
@@ -235,16 +254,10 @@ def _check_best(run: Run) -> None:
 
 
 def _batches(rows: int, config: DistributedTrainingConfig, rank: int, world_size: int) -> DistributedBatchIterator:
-    """Returns the batches of an epoch, of which there must be as many as are asked for."""
+    """Returns the batches of an epoch."""
     sampler = DistributedSampler(rows, config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
     per_rank = config.batch_size * config.accumulation_steps
-    batches = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
-    if (config.steps_per_epoch or 0) > batches.num_batches:
-        raise ConfigError(
-            f"steps_per_epoch={config.steps_per_epoch:,}, and X has rows for {batches.num_batches:,} steps of "
-            f"{batches.effective_batch_size:,}: give fewer steps, or more epochs."
-        )
-    return batches
+    return DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
@@ -359,8 +372,9 @@ def _tried(
     return Rows(source, batch_size, placement, loss, call, measures)
 
 
-def _split(arguments: FitArguments) -> tuple[ArraySource, ArraySource | None]:
+def _split(arguments: FitArguments, loss_fn: LossLike) -> tuple[ArraySource, ArraySource | None]:
     """Returns (training, validation): the last rows of the data where a fraction is asked for."""
+    ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
     source = ArraySource(arguments.inputs, arguments.targets, arguments.weights)
     fraction, validation = arguments.config.validation_split, None
     if arguments.validation is not None:
@@ -370,7 +384,7 @@ def _split(arguments: FitArguments) -> tuple[ArraySource, ArraySource | None]:
         first = validation_rows(len(source), fraction)
         source, validation = source.part(0, first), source.part(first, len(source))
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
-        source = source.weighted(class_weights(source.targets, arguments.class_weights))
+        source = source.weighted(class_weights(source.targets, arguments.class_weights, ignored))
     return source, validation
 
 

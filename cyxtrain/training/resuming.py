@@ -158,6 +158,7 @@ def _begin_or_go_on(
     data = run.digests()
     if found is None:
         check_schedule(state.rates.scheduler, run.all_steps - run.config.warmup_steps)
+        run.check_steps()
         _warn_of_warmup(run)
         effective = run.batches.effective_batch_size
         state.begin_fit(run.config, data, effective, run.all_steps, run.initial_epoch)
@@ -172,6 +173,9 @@ def _begin_or_go_on(
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
     run.go_on(state)
+    if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
+        left = run.initial_epoch + run.config.epochs - state.position.first_epoch
+        run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
     check_schedule(state.rates.scheduler, run.steps_left(state.position) - state.rates.warmup_steps_left)
     says = put_back(given, what_is_set(state, run.config))
     stretched = state.rates.go_on(run.all_steps)

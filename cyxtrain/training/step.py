@@ -144,7 +144,7 @@ class TrainingStep:
     def _forward(self, batch: Batch) -> Result:
         output = self._call(self._ddp.forward, batch)
         loss = self._loss(output, batch)
-        said = (output, batch.targets, batch.rows) if self.totals.metrics else (None, None, 0)
+        said = (detached(output), batch.targets, batch.rows) if self.totals.metrics else (None, None, 0)
         return Result(loss, answers_to(output, batch.targets, self._loss), said)
 
     def _backward(self, loss: BatchLoss, share: Share) -> None:
@@ -179,6 +179,15 @@ class TrainingStep:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
+
+
+def detached(output: Any) -> Any:
+    """Returns what a model gave without the graph behind it, which several micro-batches would keep together."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if type(output) in (tuple, list):
+        return type(output)(map(detached, output))
+    return {name: detached(part) for name, part in output.items()} if type(output) is dict else output
 
 
 class Result(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,12 @@ class Totals:
     def here(self) -> dict[str, float]:
         """Returns loss, accuracy and metrics of what this rank has seen."""
         return _measured(exact_sums(self.table), self._loss.weighting) | self.metrics.here()
+
+    def lazily(self) -> dict[str, Callable[[], float]]:
+        """Returns what gives loss, accuracy (where there is one) and each metric of what this rank has seen."""
+        measured = _measured(exact_sums(self.table), self._loss.weighting)
+        found = {name: value for name, value in measured.items() if name != "accuracy" or not math.isnan(value)}
+        return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazily()
 
     def cheap_here(self) -> dict[str, float]:
         """Returns what costs little of it: loss, accuracy and means."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import ArraySource
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.settings import is_number, require
 from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
@@ -126,6 +128,9 @@ class DistributedTrainer:
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Sets the learning rate of each group; where a callback does so between two epochs, it is set on all ranks."""
+        groups = len(self.optimizer.param_groups)
+        right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+        require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
         self._state.rates.set_all(rates)
 
     @property

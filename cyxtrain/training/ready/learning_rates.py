@@ -133,13 +133,12 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         value = self.value_in(logs)
         if value is None:
             return
-        cooling = self.cooldown_counter > 0
-        if cooling:
+        if self.cooldown_counter > 0:
             self.cooldown_counter -= 1
             self.wait = 0
         if self.is_better(value, self.best):
             self.best, self.wait = value, 0
-        elif self.cooldown_counter == 0 and not cooling:
+        elif self.cooldown_counter == 0:
             self.wait += 1
             if self.wait >= self.patience:
                 self._lower(epoch)

@@ -72,10 +72,6 @@ class ModelCheckpoint(Monitoring):
         else:
             self.params = params
 
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins anew."""
-        self.best = self.initial_value_threshold
-
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Saves, where it shall."""
         if self.save_freq != "epoch":

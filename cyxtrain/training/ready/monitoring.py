@@ -53,7 +53,13 @@ class Monitoring(Callback):
         if self.monitor not in params["metrics"]:
             raise unknown_name("this fit", self.monitor, params["metrics"], "number in its history that is named")
         if self.mode == "auto":
-            self._sign = -1.0 if params["larger_is_better"].get(name) else 1.0
+            known = params["larger_is_better"].get(name, name.endswith("accuracy") or None)
+            if known is None:
+                raise ConfigError(
+                    f"{type(self).__name__} looks at {self.monitor!r}, and nobody has said whether more of it is "
+                    'better: give mode="min" or "max".'
+                )
+            self._sign = -1.0 if known else 1.0
 
     def value_in(self, logs: Logs | None) -> float | None:
         """Returns the number of an epoch; None: the epoch had no validation.

@@ -42,7 +42,6 @@ class TensorBoard(Callback):
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
         self._writer: SummaryWriter | None = None
         self._norm: torch.Tensor | None = None
-        self._last = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Writes down the settings."""

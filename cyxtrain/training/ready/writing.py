@@ -49,12 +49,12 @@ class CSVLogger(Callback):
         self._there = []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                self._there = [*csv.reader(file, delimiter=self.separator)]
+                self._there = [line for line in csv.reader(file, delimiter=self.separator) if line]
         self._lines = list(self._there) if self.append else []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the lines up to the checkpoint."""
-        self._lines = [line for line in self._there if line[0] == "epoch" or int(line[0]) < state["epochs"]]
+        """Goes on after the lines that were there when the checkpoint was made."""
+        self._lines = self._there[: state["lines"]]
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Writes the epoch's line; columns are the numbers of the first epoch, with room for a validation's."""
@@ -65,12 +65,14 @@ class CSVLogger(Callback):
             names = [name for name in self.params["metrics"] if name in logs or name.startswith("val_")]
             self._lines = [["epoch", *names]]
         self._lines.append([str(epoch), *(repr(float(logs[n])) if n in logs else "" for n in self._lines[0][1:])])
-        with open(self.filename, "w", newline="", encoding="utf-8") as file:
+        new = f"{self.filename}.new"  # whoever reads meanwhile sees the lines before, or all
+        with open(new, "w", newline="", encoding="utf-8") as file:
             csv.writer(file, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
+        os.replace(new, self.filename)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how many epochs there are."""
-        return {"epochs": self.trainer.epoch}
+        """Returns how many lines there are."""
+        return {"lines": len(self._lines)}
 
 
 class LambdaCallback(Callback):
