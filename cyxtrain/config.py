@@ -296,6 +296,9 @@ class DistributedTrainingConfig:
     """Epochs between validations, as they are shown (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
     steps_per_epoch: int | None = None
     """Optimizer steps of an epoch; with arrays it ends so much earlier, and the next has another order. None: all."""
+    fast_dev_run: bool | int = False
+    """Try everything once: one epoch of so many steps (True: one) and as many batches of validation, without the
+    checkpoints of this config and without `resume`."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after an epoch, counted from 1."""
@@ -357,6 +360,9 @@ class DistributedTrainingConfig:
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
 
     def _validate_epochs(self, owner: str) -> None:
+        fast = self.fast_dev_run
+        right = isinstance(fast, int) and fast >= 0
+        require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
         if self.steps_per_epoch is not None:
             require_integer(owner, "steps_per_epoch", self.steps_per_epoch, 1)
         freq = self.validation_freq

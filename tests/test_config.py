@@ -80,6 +80,7 @@ WRONG = {
         "save_on_master_only": NO_BOOLEAN,
         "validation_freq": (0, -1, None, [0], [2, "3"], *WHOLE_NUMBERS),
         "steps_per_epoch": (0, -1, *WHOLE_NUMBERS),
+        "fast_dev_run": (-1, 1.5, None, "yes"),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

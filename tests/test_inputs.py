@@ -362,3 +362,12 @@ def test_ranks_with_other_weights_are_refused():
 def in_world(name: str) -> None:
     with cx.init():
         globals()[name]()
+
+
+def test_floats_that_become_others_are_said(capsys):
+    left, right, targets = parts()
+    with one_process():
+        trained(TwoInputs, (left.double(), right), targets, verbose=True)
+        assert f"data {ROWS} rows, float64 becomes the model's float32 " in " ".join(capsys.readouterr().out.split())
+        trained(TwoInputs, (left, right), targets, verbose=True)
+        assert "becomes" not in capsys.readouterr().out

@@ -184,3 +184,17 @@ def test_a_rate_that_is_set_in_a_validation_is_set_on_all():
         for wrong in ([0.1, 0.2], [-1.0], ["fast"]):
             with pytest.raises(cx.ConfigError, match="set_learning_rates takes a number of at least 0"):
                 fit(epochs=1)[0].set_learning_rates(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(True, 1), (3, 3), (99, 5)])
+def test_a_try_takes_few_steps_and_makes_no_checkpoint(asked, steps, tmp_path, capsys):
+    kept = {"checkpoint_every_n_steps": 1, "keep_best": "val_loss", "checkpoint_dir": str(tmp_path), "resume": "auto"}
+    with one_process():
+        trainer, seen = fit(
+            epochs=9, fast_dev_run=asked, validation_data=VALID, validation_freq=4, verbose=True, **kept
+        )
+    assert seen.steps == list(range(steps))
+    assert [epoch for epoch, _ in seen.epochs] == [0]
+    assert len(trainer.history.val_losses) == 1
+    assert not list(tmp_path.iterdir())
+    assert "per epoch, epochs 1 to 1, a try" in capsys.readouterr().out

@@ -26,6 +26,16 @@ _NOT_HERE = {
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
 
 
+_TRIED: dict[str, Any] = {
+    "epochs": 1,
+    "validation_freq": 1,
+    "checkpoint_every_n_epochs": 0,
+    "checkpoint_every_n_steps": 0,
+    "checkpoint_every_n_minutes": 0.0,
+    "keep_last": 0,
+    "keep_best": None,
+}
+"""What fast_dev_run leaves of a config."""
 _OTHERS = ("validation_data", "sample_weight", "class_weight", "initial_epoch", "config", "resume", "callbacks")
 
 
@@ -89,7 +99,7 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
         class_weights=of_classes,
         validation=_validation(validation, settings),
         config=settings,
-        resume=resume,
+        resume=None if settings.fast_dev_run else resume,
         callbacks=callbacks,
         initial_epoch=initial_epoch,
     )
@@ -134,7 +144,7 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
         keywords["effective_batch_size"] = None  # the one that was asked for last rules
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
-    return settings
+    return dataclasses.replace(settings, **_TRIED) if settings.fast_dev_run else settings
 
 
 def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:

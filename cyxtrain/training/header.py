@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
+from cyxtrain.data.tree import leaves
 from cyxtrain.errors import counted
 from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
@@ -44,8 +45,8 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("backend", _backend() if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, run.rows_at_once)),
-        ("steps", f"{counted(steps, 'step')} per epoch, {left}"),
-        ("data", counted(len(run.data), "row") + validation),
+        ("steps", f"{counted(steps, 'step')} per epoch, {left}" + (", a try" if run.config.fast_dev_run else "")),
+        ("data", counted(len(run.data), "row") + validation + _converted(run)),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
@@ -55,6 +56,15 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
+
+
+def _converted(run: Run) -> str:
+    """Returns which floats become others, batch by batch: parameters are of one type."""
+    wanted = run.data.placement.dtype
+    inputs = leaves(run.data.source.inputs, "X")
+    others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in others)
+    return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""
 
 
 def _backend() -> str:

@@ -125,7 +125,8 @@ class Run:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch."""
-        return self.config.steps_per_epoch or self.batches.num_batches
+        most = self.batches.num_batches
+        return min(int(self.config.fast_dev_run) or most, self.config.steps_per_epoch or most)
 
     def check_steps(self) -> None:
         """Refuses longer epochs than there are rows for.
@@ -133,10 +134,10 @@ class Run:
         Raises:
             ConfigError: With how many steps there are.
         """
-        if self.steps_per_epoch > self.batches.num_batches:
+        if (self.config.steps_per_epoch or 0) > self.batches.num_batches:
             raise ConfigError(
-                f"steps_per_epoch={self.steps_per_epoch:,}, and X has rows for {self.batches.num_batches:,} steps of "
-                f"{self.batches.effective_batch_size:,}: give fewer steps, or more epochs."
+                f"steps_per_epoch={self.config.steps_per_epoch:,}, and X has rows for {self.batches.num_batches:,} "
+                f"steps of {self.batches.effective_batch_size:,}: give fewer steps, or more epochs."
             )
 
     @property
@@ -321,23 +322,6 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
 
 
-def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
-    """Returns the device that a user named, "auto" as it is.
-
-    Raises:
-        ConfigError: There is no such device, or the model cannot be trained there.
-    """
-    try:
-        found = torch.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device must be 'auto', or one of torch's such as 'cpu', got {device!r}.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}: no CUDA device is visible. Use 'auto' or 'cpu'.")
-    if device == "cpu" or not torch.cuda.is_available():
-        check_batch_norm(model, torch.device("cpu"), wanted=False)
-    return device
-
-
 def _training_rows(
     source: ArraySource,
     config: DistributedTrainingConfig,
@@ -383,6 +367,9 @@ def _split(arguments: FitArguments, loss_fn: LossLike) -> tuple[ArraySource, Arr
     elif fraction:
         first = validation_rows(len(source), fraction)
         source, validation = source.part(0, first), source.part(first, len(source))
+    fast = int(arguments.config.fast_dev_run)
+    if fast and validation is not None:
+        validation = validation.part(0, min(len(validation), fast * arguments.config.batch_size))
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         source = source.weighted(class_weights(source.targets, arguments.class_weights, ignored))
     return source, validation

@@ -28,7 +28,7 @@ from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
-from cyxtrain.training.checks import checked_ddp_config
+from cyxtrain.training.checks import checked_ddp_config, checked_device
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.facts import value_facts
@@ -38,7 +38,7 @@ from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.named_metrics import named
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
-from cyxtrain.training.plan import LossLike, Rows, Run, checked_device, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.plan import LossLike, Rows, Run, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import predict_rows
 from cyxtrain.training.rates import Rates, check_scaling
 from cyxtrain.training.recomputing import layers_of, recomputed
