@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -21,6 +21,15 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
         return parts
     make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(tree, "_make", tuple)  # a named tuple's own
     return make(parts)
+
+
+def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Returns what a model gave, with what a function makes of each tensor; of an unknown kind, as it is."""
+    if isinstance(output, Tensor):
+        return function(output)
+    if type(output) in (tuple, list):
+        return type(output)(map_output(function, part) for part in output)
+    return {name: map_output(function, part) for name, part in output.items()} if type(output) is dict else output
 
 
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:

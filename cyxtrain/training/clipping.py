@@ -44,6 +44,12 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
         parameter.grad.mul_(torch.where(norms > limit, limit / norms, 1.0))
 
 
+def gradient_norm(model: nn.Module) -> Tensor | None:
+    """Returns the norm of all gradients together, as one vector, 0-dim; None: no parameter has one."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return nn.utils.get_total_norm(gradients) if gradients else None
+
+
 def unit_norms(tensor: Tensor) -> Tensor:
     """Returns the norm of each unit, in a shape that stretches over the tensor's."""
     if tensor.dim() <= 1:

@@ -59,7 +59,7 @@ class Fit:
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
-        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state, run.data.metrics.larger_is_better)
+        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state, run.larger_is_better)
         self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
         state.stop_training = False

@@ -32,7 +32,7 @@ class Keeper:
         config: When, where, and which are kept.
         device: Whose generators are saved, beside the CPU's.
         compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
-        larger_is_better: Whether a metric shall grow, by name.
+        larger_is_better: Whether a number of the history shall grow, by its name without val_.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Keeper:
     ) -> None:
         self._state = state
         self._compression_state = compression_state
-        self._larger_is_better = {"accuracy": True, **larger_is_better}
+        self._larger_is_better = larger_is_better
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints

@@ -19,7 +19,6 @@ from cyxtrain.settings import unknown_name
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.metrics import LibraryMetric, MeanMetric, Metric, Metrics
 
-MetricLike = Any
 _TOP = re.compile(r"top_([1-9]\d*)$")
 _INSTALL = "install torchmetrics, as in pip install 'cyxtrain[metrics]'"
 _BUILT_IN = ("loss", "accuracy", "acc")
@@ -57,7 +56,7 @@ _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": lambda output, target: (output - target).square(),
 }
 _FROM_LIBRARY = {"rmse": ("MeanSquaredError", {"squared": False}), "r2": ("R2Score", {})}
-_KNOWN = [*_BUILT_IN[1:2], *_OF_CLASSES, *_OF_NUMBERS, *_FROM_LIBRARY, "top_5"]
+_KNOWN = ["accuracy", *_OF_CLASSES, *_OF_NUMBERS, *_FROM_LIBRARY, "top_5"]
 
 
 def named(metrics: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Run:
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
             "metrics": self.measured,
-            "larger_is_better": {"loss": False, "accuracy": True, **self.data.metrics.larger_is_better},
+            "larger_is_better": self.larger_is_better,
         }
 
     @property
@@ -115,6 +115,11 @@ class Run:
         """Names of what an epoch may have in the history."""
         names = ["loss", "accuracy", *self.data.metrics.names]
         return names + [f"val_{name}" for name in names if self.validation is not None]
+
+    @property
+    def larger_is_better(self) -> dict[str, bool]:
+        """Whether a number of the history shall grow, by its name without val_; of those of which it is known."""
+        return {"loss": False, "accuracy": True, **self.data.metrics.larger_is_better}
 
     @property
     def rows_at_once(self) -> int:
@@ -201,11 +206,11 @@ def plan_fit(
     check_precision(model, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = _split(arguments, loss_fn)
-    data = _training_rows(source, config, model, loss_fn, device, metrics)
+    data = _tried(source, config.batch_size, config, model, loss_fn, device, metrics)
     validation = None
     if validation_source is not None:
         with _validation():
-            validation = _training_rows(validation_source, config, model, loss_fn, device, metrics)
+            validation = _tried(validation_source, config.batch_size, config, model, loss_fn, device, metrics)
     batches = _batches(len(source), config, rank, world_size)
     facts = {
         **_facts(arguments, source, validation_source),
@@ -243,7 +248,7 @@ def _check_best(run: Run) -> None:
     if best is None:
         return
     if best in run.measured:
-        if best.removeprefix("val_") not in {"loss", "accuracy", *run.data.metrics.larger_is_better}:
+        if best.removeprefix("val_") not in run.larger_is_better:
             raise ConfigError(
                 f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
                 "my_function.higher_is_better = True."
@@ -300,10 +305,7 @@ def plan_rows(
     """
     batch_size = config.batch_size if batch_size is None else batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    loss = Loss(loss_fn)
-    if not predicting:
-        check_targets(source, loss)
-    rows = _tried(source, batch_size, config, model, loss, device, metrics, predicting=predicting)
+    rows = _tried(source, batch_size, config, model, loss_fn, device, metrics, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
 
 
@@ -322,32 +324,21 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
 
 
-def _training_rows(
-    source: ArraySource,
-    config: DistributedTrainingConfig,
-    model: nn.Module,
-    loss_fn: LossLike,
-    device: str | torch.device,
-    metrics: Mapping[str, Any],
-) -> Rows:
-    """Returns rows that the model and the loss have been tried on."""
-    loss = Loss(loss_fn)
-    check_targets(source, loss)
-    return _tried(source, config.batch_size, config, model, loss, device, metrics)
-
-
 def _tried(
     source: ArraySource,
     batch_size: int,
     config: DistributedTrainingConfig,
     model: nn.Module,
-    loss: Loss,
+    loss_fn: LossLike,
     device: str | torch.device,
     metrics: Mapping[str, Any],
     *,
     predicting: bool = False,
 ) -> Rows:
     """Returns rows that the model and the loss have been tried on."""
+    loss = Loss(loss_fn)
+    if not predicting:
+        check_targets(source, loss)
     inputs, targets, weights = source.rows
     loss.look_at(targets, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)

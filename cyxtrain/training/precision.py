@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
+from cyxtrain.data.tree import map_output
 from cyxtrain.errors import CheckpointError
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,13 +42,7 @@ class Precision:
 
     def widened(self, output: Any) -> Any:
         """Returns what a model gave, its 16-bit numbers as float32: losses and metrics are not made of 16 bits."""
-        if isinstance(output, Tensor):
-            return output.float() if output.dtype is self._dtype else output
-        if type(output) in (tuple, list):
-            return type(output)(map(self.widened, output))
-        if type(output) is dict:
-            return {name: self.widened(value) for name, value in output.items()}
-        return output
+        return map_output(lambda tensor: tensor.float() if tensor.dtype is self._dtype else tensor, output)
 
 
 class LossScale:

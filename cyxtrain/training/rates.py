@@ -117,7 +117,7 @@ class Rates:
 
     def now(self) -> list[float]:
         """Returns the rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return rates_of(self.optimizer)
 
     def set_all(self, rates: Sequence[float]) -> None:
         """Sets the rate of each group."""
@@ -228,6 +228,11 @@ class Rates:
                     group[name] = group[name] * ratio
         for scheduler in parts_of(self.scheduler):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Returns the learning rate of each group, as it is now."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, Share
+from cyxtrain.data.tree import map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.calling import ModelCall
@@ -144,7 +145,9 @@ class TrainingStep:
     def _forward(self, batch: Batch) -> Result:
         output = self._call(self._ddp.forward, batch)
         loss = self._loss(output, batch)
-        said = (detached(output), batch.targets, batch.rows) if self.totals.metrics else (None, None, 0)
+        # Without the graph, which several micro-batches would keep together.
+        measures = bool(self.totals.metrics)
+        said = (map_output(Tensor.detach, output), batch.targets, batch.rows) if measures else (None, None, 0)
         return Result(loss, answers_to(output, batch.targets, self._loss), said)
 
     def _backward(self, loss: BatchLoss, share: Share) -> None:
@@ -179,15 +182,6 @@ class TrainingStep:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
-
-
-def detached(output: Any) -> Any:
-    """Returns what a model gave without the graph behind it, which several micro-batches would keep together."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    if type(output) in (tuple, list):
-        return type(output)(map(detached, output))
-    return {name: detached(part) for name, part in output.items()} if type(output) is dict else output
 
 
 class Result(NamedTuple):

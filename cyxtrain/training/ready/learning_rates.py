@@ -14,6 +14,7 @@ from cyxtrain import runtime
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import require
 from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.training.rates import rates_of
 from cyxtrain.training.ready.monitoring import Monitoring, require_count, require_float
 
 
@@ -30,14 +31,6 @@ class _SettingRates(Callback):
         if self.trainer.scheduler is not None or params["warmup_steps"]:
             other = "warmup_steps" if params["warmup_steps"] else type(self.trainer.scheduler).__name__
             raise ConfigError(f"{type(self).__name__} and {other} both set the learning rate: leave one of them out.")
-
-    def rates(self) -> list[float]:
-        """Returns the rate of each group."""
-        return [float(group["lr"]) for group in self.trainer.optimizer.param_groups]
-
-    def set_rates(self, rates: list[float]) -> None:
-        """Sets the rate of each group."""
-        self.trainer.set_learning_rates(rates)
 
 
 class LearningRateScheduler(_SettingRates):
@@ -64,7 +57,8 @@ class LearningRateScheduler(_SettingRates):
         Raises:
             ConfigError: The schedule returned no number.
         """
-        found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in self.rates()]
+        before = rates_of(self.trainer.optimizer)
+        found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
         rates = []
         for rate in found:
             try:
@@ -73,7 +67,7 @@ class LearningRateScheduler(_SettingRates):
                 rates.append(math.nan)
             if not 0 <= rates[-1] < math.inf:
                 raise ConfigError(f"LearningRateScheduler.schedule returned {rate!r} for epoch {epoch}: no rate.")
-        self.set_rates(rates)
+        self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
             print(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
 
@@ -144,12 +138,12 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
                 self._lower(epoch)
 
     def _lower(self, epoch: int) -> None:
-        before = self.rates()
+        before = rates_of(self.trainer.optimizer)
         rates = [max(rate * self.factor, self.min_lr) if rate > self.min_lr else rate for rate in before]
         self.cooldown_counter, self.wait = self.cooldown, 0
         if rates == before:
             return
-        self.set_rates(rates)
+        self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
             words = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
             print(f"epoch {epoch + 1}: {self.monitor} stands still, the learning rate falls to {words}")
@@ -193,7 +187,7 @@ class LearningRateMonitor(Callback):
             self._note(self.trainer.step)
 
     def _note(self, step: int) -> None:
-        self.values.append((step, [float(group["lr"]) for group in self.trainer.optimizer.param_groups]))
+        self.values.append((step, rates_of(self.trainer.optimizer)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what it has noted."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cyxtrain.settings import require
 from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.training.clipping import gradient_norm
 from cyxtrain.training.ready.monitoring import require_count, require_float
 
 
@@ -76,8 +77,9 @@ class _Noting(Callback):
     @property
     def values(self) -> list[tuple[int, float]]:
         """(step, number), counted from the training's first step; asking waits for the device."""
-        self._values = [(step, float(value)) for step, value in self._values]
-        return [(step, float(value)) for step, value in self._values]
+        found = [(step, float(value)) for step, value in self._values]
+        self._values = [*found]
+        return found
 
     def is_due(self) -> bool:
         """Whether the running step has an entry."""
@@ -113,9 +115,8 @@ class GradientNormMonitor(_Noting):
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         """Notes the step's."""
         if self.is_due():
-            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients) if gradients else float("nan")
-            self._values.append((self.trainer.step, norm))
+            norm = gradient_norm(self.model)
+            self._values.append((self.trainer.step, math.nan if norm is None else norm))
 
 
 class ThroughputMonitor(_Noting):

@@ -6,11 +6,13 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.settings import require, require_integer
 from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.training.clipping import gradient_norm
+from cyxtrain.training.rates import rates_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +43,7 @@ class TensorBoard(Callback):
         self.update_freq = update_freq
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
         self._writer: SummaryWriter | None = None
-        self._norm: torch.Tensor | None = None
+        self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Writes down the settings."""
@@ -66,8 +68,7 @@ class TensorBoard(Callback):
         """Looks at the gradients where their norm is to be shown."""
         is_last = batch + 1 == self.params["steps"]
         if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
-            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-            self._norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+            self._norm = gradient_norm(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Writes what is shown from step to step."""
@@ -91,8 +92,8 @@ class TensorBoard(Callback):
 
     def _steps_numbers(self, step: int) -> None:
         assert self._writer is not None
-        for number, group in enumerate(self.trainer.optimizer.param_groups):
-            self._writer.add_scalar(f"learning rate/group {number}", float(group["lr"]), step)
+        for number, rate in enumerate(rates_of(self.trainer.optimizer)):
+            self._writer.add_scalar(f"learning rate/group {number}", rate, step)
         if self._norm is not None:
             self._writer.add_scalar("gradient norm/train", float(self._norm), step)
 
