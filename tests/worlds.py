@@ -95,9 +95,11 @@ def join_threads(threads: Sequence[threading.Thread], seconds: float) -> None:
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
     stuck = [thread for thread in threads if thread.is_alive()]
+    if not stuck:
+        return
     frames = sys._current_frames()
     stacks = [f"{t.name}:\n{''.join(traceback.format_stack(frames[t.ident]))}" for t in stuck if t.ident in frames]
-    assert not stuck, f"still running after {seconds} s:\n" + "\n".join(stacks)
+    raise AssertionError(f"still running after {seconds} s:\n" + "\n".join(stacks))
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
