@@ -227,11 +227,11 @@ class DistributedTrainingConfig:
     epochs: int = 10
     """Passes over the training data."""
     batch_size: int = 64
-    """Samples per step on each rank."""
+    """Samples per step on each rank; a DataLoader brings its own."""
     effective_batch_size: int | None = None
     """Samples per step over all ranks; where it is set it rules, and `batch_size` is not used for training."""
     shuffle: bool = True
-    """A new order in every epoch, from `seed`."""
+    """A new order in every epoch, from `seed`; a DataLoader's sampler says it for itself."""
     seed: int = 42
     """Decides the order of samples."""
     verbose: bool = True
@@ -263,8 +263,7 @@ class DistributedTrainingConfig:
     """What happens where a loss or a gradient is NaN or infinite: "raise"; or "skip": the step is not taken, and
     training goes on, unless that happens ten times in a row."""
     check_replicas_every_n_steps: int | None = None
-    """Optimizer steps after which the parameters of all ranks are compared, bit for bit; None: after each epoch; 0:
-    never."""
+    """Optimizer steps between two looks whether all ranks' parameters are the same; None: each epoch; 0: none."""
     accumulation_steps: int = 1
     """Micro-batches per step: each rank's samples of a step (`batch_size` times this) go through the model in so many
     parts, with the memory of one part. The step is that of the whole."""
@@ -291,14 +290,18 @@ class DistributedTrainingConfig:
     fused_optimizer: bool | str = "auto"
     """Whether the optimizer steps by PyTorch's fused kernel, several times as fast: "auto": where it can, and its user
     has not built it with another way; True: it must; False: as it was built."""
-
     validation_freq: int | list[int] = 1
     """Epochs between validations, as they are shown (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
     steps_per_epoch: int | None = None
-    """Optimizer steps of an epoch; with arrays it ends so much earlier, and the next has another order. None: all."""
+    """Optimizer steps of an epoch, which ends so much earlier; what gives batches goes on in the next. None: all."""
     fast_dev_run: bool | int = False
     """Try everything once: one epoch of so many steps (True: one) and as many batches of validation, without the
     checkpoints of this config and without `resume`."""
+    sharded_data: bool | None = None
+    """Of IterableDatasets, generators and DataLoaders: True: each rank's is its own part of the data; False: all have
+    the same, which is dealt to them; None: DataLoaders have the same, others where their first batches are."""
+    profile: bool | str = False
+    """Write a trace of some steps and a table of what their parts take, by rank: into "profile" or another folder."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after an epoch, counted from 1."""
@@ -348,6 +351,10 @@ class DistributedTrainingConfig:
         split = self.validation_split
         right = is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
+        right = isinstance(self.profile, bool) or (isinstance(self.profile, str) and bool(self.profile.strip()))
+        require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
+        if self.sharded_data is not None:
+            require_boolean(owner, "sharded_data", self.sharded_data)
         self._validate_epochs(owner)
         self._validate_checkpoints(owner)
 

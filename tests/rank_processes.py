@@ -162,6 +162,7 @@ def _serve(end: Connection, name: tuple[str, str], variables: dict[str, str], ar
     for variable in OURS:
         os.environ.pop(variable, None)
     os.environ.update(variables)
+    multiprocessing.current_process()._config["daemon"] = False  # a rank may start workers of a DataLoader
     torch.set_num_threads(1)
     try:
         ended = Ended(0, value=_call(name, arguments))

@@ -81,6 +81,8 @@ WRONG = {
         "validation_freq": (0, -1, None, [0], [2, "3"], *WHOLE_NUMBERS),
         "steps_per_epoch": (0, -1, *WHOLE_NUMBERS),
         "fast_dev_run": (-1, 1.5, None, "yes"),
+        "sharded_data": (0, 1, "yes"),
+        "profile": ("", " ", None, 1),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

@@ -13,8 +13,8 @@ from torch import nn
 from worlds import run_processes
 
 import cyxtrain as cx
+from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.moving import Here, Placement, ToGPU
-from cyxtrain.data.source import ArraySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 GPU = "cuda"

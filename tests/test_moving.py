@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cyxtrain.data import batches
-from cyxtrain.data.batches import Share, training_shares
+from cyxtrain.data import feed
+from cyxtrain.data.arrays import ArraySource
+from cyxtrain.data.batches import Share
+from cyxtrain.data.feed import ArrayFeed, Place
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.moving import Here, Placement
 from cyxtrain.data.sampler import DistributedSampler, Indices
-from cyxtrain.data.source import ArraySource
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
 
@@ -31,14 +32,15 @@ def shares(rows: int, rank: int, world_size: int, rows_at_once: int, first: int 
     source = ArraySource(torch.arange(float(rows))[:, None], torch.arange(rows))
     sampler = DistributedSampler(rows, rank=rank, world_size=world_size, pad=False)
     iterator = DistributedBatchIterator(sampler, 1, effective_batch_size=6)
-    return training_shares(source, iterator, PLACEMENT, rows_at_once, epoch=0, first=first)
+    micro_batches = -(-6 // (world_size * rows_at_once))
+    return ArrayFeed(source.gather, iterator, micro_batches).shares(Place(0, first, 0), PLACEMENT, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("rows_at_once", [1, 2, 6])
 @pytest.mark.parametrize("first", [0, 2])
 def test_what_follows_is_the_very_array_that_is_asked_for_next(world_size, rows_at_once, first, monkeypatch):
-    monkeypatch.setattr(batches, "make_mover", Noting)
+    monkeypatch.setattr(feed, "make_mover", Noting)
     for rank in range(world_size):
         Noting.asked.clear()
         seen = [

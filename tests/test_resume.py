@@ -20,7 +20,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.randomness import generators_as_json
+from cyxtrain.data.randomness import generators_as_json
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 from cyxtrain.training.saving.folder import CheckpointFolder
 

@@ -63,7 +63,7 @@ def test_the_header_has_a_line_for_each_fact(shown):
     assert facts["backend"] == "cpu (cyxtrain's ring, cma)"
     assert facts["batch"] == "4 per rank, 8 effective"
     assert facts["steps"] == "3 steps per epoch, epochs 1 to 2"
-    assert facts["data"] == "20 rows, and 6 for validation"
+    assert facts["data"] == "20 rows, and 6 rows for validation"
     assert facts["device"] == "cpu, 1 thread per rank"
     assert facts["model"] == "Sequential, 67 parameters"
     assert "\nbatch      1 or 2 per rank, 3 effective\n" in shown[0]["uneven"][0]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cyxtrain.data.rows import Rows
 from cyxtrain.data.sampler import Indices
-from cyxtrain.data.source import ArraySource, Rows
 from cyxtrain.data.tree import map_tree
 
 PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
@@ -65,12 +65,12 @@ class Mover(ABC):
     """Gathers rows, and brings them to the model.
 
     Args:
-        source: The rows.
+        gather: Returns rows by number.
         placement: Where they go, and in which types.
     """
 
-    def __init__(self, source: ArraySource, placement: Placement) -> None:
-        self._source = source
+    def __init__(self, gather: Callable[[Indices], Rows], placement: Placement) -> None:
+        self._gather = gather
         self._placement = placement
 
     @abstractmethod
@@ -88,19 +88,19 @@ class Here(Mover):
 
     def __call__(self, indices: Indices, following: Indices | None) -> Rows:
         """Returns the rows."""
-        return self._placement.place(self._source.gather(indices))
+        return self._placement.place(self._gather(indices))
 
 
 class ToGPU(Mover):
     """To a GPU, on a stream of its own: the next rows travel while it computes with these.
 
     Args:
-        source: As `Mover`.
+        gather: As `Mover`.
         placement: As `Mover`; of a GPU.
     """
 
-    def __init__(self, source: ArraySource, placement: Placement) -> None:
-        super().__init__(source, placement)
+    def __init__(self, gather: Callable[[Indices], Rows], placement: Placement) -> None:
+        super().__init__(gather, placement)
         self._stream = torch.cuda.Stream(placement.device)
         self._ahead: tuple[Indices, Rows] | None = None
 
@@ -117,16 +117,16 @@ class ToGPU(Mover):
         return rows
 
     def _move(self, indices: Indices) -> Rows:
-        rows = self._source.gather(indices)
+        rows = self._gather(indices)
         if any(tensor.is_cuda for tensor in rows.tensors()):  # the current stream has gathered it
             self._stream.wait_stream(torch.cuda.current_stream(self._placement.device))
         with torch.cuda.stream(self._stream):
             return self._placement.place(rows.mapped(_pinned))
 
 
-def make_mover(source: ArraySource, placement: Placement) -> Mover:
+def make_mover(gather: Callable[[Indices], Rows], placement: Placement) -> Mover:
     """Returns what brings rows to where the model computes."""
-    return (ToGPU if placement.device.type == "cuda" else Here)(source, placement)
+    return (ToGPU if placement.device.type == "cuda" else Here)(gather, placement)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

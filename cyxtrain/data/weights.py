@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cyxtrain.data.rows import Rows
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.settings import is_number
@@ -40,3 +41,10 @@ def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int
         )
     table = torch.tensor([float(known[number]) for number in classes.tolist()], dtype=torch.float64)
     return table.to(targets.device)[which]
+
+
+def weighted(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
+    """Returns rows that each count so much more or less as the weight of their class says; as `class_weights`."""
+    factors = class_weights(rows.targets, weights, ignored)
+    own = rows.weights
+    return rows._replace(weights=factors if own is None else own * factors.to(own.device))

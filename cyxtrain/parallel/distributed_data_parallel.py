@@ -205,6 +205,13 @@ class DistributedDataParallel(nn.Module):
             return self._reducer.losses_are_finite
         return self._latest.checked is None or all_finite([self._latest.checked])
 
+    def seconds_communicated(self) -> float:
+        """Returns how long this rank has communicated in backward, or waited for others, since it was asked last."""
+        if self._reducer is None:
+            return 0.0
+        seconds, self._reducer.seconds = self._reducer.seconds, 0.0
+        return seconds
+
     def check_trained(self) -> None:
         """Refuses parameters that have begun or ceased to be trained since the wrapper was made.
 

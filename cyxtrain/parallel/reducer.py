@@ -8,6 +8,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +66,8 @@ class Reducer:
         """This rank's loss in the next synchronisation."""
         self.scale = 1.0
         """What the gradients of the next synchronisations are multiplied by."""
+        self.seconds = 0.0
+        """That this rank has communicated, or waited for others."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles = []
@@ -171,8 +174,9 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._next_bucket]
+        bucket, began = self._buckets[self._next_bucket], time.perf_counter()
         bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
+        self.seconds += time.perf_counter() - began
         self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
@@ -190,10 +194,12 @@ class Reducer:
 
     def _receive(self) -> list[nn.Parameter]:
         """Waits for all, and gives each parameter its averaged gradient; returns those that were unused somewhere."""
+        began = time.perf_counter()
         for bucket in self._buckets:
             bucket.travel.send_on()
         for bucket in self._buckets:
             bucket.travel.arrive()
+        self.seconds += time.perf_counter() - began
         is_whole = not self.low_rank or all(bucket.travel.is_finite() for bucket in self._buckets)
         unused: list[nn.Parameter] = []
         for bucket in self._buckets:

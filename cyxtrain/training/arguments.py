@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
+from cyxtrain.data.kinds import gives_batches
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import require, require_integer, unknown_name
 from cyxtrain.training.callbacks import Callback, checked_callbacks
@@ -81,6 +82,9 @@ def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArgum
     _refuse_settings(given)
     arrays = _arrays(given, keywords)
     validation = keywords.pop("validation_data", None)
+    if gives_batches(arrays[0]) and len(arrays) == 2 and gives_batches(arrays[1]):  # fit(loader, val_loader, config)
+        require(validation is None, "fit got validation data twice: by position, and as validation_data.")
+        validation = arrays.pop()
     resume = _path(keywords.pop("resume", None))
     callbacks = checked_callbacks(keywords.pop("callbacks", None))
     if len(arrays) == 4:
@@ -170,6 +174,11 @@ def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[A
         return None
     if settings.validation_split:
         raise ConfigError("fit got validation data and validation_split: give one of them.")
+    if gives_batches(validation):
+        return validation, None, None
     if not isinstance(validation, (tuple, list)) or len(validation) not in (2, 3):
-        raise ConfigError("validation_data must be (X_val, y_val), or (X_val, y_val, sample_weight).")
+        raise ConfigError(
+            "validation_data must be (X_val, y_val) or (X_val, y_val, sample_weight); or what gives them, such as a "
+            "DataLoader."
+        )
     return validation[0], validation[1], validation[2] if len(validation) == 3 else None

@@ -25,7 +25,7 @@ class TerminalDisplay(PlainDisplay):
         self._steps = 0
         self._began = self._shown = 0.0
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int) -> None:
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         """Starts a bar."""
         super().begin_epoch(epoch, last_epoch, steps)
         self._progress = Progress(

@@ -2,7 +2,8 @@
 
 on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
-               -> on_test_begin, on_test_end (validation) -> on_epoch_end -> ... -> on_train_end
+               -> on_test_begin -> for each batch: on_test_batch_begin, on_test_batch_end -> on_test_end (validation)
+               -> on_epoch_end -> ... -> on_train_end
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ class Callback:
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Validation begins."""
 
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch of the validation begins; of this rank's, from 0, which may have others more or fewer of."""
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """It is done; logs are the means of what this rank has validated so far."""
+
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Validation is over; logs have its "loss", "accuracy" and metrics, or nothing where the fit stops in it."""
 
@@ -165,6 +172,8 @@ class Callbacks:
         self._batch_begin = [each for each in self._callbacks if _overrides(each, "on_train_batch_begin")]
         self._before_step = [each for each in self._callbacks if _overrides(each, "on_before_optimizer_step")]
         self._batch_end = [each for each in self._callbacks if _overrides(each, "on_train_batch_end")]
+        self._test_begin = [each for each in self._callbacks if _overrides(each, "on_test_batch_begin")]
+        self._test_end = [each for each in self._callbacks if _overrides(each, "on_test_batch_end")]
 
     def meet(self, trainer: DistributedTrainer, params: dict[str, Any]) -> None:
         """Introduces them to a trainer."""
@@ -202,11 +211,22 @@ class Callbacks:
     def on_train_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
         """Calls the hook of those that have one, with logs that `look` gives."""
         if self._batch_end:
-            logs = BatchLogs(look)
-            for callback in self._batch_end:
-                callback.on_train_batch_end(batch, logs)
-                self._heed_keras(callback)
-            logs.close()
+            with contextlib.closing(BatchLogs(look)) as logs:
+                for callback in self._batch_end:
+                    callback.on_train_batch_end(batch, logs)
+                    self._heed_keras(callback)
+
+    def on_test_batch_begin(self, batch: int) -> None:
+        """Calls the hook of those that have one."""
+        for callback in self._test_begin:
+            callback.on_test_batch_begin(batch, {})
+
+    def on_test_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
+        """Calls the hook of those that have one, with logs that `look` gives."""
+        if self._test_end:
+            with contextlib.closing(BatchLogs(look)) as logs:
+                for callback in self._test_end:
+                    callback.on_test_batch_end(batch, logs)
 
     def close(self) -> None:
         """Lets each close its files."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.moving import Placement
-from cyxtrain.data.source import ArraySource
+from cyxtrain.data.source import Source
 from cyxtrain.data.tree import Tree, leaves
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
@@ -65,7 +65,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
 
 
-def check_targets(source: ArraySource, loss: Loss) -> None:
+def check_targets(source: Source, loss: Loss) -> None:
     """Refuses data without targets, where the loss needs them.
 
     Raises:
@@ -91,7 +91,7 @@ def check_targets(source: ArraySource, loss: Loss) -> None:
         raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
 
 
-def check_classes(source: ArraySource, output: Any, loss: Loss) -> None:
+def check_classes(source: Source, output: Any, loss: Loss) -> None:
     """Refuses class numbers that the model has no output for: they would be met in the middle of an epoch.
 
     Raises:
@@ -168,7 +168,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
 
 def probe(
     model: nn.Module,
-    source: ArraySource,
+    source: Source,
     placement: Placement,
     loss: Loss,
     call: ModelCall,
@@ -200,7 +200,7 @@ def probe(
         return make_metrics(
             metrics or {}, loss, None, None, 0
         )  # such a model may compute its loss in training mode only
-    batch = Batch(0, *placement.place(source.slice(0, _PROBED_ROWS)))
+    batch = Batch(0, *placement.place(source.first(_PROBED_ROWS)))
     with torch.no_grad(), _untouched(model, placement.device):
         model.eval()
         shape = _shapes(batch.inputs)  # asked for now: a model may change its input

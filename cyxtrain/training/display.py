@@ -12,8 +12,8 @@ class Display:
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         """Explains the run: one line a fact, of (what, how)."""
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int) -> None:
-        """An epoch of `steps` steps begins."""
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
+        """An epoch of `steps` steps begins; None: nobody knows."""
 
     def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """A step is done; `measured` gives the numbers so far on this rank, at the cost of asking the device."""
@@ -39,7 +39,7 @@ class PlainDisplay(Display):
         for what, how in facts:
             print(f"{what:<11}{how}", flush=True)
 
-    def begin_epoch(self, epoch: int, last_epoch: int, steps: int) -> None:
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         """Remembers the numbers for the line."""
         self._epoch = f"epoch {epoch}/{last_epoch}"
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import Batch, whole_batches
+from cyxtrain.data.batches import Batch
 from cyxtrain.training.agreement import raise_together
 from cyxtrain.training.plan import Rows
 from cyxtrain.training.step import modes_kept
@@ -58,7 +58,7 @@ def run_whole_batches(
     try:
         with modes_kept(model):
             model.eval()
-            batches = whole_batches(rows.source, rows.batch_size, rows.placement, rank, world_size)
+            batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)
             complete = run_epoch(batches, step, give_up)
     except Exception as error:
         problem = error

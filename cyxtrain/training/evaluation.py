@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from cyxtrain import runtime
+from cyxtrain.data.batches import Batch
+from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.epoch import run_whole_batches
 from cyxtrain.training.plan import Rows
 from cyxtrain.training.step import EvaluationStep
@@ -57,7 +60,12 @@ class Evaluation:
 
 
 def evaluate_rows(
-    model: nn.Module, rows: Rows, *, distributed: bool, give_up: Callable[[], bool] = lambda: False
+    model: nn.Module,
+    rows: Rows,
+    *,
+    distributed: bool,
+    give_up: Callable[[], bool] = lambda: False,
+    callbacks: Callbacks | None = None,
 ) -> Evaluation | None:
     """Returns loss, accuracy and metrics over all rows, the same on any number of ranks; None: this rank gave up.
 
@@ -66,9 +74,18 @@ def evaluate_rows(
         rows: All of them.
         distributed: Whether the ranks share the work; else this one does it all.
         give_up: Asked after each batch whether to leave the others.
+        callbacks: Told of each batch, or None.
     """
-    batches = -(-len(rows) // rows.batch_size)
-    step = EvaluationStep(model, rows.loss, batches, rows.call, rows.placement.device, rows.metrics)
-    complete = run_whole_batches(model, rows, step, distributed=distributed, give_up=give_up)
+    table_rows = rows.source.table_rows(rows.batch_size)
+    step = EvaluationStep(model, rows.loss, table_rows, rows.call, rows.placement.device, rows.metrics)
+    told, numbers = callbacks or Callbacks(), itertools.count()
+
+    def step_and_tell(batch: Batch) -> None:
+        number = next(numbers)
+        told.on_test_batch_begin(number)
+        step(batch)
+        told.on_test_batch_end(number, step.totals.lazily)
+
+    complete = run_whole_batches(model, rows, step_and_tell, distributed=distributed, give_up=give_up)
     measured = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
     return Evaluation(**measured) if complete else None

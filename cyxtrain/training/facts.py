@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.source import sampled_hash
+from cyxtrain.data.rows import sampled_hash
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 
-_OWN_FIELDS = ("verbose", "checkpoint_dir")
+_OWN_FIELDS = ("verbose", "checkpoint_dir", "profile")
 """What ranks may set differently: only one of them shows and writes."""
 _SAMPLED_ELEMENTS = 64
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import Share, training_shares
+from cyxtrain.data.batches import Share
+from cyxtrain.data.randomness import generators_kept, seed_generators
 from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.agreement import telling
 from cyxtrain.training.clipping import make_clip
+from cyxtrain.training.clock import Clock
 from cyxtrain.training.display import numbers
 from cyxtrain.training.epoch import run_epoch
-from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.plan import Rows, Run
-from cyxtrain.training.randomness import generators_kept, seed_generators
+from cyxtrain.training.profiling import Profile
 from cyxtrain.training.resuming import Resumed
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
@@ -38,8 +40,6 @@ class Fit:
         state: What is trained; it changes as the fit goes on.
         run: What is asked for.
         ddp: The model, wrapped.
-        evaluate: Takes rows, and what says whether to give up; returns the evaluation over all ranks, or None where
-            this rank gave up.
         resumed: What belongs to this rank of a checkpoint that the fit goes on from; None: it begins.
     """
 
@@ -48,13 +48,11 @@ class Fit:
         state: TrainingState,
         run: Run,
         ddp: DistributedDataParallel,
-        evaluate: Callable[[Rows, Callable[[], bool]], Evaluation | None],
         resumed: Resumed | None,
     ) -> None:
         self._state = state
         self._run = run
         self._ddp = ddp
-        self._evaluate = evaluate
         self._resumed = resumed
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
@@ -64,6 +62,7 @@ class Fit:
         self._callbacks = state.callbacks = run.callbacks
         state.stop_training = False
         self._totals: Totals | None = None
+        self._profile = Profile(run.config.profile, self._device)
 
     def train(self) -> Wish | None:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
@@ -72,6 +71,7 @@ class Fit:
             stack.enter_context(contextlib.closing(self._keeper))
             stack.enter_context(contextlib.closing(self._callbacks))
             stack.enter_context(generators_kept(self._device))
+            stack.enter_context(self._profile)
             stack.enter_context(self._wishes.hearing_signals())
             stack.enter_context(_telling(self._ddp))  # first of all: what has been begun to write may take its time
             stack.enter_context(self._showing_errors())
@@ -86,6 +86,7 @@ class Fit:
             self._keeper.finish(self._totals)
             if stopped is None:
                 self._callbacks.call("on_train_end", self._logs())
+        self._run.display.header(self._profile.facts())
         return stopped
 
     @contextlib.contextmanager
@@ -125,22 +126,24 @@ class Fit:
     def _epoch(self) -> None:
         """Trains for one epoch, or for what is left of it, validates, records, saves."""
         run, position = self._run, self._state.position
-        done = run.steps_done(position)
         epoch = position.epoch
         if position.samples == 0:
             self._call("on_epoch_begin", epoch, {})
         self._ddp.check_trained()
-        run.display.begin_epoch(epoch + 1, self._last_epoch, run.steps_per_epoch - done)
+        steps = run.steps_per_epoch
+        run.display.begin_epoch(epoch + 1, self._last_epoch, None if steps is None else steps - position.epoch_steps)
         before = position.samples
-        measured, seconds, note = self._train(done)
+        clock = Clock(self._device, profiles=bool(run.config.profile))
+        measured, seconds, note = self._train(clock)
         rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
         self._ddp.sync_buffers()
         is_due = run.validation is not None and run.config.validates_after(epoch + 1)
         validation = self._validate(run.validation) if run.validation is not None and is_due else None
-        position.epoch, position.samples, self._totals = epoch + 1, 0, None
+        position.epoch, position.samples, position.epoch_steps, self._totals = epoch + 1, 0, 0, None
         self._state.forget_ranks()
+        self._take_times(clock)
         self._record(measured, validation, seconds, rows, note)
         heard = self._call("on_epoch_end", epoch, self._logs())
         self._ddp.check_trained()
@@ -168,7 +171,13 @@ class Fit:
     def _validate(self, rows: Rows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
         self._call("on_test_begin", {})
-        found = self._evaluate(rows, lambda: self._wishes.want_to_stop)
+        found = evaluate_rows(
+            self._state.model,
+            rows,
+            distributed=True,
+            give_up=lambda: self._wishes.want_to_stop,
+            callbacks=self._callbacks,
+        )
         heard, gave_up = self._wishes.agree(speaks=found is None)
         wish = first_reason_to_stop(heard)
         if wish is not None and gave_up is not None:
@@ -178,16 +187,12 @@ class Fit:
         self._call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
-    def _train(self, done: int) -> tuple[dict[str, float], float, str]:
-        """Takes the steps of the epoch that are left; returns (numbers over all ranks, seconds, what else to say).
-
-        Args:
-            done: Steps of it that have been taken.
-        """
+    def _train(self, clock: Clock) -> tuple[dict[str, float], float, str]:
+        """Takes the steps of the epoch that are left; returns (numbers over all ranks, seconds, what else to say)."""
         began = time.perf_counter()
         run, position = self._run, self._state.position
         every = run.config.check_replicas_every_n_steps
-        step = self._make_step()
+        step = self._make_step(clock)
         self._totals = step.totals
         self._prepare(step)
 
@@ -197,6 +202,8 @@ class Fit:
             step(share)
             position.samples += share.joined_rows
             position.step += 1
+            position.epoch_steps += 1
+            position.passes, position.batches, position.order = run.feed.read
             self._state.forget_ranks()
             self._heed_end(heard())
             self._callbacks.on_train_batch_end(share.number, step.totals.lazily)
@@ -205,23 +212,18 @@ class Fit:
                 self._ddp.check_replicas()
             self._keeper.after_step(step.totals)
             self._heed(heard(), step.totals)
+            clock.steps += 1
+            self._profile.step()
 
         self._ddp.train()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
-        shares = training_shares(
-            run.data.source,
-            run.batches,
-            run.data.placement,
-            run.rows_at_once,
-            position.epoch,
-            done,
-            run.steps_per_epoch,
-        )
         if not position.stopped:
-            run_epoch(shares, step_and_listen, give_up=lambda: bool(position.stopped))
+            with contextlib.closing(run.shares(position)) as shares:
+                run_epoch(clock.data.each(shares), step_and_listen, give_up=lambda: bool(position.stopped))
+            position.passes, position.batches, position.order = run.feed.read
         return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()
 
-    def _make_step(self) -> TrainingStep:
+    def _make_step(self, clock: Clock) -> TrainingStep:
         config, state = self._run.config, self._state
         return TrainingStep(
             self._ddp,
@@ -234,6 +236,7 @@ class Fit:
             state.loss_scale,
             self._device,
             self._run.data.metrics,
+            clock,
             self._callbacks.on_before_optimizer_step,
             accumulates=config.accumulation_steps > 1,
         )
@@ -250,7 +253,8 @@ class Fit:
         every = run.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
             text = numbers(totals.over_ranks(runtime.cpu_group()))
-            run.display.line(f"batch {share.number + 1}/{run.steps_per_epoch}  {text}")
+            of = "" if run.steps_per_epoch is None else f"/{run.steps_per_epoch}"
+            run.display.line(f"batch {share.number + 1}{of}  {text}")
 
     def _logs(self) -> dict[str, float]:
         """Returns the numbers of the last epoch, under Keras's names."""
@@ -280,6 +284,15 @@ class Fit:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             resumed.hand_over(step.totals, self._device)
+
+    def _take_times(self, clock: Clock) -> None:
+        """Notes where the time of the epoch's steps went, on all ranks."""
+        run = self._run
+        clock.communicated(clock.data, run.feed.seconds_communicated)
+        run.feed.seconds_communicated = 0.0
+        ranks, steps = clock.over_ranks(), max(clock.steps, 1)
+        self._state.step_seconds = [{name: value / steps for name, value in parts.items()} for parts in ranks]
+        self._profile.add(ranks, clock.steps)
 
     def _record(
         self, measured: dict[str, float], validation: Evaluation | None, seconds: float, rows: int, note: str

@@ -33,9 +33,9 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ddp_config: How gradients travel.
     """
     model, rates, position = state.model, state.rates, state.position
-    steps, effective = run.steps_per_epoch, run.batches.effective_batch_size
+    effective = run.feed.effective_batch_size
     loss, device = run.data.loss, run.data.placement.device
-    validation = "" if run.validation is None else f", and {len(run.validation):,} for validation"
+    validation = "" if run.validation is None else f", and {run.validation.source.describe()} for validation"
     world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")
     epochs = f"epochs {position.epoch + 1} to {position.first_epoch + run.config.epochs}"
     left = "no epoch left" if run.is_over(position) else epochs
@@ -44,9 +44,9 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("world", counted(world_size, "rank")),
         ("backend", _backend() if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
-        ("batch", _batch(effective, world_size, run.rows_at_once)),
-        ("steps", f"{counted(steps, 'step')} per epoch, {left}" + (", a try" if run.config.fast_dev_run else "")),
-        ("data", counted(len(run.data), "row") + validation + _converted(run)),
+        ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
+        ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
+        ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
@@ -102,6 +102,11 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
     per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
     parts = "" if rows_at_once >= whole + (rest > 0) else f" in micro-batches of {rows_at_once:,}"
     return f"{per_rank} per rank{parts}, {effective_batch_size:,} effective"
+
+
+def _steps(run: Run) -> str:
+    steps = run.steps_per_epoch
+    return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
 
 
 def _parameters(model: nn.Module) -> str:

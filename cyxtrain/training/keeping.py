@@ -11,9 +11,9 @@ import torch
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.randomness import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.training.agreement import raise_together
-from cyxtrain.training.randomness import generators_as_json
 from cyxtrain.training.saving.folder import BEST, CheckpointFolder, look_into
 from cyxtrain.training.saving.tree import decode_tree, encode_tree
 from cyxtrain.training.saving.writer import Writer

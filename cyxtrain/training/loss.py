@@ -132,11 +132,12 @@ class Loss:
         wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
         return target.to(dtype if wants_floats else torch.int64)
 
-    def look_at(self, targets: Tree | None, *, rows_have_weights: bool = False) -> None:
-        """Finds out what this data is weighted by. Every rank has the same data, so all come to the same.
+    def look_at(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
+        """Finds out what this data is weighted by. Every rank has data of the same kind, so all come to the same.
 
         Args:
-            targets: Of all rows.
+            targets: Of all rows, or of some.
+            are_all: Whether there are no others, which may hold a class number that does not count.
             rows_have_weights: Whether each row counts as much as its own weight says.
 
         Raises:
@@ -153,7 +154,8 @@ class Loss:
             return
         if targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
-        self.ignored = function.ignore_index if bool(targets.eq(function.ignore_index).any()) else None
+        may_ignore = not are_all or bool(targets.eq(function.ignore_index).any())
+        self.ignored = function.ignore_index if may_ignore else None
         if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
             self.weighting = Weighting.TERMS
             # Its own mean over a part with no valid target is 0 / 0: the sum is taken instead, the weight beside it.

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Share
-from cyxtrain.data.source import rows_not_finite
+from cyxtrain.data.randomness import generators_kept
+from cyxtrain.data.rows import rows_not_finite
 from cyxtrain.data.tree import leaves
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.precision import LossScale
-from cyxtrain.training.randomness import generators_kept
 from cyxtrain.training.state import Position
 
 SKIP = "skip"
@@ -235,9 +235,8 @@ def _rows(share: Share) -> list[str]:
         before += batch.rows
     words = []
     for name, rows in found.items():
-        numbers = share.indices[rows].tolist()
-        what = "row" if len(numbers) == 1 else "rows"
-        words.append(f"{name} holds NaN or infinities ({what} {shortened(map(str, numbers))})")
+        what = "row" if len(rows) == 1 else "rows"
+        words.append(f"{name} holds NaN or infinities ({what} {shortened(share.names(rows))})")
     return words
 
 

@@ -5,8 +5,7 @@ A plan is made on each rank by itself, and changes nothing; then the ranks agree
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,10 @@ from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.batches import Share
+from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.moving import Placement
-from cyxtrain.data.sampler import DistributedSampler
-from cyxtrain.data.source import ArraySource
-from cyxtrain.data.split import validation_rows
-from cyxtrain.data.weights import class_weights
+from cyxtrain.data.source import Opened, Source
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.settings import require_integer, unknown_name
 from cyxtrain.training.arguments import FitArguments
@@ -37,9 +34,10 @@ from cyxtrain.training.checks import (
 )
 from cyxtrain.training.compiling import check_compiler
 from cyxtrain.training.display import Display, make_display
-from cyxtrain.training.facts import config_facts, model_facts, optimizer_facts, value_facts
+from cyxtrain.training.facts import model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.metrics import Metrics
+from cyxtrain.training.opening import about
 from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
@@ -60,15 +58,12 @@ class Rows:
         metrics: What is measured beside loss and accuracy.
     """
 
-    source: ArraySource
+    source: Source
     batch_size: int
     placement: Placement
     loss: Loss
     call: ModelCall
     metrics: Metrics
-
-    def __len__(self) -> int:
-        return len(self.source)
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Run:
     config: DistributedTrainingConfig
     data: Rows
     validation: Rows | None
-    batches: DistributedBatchIterator
+    feed: Feed
     display: Display
     resume: str | None
     callbacks: Callbacks
@@ -102,7 +97,7 @@ class Run:
         return {
             "epochs": last_epoch,
             "steps": self.steps_per_epoch,
-            "samples_per_step": self.batches.effective_batch_size,
+            "samples_per_step": self.feed.effective_batch_size,
             "warmup_steps": self.config.warmup_steps,
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
@@ -122,16 +117,10 @@ class Run:
         return {"loss": False, "accuracy": True, **self.data.metrics.larger_is_better}
 
     @property
-    def rows_at_once(self) -> int:
-        """Rows of a micro-batch."""
-        most = -(-self.batches.effective_batch_size // self.batches.sampler.world_size)
-        return -(-most // self.config.accumulation_steps)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
-        most = self.batches.num_batches
-        return min(int(self.config.fast_dev_run) or most, self.config.steps_per_epoch or most)
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
+        limits = (int(self.config.fast_dev_run) or None, self.config.steps_per_epoch, self.feed.steps_per_epoch)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def check_steps(self) -> None:
         """Refuses longer epochs than there are rows for.
@@ -139,32 +128,31 @@ class Run:
         Raises:
             ConfigError: With how many steps there are.
         """
-        if (self.config.steps_per_epoch or 0) > self.batches.num_batches:
+        steps, most = self.config.steps_per_epoch, self.feed.steps_per_epoch
+        if steps is not None and most is not None and steps > most:
             raise ConfigError(
-                f"steps_per_epoch={self.config.steps_per_epoch:,}, and X has rows for {self.batches.num_batches:,} "
-                f"steps of {self.batches.effective_batch_size:,}: give fewer steps, or more epochs."
+                f"steps_per_epoch={steps:,}, and X has rows for {most:,} "
+                f"steps of {self.feed.effective_batch_size:,}: give fewer steps, or more epochs."
             )
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Rows that an epoch trains on, over all ranks."""
-        return min(len(self.data), self.steps_per_epoch * self.batches.effective_batch_size)
+    def all_steps(self) -> int | None:
+        """Steps of the whole fit; None: nobody knows."""
+        return None if self.steps_per_epoch is None else self.config.epochs * self.steps_per_epoch
 
-    @property
-    def all_steps(self) -> int:
-        """Steps of the whole fit."""
-        return self.config.epochs * self.steps_per_epoch
-
-    def steps_done(self, position: Position) -> int:
-        """Returns how many steps of the running epoch have been taken."""
-        return -(-position.samples // self.batches.effective_batch_size)  # only the last one may be smaller
+    def shares(self, position: Position) -> Generator[Share]:
+        """Gives this rank's shares of what is left of the running epoch."""
+        yield from self.feed.shares(place_of(position), self.data.placement, self.steps_per_epoch)
 
     def steps_left(self, position: Position) -> int:
-        """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit."""
-        if self.is_over(position):
+        """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit.
+
+        Where nobody knows, 0.
+        """
+        if self.is_over(position) or self.steps_per_epoch is None:
             return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
-        return epochs * self.steps_per_epoch - self.steps_done(position)
+        return epochs * self.steps_per_epoch - position.epoch_steps
 
     def is_over(self, position: Position) -> bool:
         """Returns whether the last epoch is complete, or the one after which a callback has ended the fit."""
@@ -176,15 +164,28 @@ class Run:
         validation = "" if self.validation is None else self.validation.source.digest()
         return {"data": self.data.source.digest(), "validation": validation}
 
-    def go_on(self, state: TrainingState) -> None:
-        """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with."""
-        effective = state.position.effective_batch_size
-        sampler, batch_size = self.batches.sampler, self.batches.batch_size
-        self.batches = DistributedBatchIterator(sampler, batch_size, effective_batch_size=effective)
-        history = state.history
-        if history.samples_per_second:
-            self.training_rows = self.rows_per_epoch * len(history.epochs)
+    def go_on(self, state: TrainingState, world_size: int) -> None:
+        """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with.
+
+        Args:
+            state: As it is there.
+            world_size: Ranks that made it.
+
+        Raises:
+            ConfigError: This many ranks cannot go on from there.
+        """
+        self.feed.check_world(world_size, place_of(state.position))
+        self.feed.go_on(state.position.effective_batch_size)
+        history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
+        if history.samples_per_second and rows is not None:
+            self.training_rows = rows * len(history.epochs)
             self.training_seconds = self.training_rows / history.samples_per_second
+
+
+def place_of(position: Position) -> Place:
+    """Returns where in the data training is."""
+    read = (position.passes, position.batches, position.order)
+    return Place(position.epoch, position.epoch_steps, position.samples, *read)
 
 
 def plan_fit(
@@ -194,6 +195,7 @@ def plan_fit(
     optimizer: torch.optim.Optimizer,
     device: str | torch.device,
     metrics: Mapping[str, Any],
+    opened: Opened,
 ) -> tuple[Run, dict[str, Any]]:
     """Returns what this rank is asked to do, and what must be the same on every rank.
 
@@ -205,13 +207,14 @@ def plan_fit(
     check_optimizer(optimizer)
     check_precision(model, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
-    source, validation_source = _split(arguments, loss_fn)
+    source, validation_source = opened
     data = _tried(source, config.batch_size, config, model, loss_fn, device, metrics)
     validation = None
     if validation_source is not None:
-        with _validation():
-            validation = _tried(validation_source, config.batch_size, config, model, loss_fn, device, metrics)
-    batches = _batches(len(source), config, rank, world_size)
+        with about("validation"):
+            batch_size = validation_source.batch_size or config.batch_size
+            validation = _tried(validation_source, batch_size, config, model, loss_fn, device, metrics)
+    feed = source.feed(config, rank, world_size)
     facts = {
         **_facts(arguments, source, validation_source),
         **model_facts(model, data.loss),
@@ -224,16 +227,15 @@ def plan_fit(
     if config.compile:
         check_compiler(data.placement.device)
     fuses, resume, first = can_fuse(optimizer, config.fused_optimizer), arguments.resume, arguments.initial_epoch
-    run = Run(config, data, validation, batches, display, resume, callbacks, fuses, first)
+    run = Run(config, data, validation, feed, display, resume, callbacks, fuses, first)
     _check_best(run)
     return run, facts
 
 
-def _facts(arguments: FitArguments, source: ArraySource, validation: ArraySource | None) -> dict[str, Any]:
+def _facts(arguments: FitArguments, source: Source, validation: Source | None) -> dict[str, Any]:
     """Returns what of the arguments and the data must be the same on every rank, and what in the data is not finite."""
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     return {
-        **config_facts(arguments.config),
         **source.facts("training"),
         **({} if validation is None else validation.facts("validation")),
         "resume": arguments.resume,
@@ -259,13 +261,6 @@ def _check_best(run: Run) -> None:
     raise unknown_name("this fit", best, run.measured, "number in its history that is named")
 
 
-def _batches(rows: int, config: DistributedTrainingConfig, rank: int, world_size: int) -> DistributedBatchIterator:
-    """Returns the batches of an epoch."""
-    sampler = DistributedSampler(rows, config.shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
-    per_rank = config.batch_size * config.accumulation_steps
-    return DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
-
-
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
     """Says on rank 0 what in the data is not finite.
 
@@ -286,7 +281,7 @@ def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
 
 
 def plan_rows(
-    source: ArraySource,
+    source: Source,
     batch_size: int | None,
     model: nn.Module,
     loss_fn: LossLike,
@@ -303,7 +298,8 @@ def plan_rows(
     Raises:
         ConfigError: The batch size is none, the loss has no targets, or the rows do not fit the model.
     """
-    batch_size = config.batch_size if batch_size is None else batch_size
+    if batch_size is None:
+        batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     rows = _tried(source, batch_size, config, model, loss_fn, device, metrics, predicting=predicting)
     return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
@@ -325,7 +321,7 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
 
 
 def _tried(
-    source: ArraySource,
+    source: Source,
     batch_size: int,
     config: DistributedTrainingConfig,
     model: nn.Module,
@@ -339,37 +335,9 @@ def _tried(
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
-    inputs, targets, weights = source.rows
-    loss.look_at(targets, rows_have_weights=weights is not None)
+    inputs, targets, weights = source.example
+    loss.look_at(targets, are_all=source.is_whole, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
     measures = probe(model, source, placement, loss, call, predicting=predicting, metrics=metrics)
     return Rows(source, batch_size, placement, loss, call, measures)
-
-
-def _split(arguments: FitArguments, loss_fn: LossLike) -> tuple[ArraySource, ArraySource | None]:
-    """Returns (training, validation): the last rows of the data where a fraction is asked for."""
-    ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
-    source = ArraySource(arguments.inputs, arguments.targets, arguments.weights)
-    fraction, validation = arguments.config.validation_split, None
-    if arguments.validation is not None:
-        with _validation():
-            validation = ArraySource(*arguments.validation)
-    elif fraction:
-        first = validation_rows(len(source), fraction)
-        source, validation = source.part(0, first), source.part(first, len(source))
-    fast = int(arguments.config.fast_dev_run)
-    if fast and validation is not None:
-        validation = validation.part(0, min(len(validation), fast * arguments.config.batch_size))
-    if arguments.class_weights is not None:  # they weigh training alone, as Keras's
-        source = source.weighted(class_weights(source.targets, arguments.class_weights, ignored))
-    return source, validation
-
-
-@contextlib.contextmanager
-def _validation() -> Iterator[None]:
-    """Says of an error within that it is about the validation data."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"validation data: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
-from cyxtrain.data.batches import share_of_batches
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.epoch import run_whole_batches
 from cyxtrain.training.plan import Rows
@@ -38,36 +38,38 @@ def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
 
 
 def _gathered(rows: Rows, step: PredictionStep) -> Tensor:
-    world_size = runtime.get_world_size()
-    shares = [share_of_batches(len(rows), rows.batch_size, rank, world_size) for rank in range(world_size)]
-    return gather_rows(step.outputs, [[min(batch * rows.batch_size, len(rows)) for batch in share] for share in shares])
+    gathered, batches = gather_rows(step.outputs)
+    order = rows.source.in_order(batches)
+    return gathered if order is None else torch.empty_like(gathered).index_copy_(0, order, gathered)
 
 
-def gather_rows(outputs: Sequence[Tensor], spans: Sequence[Sequence[int]]) -> Tensor:
-    """Returns the outputs of all rows, on every rank.
+def gather_rows(outputs: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+    """Returns the outputs of all ranks, on every rank, in their order; and how many rows each batch had, by rank.
 
     Cost: the rows once in and once out of each rank.
 
     Args:
         outputs: This rank's, batch by batch.
-        spans: (first, end) of each rank's rows; neighbours that cover all.
 
     Raises:
         ConfigError: They do not have the same shape and dtype on every rank.
     """
     own = torch.cat(list(outputs)) if outputs else None
     kind = None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])]
-    found = [json.loads(text) for text in runtime.gather_texts(json.dumps(kind))]
-    kinds = [other for other in found if other is not None]  # a rank without a batch has seen nothing
+    text = json.dumps({"kind": kind, "batches": [len(output) for output in outputs]})
+    found = [json.loads(other) for other in runtime.gather_texts(text)]
+    batches: list[list[int]] = [other["batches"] for other in found]
+    kinds = [other["kind"] for other in found if other["kind"] is not None]  # without a batch it has seen nothing
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
     dtype, shape = kinds[0]
-    rows = torch.empty((spans[-1][1], *shape), dtype=getattr(torch, dtype), device="cpu")
-    for rank, (first, end) in enumerate(spans):
-        if first == end:
+    ends = list(itertools.accumulate(map(sum, batches)))
+    rows = torch.empty((ends[-1], *shape), dtype=getattr(torch, dtype), device="cpu")
+    for rank, end in enumerate(ends):
+        part = rows[end - sum(batches[rank]) : end]
+        if len(part) == 0:
             continue
-        part = rows[first:end]
         if own is not None and rank == runtime.get_rank():
             part.copy_(own)
         dist.broadcast(part, rank, group=runtime.cpu_group())
-    return rows
+    return rows, batches

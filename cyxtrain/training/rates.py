@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, counted
+from cyxtrain.settings import is_number, require
 
 _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
@@ -95,21 +96,29 @@ class Rates:
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
-    def begin(self, factor: float, warmup_steps: int, steps: int) -> None:
+    def begin(self, factor: float, warmup_steps: int, steps: int | None) -> None:
         """Begins a fit.
 
         Args:
             factor: What the rates that the program gave are to be multiplied by.
             warmup_steps: Steps until they have their values.
-            steps: Of the fit.
+            steps: Of the fit, or None: nobody knows.
+
+        Raises:
+            ConfigError: The rates depend on how many there are, and nobody knows.
         """
+        if steps is None and isinstance(self.scheduler, Cosine):
+            raise ConfigError(
+                'scheduler="cosine" ends with the last step of the fit, and nobody knows how many batches the data '
+                "will give: say steps_per_epoch."
+            )
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
         self._take_what_was_set()
         self._scale(factor / self.factor)
         self.factor = factor
         if isinstance(self.scheduler, Cosine):
-            self.scheduler.begin(max(1, steps - warmup_steps))
+            self.scheduler.begin(max(1, (steps or 0) - warmup_steps))
         self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
             self._targets = self.now()
@@ -124,18 +133,29 @@ class Rates:
         if list(rates) != self.now():
             self._set(rates)
 
+    def set_checked(self, rates: Sequence[float]) -> None:
+        """Sets the rate of each group, as a user gives them.
+
+        Raises:
+            ConfigError: They are no rates, or not as many.
+        """
+        groups = len(self.optimizer.param_groups)
+        right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+        require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
+        self.set_all(rates)
+
     def leave(self) -> None:
         """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
         self._left = self.now()
 
-    def go_on(self, steps: int) -> str:
+    def go_on(self, steps: int | None) -> str:
         """Goes on with a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
 
         Args:
-            steps: Of the whole fit, which may have more or fewer epochs now.
+            steps: Of the whole fit, which may have more or fewer epochs now, or None: nobody knows.
         """
-        scheduler, total = self.scheduler, max(1, steps - self._warmup_steps)
-        if not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
+        scheduler, total = self.scheduler, max(1, (steps or 0) - self._warmup_steps)
+        if steps is None or not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
             return ""
         before, warm = scheduler.total_steps + self._warmup_steps, self.now()
         scheduler.stretch(total)

@@ -13,11 +13,11 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.randomness import set_generators
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn
 from cyxtrain.training.arithmetic import differences
 from cyxtrain.training.changes import as_in_checkpoint, done_otherwise, put_back, what_is_set
 from cyxtrain.training.plan import Run
-from cyxtrain.training.randomness import set_generators
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
@@ -27,7 +27,14 @@ from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
 AUTO = "auto"
-_SAME_FIELDS = ("shuffle", "seed", "validation_split", "batch_size", "effective_batch_size", "steps_per_epoch")
+_SAME_FIELDS = (
+    "shuffle",
+    "seed",
+    "validation_split",
+    "batch_size",
+    "effective_batch_size",
+    "steps_per_epoch",
+)
 """What decides the samples of a step, beside the data."""
 _DATA = {"data": "the training data are others", "validation": "the validation data are others"}
 
@@ -157,10 +164,10 @@ def _begin_or_go_on(
     found = find_checkpoint(run.resume, run.config, state, run.initial_epoch)
     data = run.digests()
     if found is None:
-        check_schedule(state.rates.scheduler, run.all_steps - run.config.warmup_steps)
+        check_schedule(state.rates.scheduler, (run.all_steps or 0) - run.config.warmup_steps)
         run.check_steps()
         _warn_of_warmup(run)
-        effective = run.batches.effective_batch_size
+        effective = run.feed.effective_batch_size
         state.begin_fit(run.config, data, effective, run.all_steps, run.initial_epoch)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
@@ -172,7 +179,7 @@ def _begin_or_go_on(
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
-    run.go_on(state)
+    run.go_on(state, checkpoint.world_size)
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
@@ -189,7 +196,7 @@ def _begin_or_go_on(
 
 
 def _warn_of_warmup(run: Run) -> None:
-    if run.config.warmup_steps > run.all_steps and runtime.is_master():
+    if run.all_steps is not None and run.config.warmup_steps > run.all_steps and runtime.is_master():
         warn(
             f"warmup_steps={run.config.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
             "rate will not reach its value."

@@ -44,6 +44,14 @@ class Position:
     """Samples per step over all ranks, in the latest call of `fit`."""
     skipped: int = 0
     """Latest steps in a row that were not taken, because a loss or a gradient was not finite."""
+    epoch_steps: int = 0
+    """Steps of the running epoch, those that were not taken too."""
+    passes: int = 0
+    """Times that data which give batches one after the other have been gone through."""
+    batches: int = 0
+    """Batches that they have given in the running pass: to all ranks together, or to each where each has its own."""
+    order: int = 0
+    """A number that no other order of the running epoch has, where a sampler of the user's makes it; else 0."""
     stopped: int = 0
     """1 where a callback has ended the latest call of `fit`: it is complete, whatever `epochs` says."""
 
@@ -83,6 +91,7 @@ class TrainingState:
         arithmetic: In use in the latest call of `fit`.
         complete_fits: Calls of `fit` in this program that are complete.
         runs: Ids of the runs that this training has been.
+        step_seconds: Of each part of a step, in the latest epoch, by rank.
     """
 
     model: nn.Module
@@ -102,6 +111,7 @@ class TrainingState:
     arithmetic: dict[str, Any] = field(default_factory=dict)
     complete_fits: int = 0
     runs: set[object] = field(default_factory=set)
+    step_seconds: list[dict[str, float]] = field(default_factory=list)
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
         """Returns (number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped.
@@ -119,7 +129,7 @@ class TrainingState:
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
         effective_batch_size: int,
-        steps: int,
+        steps: int | None,
         initial_epoch: int | None,
     ) -> None:
         """Begins a fit where training is. All ranks call it.
@@ -128,14 +138,16 @@ class TrainingState:
             config: Of the fit.
             data: Digests of its data, as in `run`.
             effective_batch_size: Samples per step over all ranks.
-            steps: Of the fit.
+            steps: Of the fit, or None: nobody knows.
             initial_epoch: Epochs that count as complete, or None: those that there were.
         """
         position = self.position
         if initial_epoch is not None:
             position.epoch = initial_epoch
         # What was left of an epoch that an earlier fit did not end is not this fit's.
-        position.samples, position.first_epoch, position.fits = 0, position.epoch, self.complete_fits + 1
+        position.samples = position.epoch_steps = position.batches = position.order = 0
+        position.first_epoch, position.fits = position.epoch, self.complete_fits + 1
+        position.passes = position.epoch  # as the epochs of arrays, each is another one
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())

@@ -10,6 +10,7 @@ Parameters change only after every collective of the step has succeeded.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.clipping import Clip
+from cyxtrain.training.clock import Clock, Part
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
@@ -46,6 +48,7 @@ class TrainingStep:
         scale: Of the loss, or None.
         device: Where the model computes.
         metrics: What is measured beside loss and accuracy.
+        clock: Takes the time of its parts.
         before_update: Called with the number of the step in its epoch, when its gradients are there.
         accumulates: Whether a step may have several micro-batches, on any rank.
     """
@@ -62,6 +65,7 @@ class TrainingStep:
         scale: LossScale | None,
         device: torch.device,
         metrics: Metrics,
+        clock: Clock,
         before_update: Callable[[int], object],
         *,
         accumulates: bool,
@@ -74,6 +78,7 @@ class TrainingStep:
         self._guard = guard
         self._call = call
         self._scale = scale
+        self._clock = clock
         self._before_update = before_update
         self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
@@ -89,11 +94,13 @@ class TrainingStep:
             self._multiplier = self._scale.of_each(dist.get_world_size())
             self._ddp.expect_scale(self._multiplier)
         results = self._accumulate(share)
-        self._unscale()
-        verdict = self._guard.verdict(share, [result.loss.value for result in results], lambda: self._run_alone(share))
-        if verdict is Verdict.TAKEN:
-            self._before_update(share.number)
-            self._update()
+        with self._clock.optimizer:
+            self._unscale()
+            losses = [result.loss.value for result in results]
+            verdict = self._guard.verdict(share, losses, lambda: self._run_alone(share))
+            if verdict is Verdict.TAKEN:
+                self._before_update(share.number)
+                self._update()
         if verdict is not Verdict.SKIPPED:
             for result in results:
                 self.totals.add(0, result.loss, result.answers)
@@ -119,15 +126,20 @@ class TrainingStep:
         Only the last backward averages, and with it all that was accumulated before.
         """
         results: list[Result] = []
+        clock = self._clock
         if share.rows == 0:
-            self._ddp.forward_without_batch()
-            self._divisor(0.0, share)
-            self._ddp.backward_without_batch()
-        for batch in share:
+            with clock.backward:
+                self._ddp.forward_without_batch()
+                self._divisor(0.0, share)
+                self._ddp.backward_without_batch()
+        for batch in clock.data.each(share):
             is_last = len(results) == len(share) - 1
             with contextlib.nullcontext() if is_last else self._ddp.no_sync():
-                results.append(self._forward(batch))
-                self._backward(results[-1].loss, share)
+                with clock.forward:
+                    results.append(self._forward(batch))
+                with clock.backward:
+                    self._backward(results[-1].loss, share)
+        clock.communicated(clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
         return results
@@ -174,14 +186,23 @@ class TrainingStep:
             return 1
         if self._loss.weighting is Weighting.SAMPLES or self._weighs_at_end:
             return share.joined_rows
-        return _sum_over_ranks(weight)
+        return self._sum_over_ranks(weight, self._clock.backward)
 
     def _divide_by_weight(self, weight: Tensor | float, share: Share) -> None:
         """Divides by what all ranks have counted, instead of by the number of samples."""
-        joined = _sum_over_ranks(weight)
+        with self._clock.backward:
+            joined = self._sum_over_ranks(weight, self._clock.backward)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
+
+    def _sum_over_ranks(self, weight: Tensor | float, within: Part) -> float:
+        joined = torch.as_tensor(weight, dtype=torch.float64, device="cpu").detach().reshape(1).clone()
+        began = time.perf_counter()
+        dist.all_reduce(joined, group=runtime.cpu_group())
+        seconds = time.perf_counter() - began
+        self._clock.communicated(within, seconds)
+        return joined.item()
 
 
 class Result(NamedTuple):
@@ -192,31 +213,25 @@ class Result(NamedTuple):
     said: tuple[Any, Any, int]
 
 
-def _sum_over_ranks(weight: Tensor | float) -> float:
-    joined = torch.as_tensor(weight, dtype=torch.float64, device="cpu").detach().reshape(1).clone()
-    dist.all_reduce(joined, group=runtime.cpu_group())
-    return joined.item()
-
-
 class EvaluationStep:
     """Sums of each batch, without gradients.
 
     Args:
         model: In evaluation mode.
         loss: Of a batch.
-        batches: How many there are over all ranks.
+        table_rows: How many different numbers their batches have, over all ranks.
         call: How the model is called.
         device: Where it computes.
         metrics: As `TrainingStep`.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, batches: int, call: ModelCall, device: torch.device, metrics: Metrics
+        self, model: nn.Module, loss: Loss, table_rows: int, call: ModelCall, device: torch.device, metrics: Metrics
     ) -> None:
         self._model = model
         self._loss = loss
         self._call = call
-        self.totals = Totals(batches, device, loss, metrics)
+        self.totals = Totals(table_rows, device, loss, metrics)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""

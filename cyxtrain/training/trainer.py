@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.data.source import ArraySource
+from cyxtrain.data.source import Opened
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.settings import is_number, require
 from cyxtrain.training.agreement import agree_on, raise_together, telling
-from cyxtrain.training.arguments import parse_fit
+from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.checks import checked_ddp_config, checked_device
@@ -37,6 +35,7 @@ from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.named_metrics import named
+from cyxtrain.training.opening import open_fit, open_rows
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import predict_rows
@@ -128,10 +127,15 @@ class DistributedTrainer:
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Sets the learning rate of each group; where a callback does so between two epochs, it is set on all ranks."""
-        groups = len(self.optimizer.param_groups)
-        right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
-        require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
-        self._state.rates.set_all(rates)
+        self._state.rates.set_checked(rates)
+
+    @property
+    def step_seconds(self) -> list[dict[str, float]]:
+        """What "data", "forward", "backward", "communication" and "optimizer" took in a step, in the latest epoch.
+
+        By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done.
+        """
+        return self._state.step_seconds
 
     @property
     def history(self) -> TrainingHistory:
@@ -186,7 +190,8 @@ class DistributedTrainer:
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
-        run, everyone = agree_on(lambda: self._plan(data, keywords))
+        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), self.loss_fn, self.epoch)
+        run, everyone = agree_on(lambda: self._plan(arguments, opened))
         run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
         with telling():
             warn_of_data(everyone)
@@ -206,7 +211,7 @@ class DistributedTrainer:
                 stack.enter_context(wrapper.suspended())
             try:
                 run.display.header([*explain(self._state, run, self.ddp_config), *says])
-                self._fit = Fit(self._state, run, ddp, self._validate, resumed)
+                self._fit = Fit(self._state, run, ddp, resumed)
                 stopped = self._fit.train()
             finally:
                 self._fit = None
@@ -250,9 +255,6 @@ class DistributedTrainer:
         assert evaluation is not None
         return evaluation
 
-    def _validate(self, rows: Rows, give_up: Callable[[], bool]) -> Evaluation | None:
-        return evaluate_rows(self.model, rows, distributed=True, give_up=give_up)
-
     def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any:  # noqa: N803
         """Returns the model's output for all rows, in their order, on every rank.
 
@@ -279,9 +281,11 @@ class DistributedTrainer:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
         def plan() -> tuple[Rows, dict[str, Any]]:
-            given = (ArraySource(*data), batch_size, self.model, self.loss_fn, self._device, self._state.config)
+            given = (source, batch_size, self.model, self.loss_fn, self._device, config)
             return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 
+        config = self._state.config
+        source = open_rows(data, batch_size, config, distributed=distributed)
         return agree_on(plan)[0] if distributed else plan()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
@@ -376,11 +380,10 @@ class DistributedTrainer:
         _join_world()
         return runtime.get_world_size()
 
-    def _plan(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
-        arguments = parse_fit(data, dict(keywords))
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
-        run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics)
+        run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics, opened)
         check_scaling(self._state.rates.scheduler, run.config)
         facts |= scheduler_facts(self._state.rates.scheduler)
         first = self.epoch if run.initial_epoch is None else run.initial_epoch

@@ -66,7 +66,7 @@ class TensorBoard(Callback):
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
         """Looks at the gradients where their norm is to be shown."""
-        is_last = batch + 1 == self.params["steps"]
+        is_last = self.params["steps"] in (None, batch + 1)  # None: nobody knows which is the last
         if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
             self._norm = gradient_norm(self.model)
 

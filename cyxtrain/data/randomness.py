@@ -19,6 +19,65 @@ import torch
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 
 
+_CPU = torch.device("cpu")
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
+
+
+def row_keys(seed: int, epoch: int, places: range) -> list[int]:
+    """Returns what generators are seeded with for each row of an epoch: it depends on the row's place in it alone.
+
+    Args:
+        seed: Of the run.
+        epoch: From 0.
+        places: Of rows in the order of the epoch.
+    """
+    first = int.from_bytes(_digest(seed, epoch), "little")
+    with np.errstate(over="ignore"):
+        keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
+        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+        found: list[int] = (keys ^ (keys >> np.uint64(31))).tolist()
+    return found
+
+
+def _digest(*words: int) -> bytes:
+    return hashlib.blake2b(f"cyxtrain row {' '.join(map(str, words))}".encode(), digest_size=8).digest()
+
+
+def seed_for_row(key: int) -> None:
+    """Seeds the generators of this process that rows are made with: those of the CPU."""
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key >> 1)
+
+
+class GeneratorStates:
+    """The states of this process's generators, those of the CPU: taken when it is made."""
+
+    def __init__(self) -> None:
+        self._states = _states(_CPU)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GeneratorStates):
+            return NotImplemented
+        (python, numbers, cpu, _), (others_python, others_numbers, others_cpu, _) = self._states, other._states
+        return python == others_python and torch.equal(cpu, others_cpu) and _same_numbers(numbers, others_numbers)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def bring_back(self) -> None:
+        """Makes the generators what they were."""
+        _set_states(self._states, _CPU)
+
+
+def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    words, others = one["state"], other["state"]
+    rest = ("has_gauss", "gauss")
+    same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
+    return bool(same and np.array_equal(words["key"], others["key"]))
+
+
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
     """Seeds all generators.
 

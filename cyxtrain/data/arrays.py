@@ -1,0 +1,156 @@
+"""The user's arrays as rows: what a batch is gathered from, and what is wrong with them before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches import Batch, share_of_batches
+from cyxtrain.data.feed import ArrayFeed
+from cyxtrain.data.iterator import DistributedBatchIterator
+from cyxtrain.data.moving import Placement
+from cyxtrain.data.rows import (
+    NAMES,
+    SAMPLED_ROWS,
+    Rows,
+    as_rows,
+    copy,
+    gather,
+    holds_tensors,
+    rows_not_finite,
+    sampled_hash,
+)
+from cyxtrain.data.sampler import DistributedSampler, Indices
+from cyxtrain.data.source import Source
+from cyxtrain.data.tree import num_rows, tensors
+from cyxtrain.data.weights import weighted
+from cyxtrain.errors import ConfigError, counted
+
+_SCAN_ELEMENTS = 1 << 22
+
+
+class ArraySource(Source):
+    """Rows of NumPy arrays or tensors, with or without targets. Nothing is copied, memory maps stay on disk.
+
+    Args:
+        inputs: X, shape (n, ...); or a dictionary, a tuple or a list of such.
+        targets: y, shape (n, ...), or None; or several, as X.
+        weights: How much each row counts, shape (n,), or None: all alike.
+
+    Raises:
+        ConfigError: Not arrays, no rows, or parts of different length.
+    """
+
+    is_whole = True
+    shuffle: bool | None = None
+    """Whether each epoch has another order; None: as the config says."""
+
+    def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
+        self._first_row = 0  # in the arrays that the user gave
+        self.is_numpy = not holds_tensors(inputs)
+        self.example = as_rows(inputs, targets, weights)
+        if not tensors(self.inputs) or len(self) == 0:
+            raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
+        self.example.check_lengths()
+
+    def __len__(self) -> int:
+        return num_rows(self.example.inputs)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self)
+
+    def describe(self) -> str:
+        """Returns how many rows there are."""
+        return counted(len(self), "row")
+
+    def gather(self, indices: Indices) -> Rows:
+        """Returns rows by number, in that order."""
+        chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
+        return self.example.mapped(lambda tensor: gather(tensor, chosen))
+
+    def slice(self, first: int, end: int) -> Rows:
+        """Returns neighbouring rows, as copies: a model may change its input in place."""
+        return self.example.mapped(lambda tensor: copy(tensor[first:end]))
+
+    def part(self, first: int, end: int) -> ArraySource:
+        """Returns neighbouring rows as a source of their own; a view."""
+        part = object.__new__(ArraySource)
+        part._first_row = self._first_row + first
+        part.batch_size, part.shuffle = self.batch_size, self.shuffle
+        part.is_numpy = self.is_numpy
+        part.example = self.example.mapped(lambda tensor: tensor[first:end])
+        return part
+
+    def first(self, rows: int) -> Rows:
+        """Returns the first rows, as copies."""
+        return self.slice(0, rows)
+
+    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> ArraySource:
+        """As `Source`."""
+        part = self.part(0, len(self))
+        part.example = weighted(self.example, weights, ignored)
+        return part
+
+    def shortened(self, batches: int, batch_size: int) -> ArraySource:
+        """As `Source`."""
+        return self.part(0, min(len(self), batches * batch_size))
+
+    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> ArrayFeed:
+        """As `Source`."""
+        shuffle = config.shuffle if self.shuffle is None else self.shuffle
+        sampler = DistributedSampler(len(self), shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
+        per_rank = config.batch_size * config.accumulation_steps
+        iterator = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
+        return ArrayFeed(self.gather, iterator, config.accumulation_steps)
+
+    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+        """As `Source`: neighbouring batches."""
+        first, end = share_of_batches(len(self), batch_size, rank, world_size)
+        for number in range(first, end):
+            rows = self.slice(number * batch_size, (number + 1) * batch_size)
+            yield Batch(number, *placement.place(rows))
+
+    def table_rows(self, batch_size: int) -> int:
+        """Returns how many batches there are."""
+        return -(-len(self) // batch_size)
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Returns what must be the same on every rank: shapes, dtypes and a hash of up to 1,024 rows."""
+        facts: dict[str, Any] = {}
+        for what, tensor in self.example.named():
+            label = f"{name} {what}"
+            facts[f"{label}: shape"] = list(tensor.shape)
+            facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
+            # Of weights all count: a rare class may have its own.
+            rows = len(tensor) if what == NAMES[-1] else SAMPLED_ROWS
+            facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
+        return facts
+
+    def not_finite(self, part: int, parts: int) -> tuple[str, int]:
+        """Returns what holds NaN or infinities: the first of X, else of y, such as "row 7 of X holds nan"; how many.
+
+        Args:
+            part: Which share of the rows to look through, from 0.
+            parts: How many there are: each rank takes one.
+        """
+        first, end = len(self) * part // parts, len(self) * (part + 1) // parts
+        text, wrong = "", set[int]()
+        for name, tensor in self.example.named():
+            if not tensor.is_floating_point() or tensor.numel() == 0:
+                continue
+            rows = max(1, _SCAN_ELEMENTS // tensor[0].numel())
+            for start in range(first, end, rows):
+                piece = tensor[start : min(start + rows, end)]
+                # A sum is not finite where any element is not; it may overflow too, so look again.
+                found = [] if bool(piece.sum().isfinite()) else rows_not_finite(piece)
+                wrong.update(start + row for row in found)
+                if found and not text:
+                    values = piece[found[0]].reshape(-1)
+                    bad = values[~values.isfinite()][0].item()
+                    text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
+        return text, len(wrong)

@@ -1,0 +1,45 @@
+"""What a DataLoader or a generator gives as a batch, taken apart: x; (x, y); (x, y, sample_weight); a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cyxtrain.data.rows import Rows, as_rows
+from cyxtrain.data.tree import tensors
+from cyxtrain.errors import ConfigError
+
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+"""What a dictionary that is a batch may call its targets."""
+_WEIGHTS = "sample_weight"
+
+
+def as_batch(given: Any) -> Rows:
+    """Returns a batch as rows.
+
+    A dictionary is the model's inputs by name, and the targets under a usual name.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(given, Mapping):
+        name = next((name for name in TARGET_NAMES if name in given), None)
+        inputs = {key: value for key, value in given.items() if key not in (name, _WEIGHTS)}
+        parts: tuple[Any, ...] = (inputs, None if name is None else given[name], given.get(_WEIGHTS))
+    elif isinstance(given, (tuple, list)):
+        if not 1 <= len(given) <= 3:
+            raise ConfigError(
+                f"a batch must be x, (x, y) or (x, y, sample_weight), and one has {len(given)} parts. Give several "
+                "inputs as x together: ((x1, x2), y)."
+            )
+        parts = tuple(given)
+    else:
+        parts = (given,)
+    try:
+        rows = as_rows(*parts)
+    except ConfigError as error:
+        raise ConfigError(f"in a batch of the data, {error}") from error
+    if not tensors(rows.inputs):
+        raise ConfigError("a batch of the data has no inputs.")
+    rows.check_lengths()
+    return rows

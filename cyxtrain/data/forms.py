@@ -1,0 +1,45 @@
+"""What a batch looks like, as JSON values: a rank that has none can make one that looks the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cyxtrain.data.tree import Tree
+
+
+def form_of(tree: Tree | None) -> Any:
+    """Returns types and shapes of its tensors."""
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return {"dtype": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape[1:])}
+    if isinstance(tree, dict):
+        return {"named": {name: form_of(part) for name, part in tree.items()}}
+    return {"tuple" if isinstance(tree, tuple) else "list": [form_of(part) for part in tree]}
+
+
+def example_of(form: Any) -> Any:
+    """Returns a row of zeros that looks so."""
+    if form is None:
+        return None
+    if "dtype" in form:
+        return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]))
+    if "named" in form:
+        return {name: example_of(part) for name, part in form["named"].items()}
+    return tuple(map(example_of, form["tuple"])) if "tuple" in form else list(map(example_of, form["list"]))
+
+
+def dtypes_of(form: Any) -> Any:
+    """Returns what of a form is the same for every batch: its parts, their types, and how many dimensions they have."""
+    if isinstance(form, list):
+        return [dtypes_of(part) for part in form]
+    if form is None:
+        return None
+    if "dtype" in form:
+        return f"{form['dtype']} of {len(form['shape']) + 1} dimensions"
+    if "named" in form:
+        return {name: dtypes_of(part) for name, part in form["named"].items()}
+    return {kind: [dtypes_of(part) for part in parts] for kind, parts in form.items()}

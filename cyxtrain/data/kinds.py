@@ -1,0 +1,118 @@
+"""Which kind of data a user has given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.arrays import ArraySource
+from cyxtrain.data.loaded import LoadedSource
+from cyxtrain.data.order import OwnOrder, order_of
+from cyxtrain.data.source import Source
+from cyxtrain.data.stream import StreamSource
+from cyxtrain.errors import ConfigError
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """What says that it is an array, such as a table of pandas."""
+
+    def __array__(self) -> Any: ...
+
+
+def gives_batches(data: Any) -> bool:
+    """Returns whether data bring their own targets: a Dataset, a DataLoader, or what gives batches."""
+    if isinstance(data, (DataLoader, Dataset)):
+        return True
+    if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
+        return False
+    return isinstance(data, Iterable) or callable(data)
+
+
+def open_source(
+    inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
+) -> Source:
+    """Returns a user's data as rows.
+
+    Args:
+        inputs: X: arrays, a Dataset, a DataLoader, or what gives batches.
+        targets: y of arrays, or None.
+        weights: How much each row of arrays counts, or None.
+        config: Of the fit, or of the latest one.
+        number: Of the epoch from which reading begins, where that is not known beforehand.
+        trains: Whether they are to be trained on.
+
+    Raises:
+        ConfigError: They are nothing of these, or cannot be used so.
+    """
+    if not gives_batches(inputs):
+        if config.sharded_data:
+            raise ConfigError(
+                "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
+                "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
+            )
+        return ArraySource(inputs, targets, weights)
+    name = type(inputs).__name__
+    for what, given in (("y", targets), ("sample_weight", weights)):
+        if given is not None:
+            raise ConfigError(f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight).")
+    if isinstance(inputs, DataLoader):
+        return _open_loader(inputs, config, number)
+    if isinstance(inputs, IterableDataset) or (isinstance(inputs, Dataset) and config.sharded_data):
+        shuffle = None if isinstance(inputs, IterableDataset) else trains and config.shuffle
+        loader: DataLoader[Any] = DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle)
+        return StreamSource(lambda: iter(loader), name, config, number, once=False)
+    if isinstance(inputs, Dataset):
+        tensors = _tensors(inputs)
+        return LoadedSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
+    if isinstance(inputs, Iterator):
+        return StreamSource(lambda: inputs, name, config, number, once=True)
+    return StreamSource(_begins(inputs), getattr(inputs, "__name__", name), config, number, once=False)
+
+
+def _begins(given: Any) -> Callable[[], Iterator[Any]]:
+    """Returns what begins to give batches, of a function that makes a generator or of what can be gone through."""
+    if isinstance(given, Iterable):
+        return lambda: iter(given)
+
+    def begin() -> Iterator[Any]:
+        made = given()
+        if not isinstance(made, Iterable):
+            raise ConfigError(
+                f"X is the function {getattr(given, '__name__', given)}, which returned a {type(made).__name__}: it "
+                "must return what gives batches, such as a generator."
+            )
+        return iter(made)
+
+    return begin
+
+
+def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int) -> Source:
+    has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    own_way = type(loader).__iter__ is not DataLoader.__iter__
+    if not has_numbers or own_way or config.sharded_data:
+        return StreamSource(lambda: iter(loader), type(loader).__name__, config, number, once=False)
+    tensors = _tensors(loader.dataset)
+    if tensors is not None and loader.collate_fn is default_collate and not loader.drop_last:
+        order = order_of(loader, len(tensors[0]), config.seed)
+        if isinstance(order, OwnOrder):  # then fetching each row by itself would only cost time
+            source = ArraySource(*tensors)
+            source.batch_size, source.shuffle = loader.batch_size, order.shuffle
+            return source
+    return LoadedSource(loader.dataset, loader, config)
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
+    """Returns the tensors of a data set that is nothing else: x; x and y; or x, y and sample_weight."""
+    return dataset.tensors if type(dataset) is TensorDataset and len(dataset.tensors) <= 3 else None

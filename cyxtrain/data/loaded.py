@@ -1,0 +1,330 @@
+"""Rows of a Dataset, fetched by number through a DataLoader: workers, collating and pinning are its user's.
+
+Which rows, and when, is ours: one order of each epoch, dealt to the ranks, from any step on. What a data set draws for
+a row, such as its augmentation, depends on seed, epoch and the row's place in the epoch alone: it is the same on any
+number of ranks and workers, and where a fit goes on in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches import Batch, Share, share_of_batches
+from cyxtrain.data.batching import as_batch
+from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing
+from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.fetching import Fetcher
+from cyxtrain.data.moving import Placement
+from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
+from cyxtrain.data.randomness import row_keys
+from cyxtrain.data.rows import Rows, sampled_hash
+from cyxtrain.data.sampler import Indices
+from cyxtrain.data.source import Source, WeighRows
+from cyxtrain.data.tree import num_rows
+from cyxtrain.data.weights import weighted
+from cyxtrain.errors import ConfigError, counted, on_all_ranks
+from cyxtrain.runtime import gather_texts
+
+_TRIED_ROWS = 2
+_TO_EVALUATE = -1
+"""The "epoch" whose random numbers an evaluation has: always the same."""
+
+
+class LoadedSource(Source):
+    """Rows of a Dataset.
+
+    Args:
+        dataset: With rows by number.
+        loader: How they are fetched, and in which order; None: one by one, in ours.
+        config: Of the fit.
+
+    Raises:
+        ConfigError: There are none, or what is fetched is no batch.
+    """
+
+    def __init__(self, dataset: Any, loader: DataLoader[Any] | None, config: DistributedTrainingConfig) -> None:
+        self._dataset = dataset
+        self._loader = loader
+        self._seed = config.seed
+        self._limit: int | None = None
+        self._weigh: WeighRows | None = None
+        size = _size(dataset)
+        self.order: Order = (
+            OwnOrder(size, config.shuffle, config.seed) if loader is None else order_of(loader, size, config.seed)
+        )
+        if len(self.order) == 0:
+            raise ConfigError(f"the {type(dataset).__name__} has no rows: there is nothing to train on or to evaluate.")
+        batches = None if loader is None else loader.batch_sampler
+        if type(batches) is BatchSampler:
+            self.batch_size = batches.batch_size
+        self.drop_last = type(batches) is BatchSampler and batches.drop_last
+        self._to_evaluate = Fetcher(dataset, loader)
+        self.to_train = Fetcher(dataset, loader)
+        found = self.order.to_evaluate()
+        places = range(min(_TRIED_ROWS, len(found.indices)))
+        looks = Fetcher(dataset, loader, tries=loader is None or loader.worker_init_fn is None)
+        self.example = self.rows(next(looks.fetch([self.places(found, places, _TO_EVALUATE)])), len(places))
+        if found.ends is not None:
+            self.batch_size = int(found.ends[0])
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self.order.to_evaluate().indices)
+
+    def describe(self) -> str:
+        """As `Source`."""
+        return f"{counted(self.count, 'row')} of {type(self._dataset).__name__}"
+
+    def explain(self) -> str:
+        """As `Source`."""
+        workers = self._loader.num_workers if self._loader is not None else 0
+        by = f", by {counted(workers, 'worker')} per rank" if workers else ""
+        return f", {self.order.describe()}{by}"
+
+    def places(self, order: OrderOf, places: range, epoch: int) -> list[tuple[int, int]]:
+        """Returns what is to be fetched: row numbers, each with its key."""
+        indices = order.indices[places.start : places.stop : places.step].tolist()
+        return list(zip(indices, row_keys(self._seed, epoch, places), strict=True))
+
+    def rows(self, fetched: Any, asked: int) -> Rows:
+        """Returns what was fetched as rows.
+
+        Raises:
+            ConfigError: They are not as many as were asked for: gradients are divided by how many there are.
+        """
+        rows = as_batch(fetched)
+        if num_rows(rows.inputs) != asked:
+            raise ConfigError(
+                f"of {counted(asked, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
+                "rank must know how many rows the others have. To leave rows out, give a sampler that does; what "
+                "gives batches of any size is an IterableDataset or a generator."
+            )
+        return rows if self._weigh is None else self._weigh(rows)
+
+    def first(self, rows: int) -> Rows:
+        """Returns the first two rows."""
+        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Returns the kind of data set and of sampler, and kinds and values of the first rows."""
+        facts: dict[str, Any] = {
+            f"the {name} data set": f"{counted(len(self.order), 'row')} of {type(self._dataset).__name__}",
+            f"the order of the {name} data": self.order.describe(),
+            f"the order of the {name} data: hash": self.order.to_evaluate().digest if self.order.is_drawn else 0,
+        }
+        for what, tensor in self.example.named():
+            facts[f"{name} {what}: dtype"] = str(tensor.dtype).removeprefix("torch.")
+            facts[f"{name} {what}: shape of a row"] = list(tensor.shape[1:])
+            facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor)
+        return facts
+
+    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> LoadedSource:
+        """As `Source`: batch by batch."""
+        source = copy.copy(self)
+        source._weigh = lambda rows: weighted(rows, weights, ignored)
+        source.example = source._weigh(self.example)
+        return source
+
+    def shortened(self, batches: int, batch_size: int) -> LoadedSource:
+        """As `Source`."""
+        source = copy.copy(self)
+        source._limit = batches
+        return source
+
+    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> LoadedFeed:
+        """As `Source`.
+
+        Raises:
+            ConfigError: Batches that are made in advance shall have another size, or none would be left.
+        """
+        return LoadedFeed(self, config, rank, world_size)
+
+    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+        """As `Source`: neighbouring batches."""
+        order, batches = self._batches(batch_size)
+        first, end = share_of_batches(len(batches), 1, rank, world_size)
+        own = batches[first:end]
+        fetched = self._to_evaluate.fetch([self.places(order, places, _TO_EVALUATE) for places in own])
+        for number, (places, found) in enumerate(zip(own, fetched, strict=True), first):
+            yield Batch(number, *placement.place(self.rows(found, len(places))))
+
+    def table_rows(self, batch_size: int) -> int:
+        """Returns how many batches there are."""
+        return len(self._batches(batch_size)[1])
+
+    def _batches(self, batch_size: int) -> tuple[OrderOf, list[range]]:
+        """Returns the order, and the places of each batch in it."""
+        order = self.order.to_evaluate()
+        if order.ends is None:
+            rows = len(order.indices)
+            found = [range(first, min(first + batch_size, rows)) for first in range(0, rows, batch_size)]
+        else:
+            found = [range(first, end) for first, end in zip([0, *order.ends[:-1]], order.ends, strict=True)]
+        return order, found[: self._limit]
+
+
+def _size(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length, and rows are dealt to the ranks by number: give it a __len__, or "
+            "make it an IterableDataset."
+        ) from error
+
+
+class LoadedFeed(Feed):
+    """Rows of a data set, in the order of each epoch.
+
+    Args:
+        source: The rows.
+        config: Of the fit.
+        rank: This one.
+        world_size: How many there are.
+    """
+
+    def __init__(self, source: LoadedSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
+        self._source = source
+        self._rank, self._world_size = rank, world_size
+        self._accumulation_steps = config.accumulation_steps
+        self._digest = 0
+        self._is_in_batches = source.order.to_evaluate().ends is not None
+        if self._is_in_batches and config.effective_batch_size is not None:
+            raise ConfigError(
+                "effective_batch_size is set, and the DataLoader's batch_sampler makes batches as it likes: give the "
+                "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
+            )
+        per_rank = (source.batch_size or config.batch_size) * config.accumulation_steps
+        self.go_on(config.effective_batch_size or per_rank * world_size)
+        if self.steps_per_epoch == 0:
+            raise ConfigError(
+                f"drop_last leaves nothing: {counted(len(source.order), 'row')}, and a step has "
+                f"{self.effective_batch_size:,} over all ranks."
+            )
+
+    def go_on(self, effective_batch_size: int) -> None:
+        """As `Feed`."""
+        self.effective_batch_size = effective_batch_size
+        most = -(-effective_batch_size // self._world_size)
+        self.rows_at_once = -(-most // self._accumulation_steps)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """As `Feed`."""
+        if self._is_in_batches:
+            return -(-len(self._source.order) // (self._accumulation_steps * self._world_size))
+        return self._deal_rows(len(self._source.order)).steps
+
+    def _deal_rows(self, rows: int) -> RowDealing:
+        sizes = (self.effective_batch_size, self.rows_at_once)
+        return RowDealing(rows, *sizes, self._rank, self._world_size, drop_last=self._source.drop_last)
+
+    def rows_of(self, steps: int | None) -> int | None:
+        """As `Feed`."""
+        if self._is_in_batches:
+            return None
+        total, most = len(self._source.order), self.steps_per_epoch * self.effective_batch_size
+        return min(total, most if steps is None else steps * self.effective_batch_size)
+
+    @property
+    def read(self) -> tuple[int, int, int]:
+        """As `Feed`."""
+        return 0, 0, self._digest
+
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
+        """As `Feed`."""
+        source = self._source
+        order = source.order.of(place.epoch)
+        if source.order.is_drawn:
+            self._check(order, place)
+        dealing: Dealing
+        if order.ends is None:
+            dealing = self._deal_rows(len(order.indices))
+        else:
+            done = (place.steps, place.rows)
+            dealing = BatchDealing(order.ends, done, self._accumulation_steps, self._rank, self._world_size)
+        steps = range(place.steps, dealing.steps if end is None else min(end, dealing.steps))
+        pieces = (source.places(order, piece, place.epoch) for step in steps for piece in dealing.deal(step).pieces)
+        fetched = source.to_train.fetch(pieces)
+        for step in steps:
+            deal = dealing.deal(step)
+            own = [order.indices[piece.start : piece.stop : piece.step] for piece in deal.pieces]
+            yield LoadedShare(step, deal.joined_rows, own, fetched, source, placement)
+
+    def _check(self, order: OrderOf, place: Place) -> None:
+        """Refuses an order that is not the same on all ranks, or not the one that was begun with. All ranks call it."""
+        self._digest = order.digest
+        digests = gather_texts(str(self._digest))
+        another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        drawn = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
+        if another is not None:
+            raise on_all_ranks(
+                ConfigError(
+                    f"the DataLoader's sampler gives rank {another} another order than rank 0: it {drawn}, which are "
+                    "seeded alike on all ranks.",
+                    rank=another,
+                )
+            )
+        if place.steps and place.order and place.order != self._digest:
+            raise on_all_ranks(
+                ConfigError(
+                    "the DataLoader's sampler gives another order of this epoch than it gave before the checkpoint in "
+                    f"the middle of it: rows would come twice, and others never. It {drawn}; or go on from a "
+                    "checkpoint between two epochs."
+                )
+            )
+
+
+class LoadedShare(Share):
+    """Rows that a DataLoader fetches; they are kept until the share is gone.
+
+    Args:
+        number: As `Share`.
+        joined_rows: As `Share`.
+        pieces: Row numbers, a micro-batch each.
+        fetched: Gives what is made of each, after that of the shares before.
+        source: Makes rows of it.
+        placement: Of batches.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        joined_rows: int,
+        pieces: Sequence[Indices],
+        fetched: Iterator[Any],
+        source: LoadedSource,
+        placement: Placement,
+    ) -> None:
+        super().__init__(number, joined_rows)
+        self._pieces = pieces
+        self._fetched = fetched
+        self._source = source
+        self._placement = placement
+        self._held: list[Rows] = []
+
+    @property
+    def rows(self) -> int:
+        """As `Share`."""
+        return sum(map(len, self._pieces))
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, piece in enumerate(self._pieces):
+            if number == len(self._held):
+                self._held.append(self._source.rows(next(self._fetched), len(piece)))
+            yield Batch(self.number, *self._placement.place(self._held[number]))
+
+    def names(self, rows: Sequence[int]) -> list[str]:
+        """Returns the numbers of rows in the data set."""
+        indices = np.concatenate(self._pieces)
+        return [str(indices[row]) for row in rows]

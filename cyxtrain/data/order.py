@@ -1,0 +1,198 @@
+"""In which order the rows of a data set come, where a DataLoader says so: its sampler, made the same on every rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+from cyxtrain.data.randomness import generators_kept, seed_generators
+from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
+from cyxtrain.errors import ConfigError
+
+_CPU = torch.device("cpu")
+
+
+class OrderOf(NamedTuple):
+    """The rows of an epoch, of all ranks together.
+
+    Attributes:
+        indices: Their numbers in the data set, shape (rows,).
+        ends: Of each batch in them, where batches are made in advance, shape (batches,); else None.
+    """
+
+    indices: Indices
+    ends: Indices | None = None
+
+    @property
+    def digest(self) -> int:
+        """A number that another order does not have."""
+        digest = xxhash.xxh3_64(self.indices.tobytes())
+        digest.update(b"" if self.ends is None else self.ends.tobytes())
+        return digest.intdigest() >> 1
+
+
+class Order(ABC):
+    """The order of each epoch.
+
+    Attributes:
+        is_drawn: Whether the user's own sampler makes it, so that it may differ between ranks.
+    """
+
+    is_drawn = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows an epoch has; where batches are made in advance, how many batches."""
+
+    @abstractmethod
+    def of(self, epoch: int) -> OrderOf:
+        """Returns the order of an epoch, from 0."""
+
+    @abstractmethod
+    def to_evaluate(self) -> OrderOf:
+        """Returns the order in which rows are evaluated and predicted."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Returns what it is, for people."""
+
+
+class OwnOrder(Order):
+    """Ours, as that of arrays.
+
+    Args:
+        size: Rows of the data set.
+        shuffle: False: the rows in their own order.
+        seed: Of the run.
+    """
+
+    def __init__(self, size: int, shuffle: bool, seed: int) -> None:
+        self._size = size
+        self.shuffle = shuffle
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def of(self, epoch: int) -> OrderOf:
+        """As `Order`."""
+        return OrderOf(global_order(self._size, self.shuffle, self._seed, epoch))
+
+    def to_evaluate(self) -> OrderOf:
+        """Returns the rows in their own order."""
+        return OrderOf(np.arange(self._size, dtype=np.int64))
+
+    def describe(self) -> str:
+        """As `Order`."""
+        return "in a new order in each epoch" if self.shuffle else "in their own order"
+
+
+class DrawnOrder(Order):
+    """That of a user's sampler: drawn from generators that are seeded alike on all ranks.
+
+    Args:
+        sampler: Gives row numbers; or, where `in_batches`, lists of them.
+        seed: Of the run.
+        in_batches: Whether it is a batch sampler.
+    """
+
+    is_drawn = True
+
+    def __init__(self, sampler: Any, seed: int, *, in_batches: bool) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._in_batches = in_batches
+        try:
+            self._size = len(sampler)
+        except TypeError as error:
+            raise ConfigError(
+                f"the DataLoader's {type(sampler).__name__} has no length, and each epoch must have as many steps on "
+                "all ranks: give it a __len__."
+            ) from error
+
+    def __len__(self) -> int:
+        return self._size
+
+    def of(self, epoch: int) -> OrderOf:
+        """Returns what the sampler gives; where it has a `set_epoch`, it is told the epoch.
+
+        Raises:
+            ConfigError: It gives no row numbers, or another count of them than it says.
+        """
+        with generators_kept(_CPU), _seeded(self._sampler, self._seed, epoch):
+            seed_generators(self._seed, epoch, 0, 0, _CPU)
+            set_epoch = getattr(self._sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            given = list(self._sampler)
+        name = type(self._sampler).__name__
+        if len(given) != self._size:
+            raise ConfigError(f"the DataLoader's {name} says that it has {self._size:,}, and gave {len(given):,}.")
+        return self._batches(given, name) if self._in_batches else OrderOf(_numbers(given, name))
+
+    def _batches(self, given: list[Any], name: str) -> OrderOf:
+        batches = [_numbers(batch, name) for batch in given]
+        return OrderOf(np.concatenate(batches), np.cumsum([len(batch) for batch in batches], dtype=np.int64))
+
+    def to_evaluate(self) -> OrderOf:
+        """Returns what the sampler gives in the first epoch."""
+        return self.of(0)
+
+    def describe(self) -> str:
+        """As `Order`."""
+        return f"as {type(self._sampler).__name__} draws them, alike on all ranks"
+
+
+def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
+    """Returns the order that a DataLoader's user has asked for.
+
+    Samplers of PyTorch's that shuffle a data set, keep its order or deal it to ranks are done by ours.
+
+    Args:
+        loader: With rows by number.
+        size: Rows of its data set.
+        seed: Of the run.
+
+    Raises:
+        ConfigError: A sampler without a length.
+    """
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return DrawnOrder(batches, seed, in_batches=True)
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    if type(sampler) in (TorchSampler, DistributedSampler):
+        return OwnOrder(size, sampler.shuffle, seed)
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
+    if whole or type(sampler) is SequentialSampler:
+        return OwnOrder(size, whole, seed)
+    return DrawnOrder(sampler, seed, in_batches=False)
+
+
+def _numbers(given: Iterable[Any], name: str) -> Indices:
+    try:
+        return np.array([int(number) for number in given], dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the DataLoader's {name} must give row numbers: {error}") from error
+
+
+@contextmanager
+def _seeded(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Seeds a generator of the sampler's own, or of the sampler in it, and hands it back as it was."""
+    found = [getattr(part, "generator", None) for part in (sampler, getattr(sampler, "sampler", None))]
+    own = [generator for generator in found if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in own]
+    for generator in own:
+        generator.manual_seed(OrderOf(np.array([seed % 2**63, epoch], dtype=np.int64)).digest)
+    try:
+        yield
+    finally:
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)

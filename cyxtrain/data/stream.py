@@ -1,0 +1,393 @@
+"""Data that give batches one after the other: iterable data sets, generators, whatever can be gone through.
+
+Where all ranks go through the same, each batch is dealt to one of them; where each has its own, each takes all of its
+own. Nobody knows beforehand how many there are: with each step the ranks add up how many rows they have, and the one
+that has none any more takes part with nothing, until nobody has any.
+
+What the data draw from the generators of torch, NumPy and Python depends on seed and pass alone, and nothing else
+draws from them meanwhile: so the same batches come again where a fit goes on, and are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cyxtrain import runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches import Batch, Share
+from cyxtrain.data.batching import as_batch
+from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.forms import dtypes_of, example_of, form_of
+from cyxtrain.data.moving import Placement
+from cyxtrain.data.randomness import GeneratorStates, seed_generators
+from cyxtrain.data.rows import Rows, sampled_hash
+from cyxtrain.data.source import Source, WeighRows
+from cyxtrain.data.tree import num_rows
+from cyxtrain.data.weights import weighted
+from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
+
+_CPU = torch.device("cpu")
+
+
+class Pass:
+    """The data, gone through once, with generators of its own.
+
+    Args:
+        make: Begins.
+        seed: Of the run.
+        number: Of the pass.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]], seed: int, number: int) -> None:
+        self.number = number
+        self.taken = 0
+        """Batches that were taken."""
+        self._looked_at: list[Rows] = []
+        before = GeneratorStates()
+        try:
+            seed_generators(seed, number, 0, 0, _CPU)
+            self._batches = make()
+            self._states = GeneratorStates()
+        finally:
+            before.bring_back()
+
+    def look(self) -> Rows | None:
+        """Returns the first batch, which stays the next one; None: there is none."""
+        first = self.take()
+        if first is not None:
+            self.taken -= 1
+            self._looked_at.append(first)
+        return first
+
+    def take(self) -> Rows | None:
+        """Returns the next batch; None: there is none any more."""
+        if self._looked_at:
+            self.taken += 1
+            return self._looked_at.pop()
+        before = GeneratorStates()
+        self._states.bring_back()
+        try:
+            for given in self._batches:
+                self.taken += 1
+                return as_batch(given)
+            return None
+        finally:
+            self._states = GeneratorStates()
+            before.bring_back()
+
+
+class StreamSource(Source):
+    """Batches, one after the other.
+
+    Args:
+        make: Begins to give them.
+        what: They come from, in a word or two.
+        config: Of the fit.
+        number: Of the pass that is begun with.
+        once: Whether they come but once.
+
+    Raises:
+        ConfigError: The first is no batch.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Any]],
+        what: str,
+        config: DistributedTrainingConfig,
+        number: int,
+        *,
+        once: bool,
+    ) -> None:
+        self._make = make
+        self._what = what
+        self._seed = config.seed
+        self._weigh: WeighRows | None = None
+        self._limit: int | None = None
+        self.reads_once = once
+        self.is_dealt = True
+        self._begun: Pass | None = Pass(make, config.seed, number)
+        self._first = self._begun.look()
+
+    @property
+    def count(self) -> None:
+        """Nobody knows."""
+        return
+
+    def describe(self) -> str:
+        """As `Source`."""
+        return f"batches of {self._what}"
+
+    def explain(self) -> str:
+        """As `Source`."""
+        if runtime.get_world_size() == 1:
+            return ""
+        return ", the same on all ranks and dealt to them" if self.is_dealt else ", each rank's own"
+
+    def opening(self) -> dict[str, Any]:
+        """Returns form and hash of the first batch."""
+        if self._first is None:
+            return {"kind": "batches", "form": None, "hash": None, "rows": 0}
+        values = [sampled_hash(tensor) for tensor in self._first.tensors()]
+        form = [form_of(part) for part in self._first]
+        return {"kind": "batches", "form": form, "hash": values, "rows": num_rows(self._first.inputs)}
+
+    def meet(self, openings: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
+        """As `Source`: a rank that has nothing learns what the others' batches look like."""
+        forms = {rank: opening["form"] for rank, opening in enumerate(openings) if opening["form"] is not None}
+        if not forms:
+            raise on_all_ranks(ConfigError(f"the {self._what} gives no batch: there is nothing to do."))
+        known, form = next(iter(forms.items()))
+        for other, others in forms.items():
+            if dtypes_of(others) != dtypes_of(form):
+                raise on_all_ranks(
+                    ConfigError(
+                        f"rank {other} differs from rank {known} in the first batch of its {self._what}: "
+                        f"{dtypes_of(others)} on rank {other}, {dtypes_of(form)} on rank {known}. They must have the "
+                        "same parts, of the same types.",
+                        rank=other,
+                    )
+                )
+        self.is_dealt = not sharded if sharded is not None else all(o["hash"] == openings[0]["hash"] for o in openings)
+        self.example = Rows(*map(example_of, form)) if self._first is None else self._first
+        self.batch_size = max(opening["rows"] for opening in openings)
+        if self._weigh is not None:
+            self.example = self._weigh(self.example)
+
+    def first(self, rows: int) -> Rows:
+        """Returns rows of the first batch."""
+        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Returns what its batches consist of."""
+        return {
+            f"the {name} data": dtypes_of([form_of(part) for part in self.example]),
+            f"who has the {name} data": "all" if self.is_dealt else "each its own",
+        }
+
+    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> StreamSource:
+        """As `Source`: batch by batch."""
+        source = copy.copy(self)
+        source._weigh = lambda rows: weighted(rows, weights, ignored)
+        return source
+
+    def shortened(self, batches: int, batch_size: int) -> StreamSource:
+        """As `Source`."""
+        source = copy.copy(self)
+        source._limit = batches
+        return source
+
+    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> StreamFeed:
+        """As `Source`.
+
+        Raises:
+            ConfigError: They come but once, and are wanted several times.
+        """
+        return StreamFeed(self, config, rank, world_size)
+
+    def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
+        """As `Source`: each world_size-th batch where they are dealt, else all. Numbers are all 0."""
+        batches = self.begin(0)
+        for number in itertools.count() if self._limit is None else range(self._limit):
+            rows = batches.take()
+            if rows is None:
+                return
+            if not self.is_dealt or number % world_size == rank:
+                yield Batch(0, *placement.place(self.weighed(rows)))
+
+    def table_rows(self, batch_size: int) -> int:
+        """Returns 1: nobody knows how many batches there are."""
+        return 1
+
+    def in_order(self, batches: Sequence[Sequence[int]]) -> Tensor | None:
+        """As `Source`: dealt batches come in turn; each rank's own stay together."""
+        if not self.is_dealt or len(batches) == 1:
+            return None
+        starts, first = {}, 0
+        for number, rank in itertools.product(range(max(map(len, batches))), range(len(batches))):
+            if number < len(batches[rank]):
+                starts[rank, number] = first
+                first += batches[rank][number]
+        places = [
+            torch.arange(starts[rank, number], starts[rank, number] + rows)
+            for rank, own in enumerate(batches)
+            for number, rows in enumerate(own)
+        ]
+        return torch.cat(places)
+
+    def begin(self, number: int) -> Pass:
+        """Returns the data at the beginning of a pass.
+
+        Raises:
+            ConfigError: They come but once, and have been gone through.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None and (begun.number == number or self.reads_once):
+            return begun
+        if self.reads_once:
+            raise on_all_ranks(ConfigError(_over(self._what)))
+        return Pass(self._make, self._seed, number)
+
+    def weighed(self, rows: Rows) -> Rows:
+        """Returns rows with the weights of their classes."""
+        return rows if self._weigh is None else self._weigh(rows)
+
+
+def _over(what: str) -> str:
+    return f"the {what} gives its batches once, and they are over: give the function that makes it, without calling it."
+
+
+class StreamFeed(Feed):
+    """Batches, as they come.
+
+    Args:
+        source: They come from.
+        config: Of the fit.
+        rank: This one.
+        world_size: How many there are.
+    """
+
+    def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
+        if source.reads_once and config.epochs > 1 and config.steps_per_epoch is None and not config.fast_dev_run:
+            raise ConfigError(
+                f"X gives its batches once, and epochs={config.epochs}: give the function that makes it, without "
+                "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or say steps_per_epoch."
+            )
+        if config.effective_batch_size is not None:
+            raise ConfigError("effective_batch_size is set, and X gives batches as they are: leave it out.")
+        self._source = source
+        self._rank, self._world_size = rank, world_size
+        self._micro_batches = config.accumulation_steps
+        self._endless = config.steps_per_epoch is not None
+        self.rows_at_once = source.batch_size or 1
+        self.effective_batch_size = self.rows_at_once * self._micro_batches * world_size
+        self._pass: Pass | None = None
+        self._next = (0, 0)
+
+    @property
+    def steps_per_epoch(self) -> None:
+        """As `Feed`: nobody knows."""
+        return
+
+    def rows_of(self, steps: int | None) -> None:
+        """As `Feed`: nobody knows."""
+        return
+
+    @property
+    def read(self) -> tuple[int, int, int]:
+        """As `Feed`."""
+        return (*self._next, 0)
+
+    def check_world(self, world_size: int, place: Place) -> None:
+        """As `Feed`."""
+        if place.batches and not self._source.is_dealt and world_size != self._world_size:
+            raise ConfigError(
+                f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of what each gives itself, "
+                f"and there are {self._world_size} now: take as many, or a checkpoint between two epochs."
+            )
+
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
+        """As `Feed`; one sum over ranks per step.
+
+        With `steps_per_epoch` an epoch goes on where the one before it ended, and begins anew when the data are over.
+        """
+        number = place.steps
+        while end is None or number < end:
+            rows = self._take(place)
+            began = time.perf_counter()
+            joined = _sum_over_ranks(sum(num_rows(each.inputs) for each in rows))
+            self.seconds_communicated += time.perf_counter() - began
+            if joined:
+                yield StreamShare(number, joined, rows, placement)
+                number += 1
+                continue
+            nothing = self._next[1] == 0
+            self._pass, self._next = None, (self._next[0] + 1, 0)
+            if nothing and number == 0:
+                raise on_all_ranks(ConfigError(f"epoch {place.epoch + 1} has no batch: X gives none."))
+            if not self._endless or nothing:
+                return
+            if self._source.reads_once:
+                self._end(place, number)
+                return
+
+    def _end(self, place: Place, steps: int) -> None:
+        if runtime.is_master():
+            warn(
+                f"X is over after {counted(steps, 'step')} of epoch {place.epoch + 1}: it gives its batches once. The "
+                "epoch ends here."
+            )
+
+    def _take(self, place: Place) -> list[Rows]:
+        """Returns this rank's batches of the next step, and notes how far the data have been read."""
+        batches = self._go_on(place)
+        if self._source.is_dealt:
+            found = [batches.take() for _ in range(self._micro_batches * self._world_size)]
+            self._next = (self._next[0], self._next[1] + sum(each is not None for each in found))
+            found = found[self._rank :: self._world_size]
+        else:
+            found = [batches.take() for _ in range(self._micro_batches)]
+            self._next = (self._next[0], self._next[1] + self._micro_batches)
+        return [self._source.weighed(rows) for rows in found if rows is not None and num_rows(rows.inputs)]
+
+    def _go_on(self, place: Place) -> Pass:
+        """Returns the data where they are; where a fit begins or goes on, after what it has seen before."""
+        if self._pass is None and self._next == (0, 0):
+            self._next = (place.passes, place.batches)
+        if self._pass is None:
+            self._pass = self._source.begin(self._next[0])
+            for _ in range(self._next[1]):
+                if self._pass.take() is None and self._source.is_dealt:
+                    raise on_all_ranks(
+                        ConfigError(
+                            f"X has given {self._pass.taken:,} batches, and the fit had seen {self._next[1]:,} when "
+                            "its checkpoint was made: the data are others."
+                        )
+                    )
+        return self._pass
+
+
+def _sum_over_ranks(count: int) -> int:
+    joined = torch.tensor([count], dtype=torch.int64, device="cpu")
+    dist.all_reduce(joined, group=runtime.cpu_group())
+    return int(joined)
+
+
+class StreamShare(Share):
+    """Batches that have come.
+
+    Args:
+        number: As `Share`.
+        joined_rows: As `Share`.
+        batches: Of this rank.
+        placement: Where they go.
+    """
+
+    def __init__(self, number: int, joined_rows: int, batches: Iterable[Rows], placement: Placement) -> None:
+        super().__init__(number, joined_rows)
+        self._batches = list(batches)
+        self._placement = placement
+
+    @property
+    def rows(self) -> int:
+        """As `Share`."""
+        return sum(num_rows(rows.inputs) for rows in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for rows in self._batches:
+            yield Batch(self.number, *self._placement.place(rows))
+
+    def names(self, rows: Sequence[int]) -> list[str]:
+        """Returns the numbers of rows in what the rank has of this step."""
+        return [f"{row} of the rank's in this step" for row in rows]

@@ -1,0 +1,503 @@
+"""Datasets and DataLoaders: each row once per epoch on any number of ranks; the same bits wherever a fit goes on."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+import cyxtrain as cx
+
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS, BATCH = 41, 4  # no multiple of a step
+WORLDS = [1, 2, by_night(4)]
+
+
+class Augmented(Dataset):
+    """Rows that are other ones each time: noise from all three generators. The number of the row comes first."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.inputs, self.targets = make_rows(rows)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = 0.1 * torch.randn(FEATURES) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return torch.cat([torch.tensor([float(index)]), self.inputs[index] + noise]), self.targets[index]
+
+
+class Plain(Augmented):
+    """The same without noise."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([torch.tensor([float(index)]), self.inputs[index]]), self.targets[index]
+
+
+class Noting(nn.Module):
+    """Notes which rows it is trained on; drops, so that its own random numbers count."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.layers, self.drop = make_model("float64"), nn.Dropout(drop)
+        self.seen: list[int] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += rows[:, 0].int().tolist()
+        return self.layers(self.drop(rows[:, 1:]))
+
+
+def trainer_of(drop: float = 0.0) -> cx.DistributedTrainer:
+    with seeded():
+        model = Noting(drop)
+    return cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+def trained(data: Any, *, drop: float = 0.0, **settings: Any) -> dict[str, Any]:
+    trainer = trainer_of(drop)
+    history = trainer.fit(data, **{"epochs": 2, "verbose": False, **settings})
+    return {
+        "bits": fingerprint(trainer.model),
+        "parameters": flat(trainer.model.parameters()),
+        "history": history.history,
+        "seen": trainer.model.seen,
+        "step": trainer.step,
+    }
+
+
+def loader_of(kind: str, world_size: int = 1) -> Any:
+    """The same rows in each step on any number of ranks: a DataLoader's batches are those of one rank."""
+    size = 12 // world_size
+    weights = [1.0 + row % 3 for row in range(ROWS)]
+    return {
+        "data set": lambda: Augmented(),
+        "shuffled": lambda: DataLoader(Augmented(), size, shuffle=True),
+        "in order": lambda: DataLoader(Plain(), size),
+        "workers": lambda: DataLoader(Augmented(), size, shuffle=True, num_workers=2),
+        "kept workers": lambda: DataLoader(Augmented(), size, shuffle=True, num_workers=1, persistent_workers=True),
+        "weighted": lambda: DataLoader(Augmented(), size, sampler=WeightedRandomSampler(weights, 50)),
+        "a generator": lambda: DataLoader(
+            Augmented(), size, sampler=WeightedRandomSampler(weights, 50, generator=torch.Generator())
+        ),
+        "subset": lambda: DataLoader(Augmented(), size, sampler=SubsetRandomSampler(range(0, ROWS, 2))),
+        "dealt already": lambda: DataLoader(Plain(), size, sampler=TorchSampler(Plain(), 1, 0)),
+        "drop_last": lambda: DataLoader(Augmented(), size, shuffle=True, drop_last=True),
+        "a batch sampler": lambda: DataLoader(
+            Augmented(), batch_sampler=BatchSampler(RandomSampler(range(ROWS)), size, False)
+        ),
+        "own batches": lambda: DataLoader(Augmented(), batch_sampler=Longer(size)),
+    }[kind]()
+
+
+class Longer(Sampler):
+    """Batches of its own: of random rows, the last one shorter."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return -(-ROWS // self.size)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(ROWS).tolist()
+        return iter([order[first : first + self.size] for first in range(0, ROWS, self.size)])
+
+
+def fit_kind(kind: str) -> dict[str, Any]:
+    more = {"effective_batch_size": 12} if kind == "data set" else {}
+    return trained(loader_of(kind, cx.get_world_size()), **more)
+
+
+KINDS = ["data set", "shuffled", "in order", "workers", "kept workers", "weighted", "a generator", "subset"]
+KINDS += ["dealt already", "drop_last", "a batch sampler", "own batches"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_train_on_the_rows_of_one_also_where_they_are_augmented(kind):
+    alone = everywhere(1, fit_kind, kind)[0]
+    for world_size in (2,):
+        found = everywhere(world_size, fit_kind, kind)
+        assert len({each["bits"] for each in found}) == 1
+        np.testing.assert_allclose(found[0]["parameters"], alone["parameters"], atol=1e-12)
+        np.testing.assert_allclose(found[0]["history"]["loss"], alone["history"]["loss"], atol=1e-12)
+        assert sorted(row for each in found for row in each["seen"]) == sorted(alone["seen"])
+        assert alone["step"] == found[0]["step"]
+    counts = np.bincount(alone["seen"], minlength=ROWS)
+    if kind == "drop_last":
+        assert counts.sum() == 2 * 36
+        assert counts.max() <= 2
+    elif kind in ("weighted", "a generator"):
+        assert counts.sum() == 100
+    else:
+        once = set(range(0, ROWS, 2)) if kind == "subset" else set(range(ROWS))
+        assert {row for row in range(ROWS) if counts[row] == 2} == once
+    first, second = np.split(np.array(alone["seen"]), 2)
+    assert (first.tolist() == second.tolist()) == (kind == "in order")
+
+
+def fit_as_arrays(shuffle: bool) -> tuple[str, str]:
+    inputs, targets = make_rows(ROWS)
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3))
+    found = []
+    for data in ((inputs, targets, weights), (DataLoader(TensorDataset(inputs, targets, weights), 5, shuffle),)):
+        model = make_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+        more = {"sample_weight": data[2], "batch_size": 5, "shuffle": shuffle} if len(data) == 3 else {}
+        trainer.fit(*data[:2], epochs=2, verbose=False, **more)
+        found.append(fingerprint(model))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_of_tensors_gives_the_bits_of_arrays(world_size, shuffle):
+    for arrays, loader in everywhere(world_size, fit_as_arrays, shuffle):
+        assert arrays == loader
+
+
+def test_the_number_of_workers_changes_no_bit():
+    with one_process():
+        found = [
+            trained(DataLoader(Augmented(), BATCH, shuffle=True, num_workers=workers), drop=0.3)["bits"]
+            for workers in (0, 1, 3)
+        ]
+    assert found[0] == found[1] == found[2]
+
+
+# --- a fit that goes on ---------------------------------------------------------------------------------------------
+
+
+def interrupted(kind: str, folder: str, resume: str | None, steps: int) -> dict[str, Any]:
+    """Makes a checkpoint after so many steps, also in the middle of an epoch, and another at the end."""
+    torch.manual_seed(cx.get_rank() + 100 * (resume is not None))  # where a process begins must not matter
+    random.seed(cx.get_rank())
+    saving = {"checkpoint_every_n_steps": steps, "checkpoint_dir": folder}
+    return trained(loader_of(kind, 2), drop=0.3, epochs=3, resume=resume, **saving)
+
+
+def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) -> None:
+    through = everywhere(ranks, interrupted, kind, str(folder), None, steps)
+    for path in folder.glob("*.ckpt"):
+        if path.name != kept:
+            path.unlink()
+    again = everywhere(ranks, interrupted, kind, str(folder), "auto", steps)
+    for before, after in zip(through, again, strict=True):
+        assert before["bits"] == after["bits"]
+        assert before["history"] == after["history"]
+        assert before["seen"][-len(after["seen"]) :] == after["seen"]
+        assert 0 < len(after["seen"]) < len(before["seen"])
+
+
+@pytest.mark.parametrize("kind", ["workers", "kept workers", "weighted", "own batches"])
+def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, tmp_path):
+    check_resumed(kind, 2, tmp_path, 6, "step-00000006.ckpt")
+
+
+def test_one_rank_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(tmp_path):
+    check_resumed("shuffled", 1, tmp_path, 6, "step-00000006.ckpt")
+
+
+def rows_of_kind(kind: str, folder: str, resume: str | None) -> list[int]:
+    more = {"checkpoint_every_n_steps": 2, "checkpoint_dir": folder}
+    return trained(loader_of(kind, 2), epochs=1, resume=resume, **more)["seen"]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "own batches"])
+def test_another_number_of_ranks_goes_on_with_the_same_rows(kind, tmp_path):
+    through = everywhere(2, rows_of_kind, kind, str(tmp_path), None)
+    for path in tmp_path.glob("*.ckpt"):
+        if path.name != "step-00000002.ckpt":
+            path.unlink()
+    again = everywhere(1, rows_of_kind, kind, str(tmp_path), "auto")[0]
+    # Two steps of two ranks have 12 rows each; what is left comes alone.
+    left = [row for each in through for row in each[12:]]
+    assert sorted(left) == sorted(again)
+
+
+class Stubborn(Sampler):
+    """Gives another order each time, whatever is seeded; or another one on each rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.own = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Any:
+        return iter(self.own.permutation(ROWS).tolist())
+
+
+def fit_stubborn(same: bool, folder: str = "", resume: str | None = None) -> dict[str, Any]:
+    sampler = Stubborn(7 if same else cx.get_rank())
+    more = {"checkpoint_every_n_steps": 2, "checkpoint_dir": folder} if folder else {}
+    return trained(DataLoader(Plain(), BATCH, sampler=sampler), resume=resume, **more)
+
+
+def refusals(*arguments: Any) -> str:
+    try:
+        fit_stubborn(*arguments)
+    except cx.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sampler_that_differs_between_ranks_is_refused():
+    for said in everywhere(2, refusals, False):
+        assert "rank 1" in said
+        assert "the order of the training data: hash" in said
+
+
+def test_a_sampler_that_gives_another_order_where_a_fit_goes_on_is_refused(tmp_path):
+    with one_process():
+        fit_stubborn(True, str(tmp_path))
+        for path in tmp_path.glob("*.ckpt"):
+            if path.name != "step-00000014.ckpt":  # in the middle of the second epoch
+                path.unlink()
+        said = refusals(True, str(tmp_path), "auto")
+    assert "another order of this epoch" in said
+    shutil.rmtree(tmp_path)
+
+
+# --- evaluation and prediction --------------------------------------------------------------------------------------
+
+
+def evaluated(workers: int) -> list[Any]:
+    inputs, targets = Plain().inputs, Plain().targets
+    rows = torch.cat([torch.arange(float(ROWS))[:, None], inputs], 1)
+    trainer = trainer_of()
+    loader = DataLoader(Plain(), 6, shuffle=True, num_workers=workers)
+    return [
+        tuple(trainer.evaluate(rows, targets, batch_size=6)),
+        tuple(trainer.evaluate(loader)),
+        trainer.predict(rows, batch_size=6).tolist(),
+        trainer.predict(loader).tolist(),
+        tuple(trainer.evaluate(Plain(), batch_size=6)),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
+def test_evaluation_and_prediction_of_a_loader_are_those_of_arrays_to_the_bit(world_size):
+    for arrays, loader, outputs, predicted, data_set in everywhere(world_size, evaluated, 2 if world_size == 2 else 0):
+        assert arrays == loader == data_set
+        assert outputs == predicted
+
+
+def validated() -> list[Any]:
+    arrays = (torch.cat([torch.arange(9.0)[:, None], Plain(9).inputs], 1), Plain(9).targets)
+    loader = DataLoader(Plain(9), BATCH)
+    train = DataLoader(Plain(), BATCH)
+    return [
+        trained(train, validation_data=arrays)["history"],
+        trained(train, validation_data=loader)["history"],
+        trainer_of().fit(train, loader, cx.DistributedTrainingConfig(epochs=2, verbose=False)).history,
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_validates(world_size):
+    for arrays, named, positional in everywhere(world_size, validated):
+        assert len(arrays["val_loss"]) == 2
+        assert arrays == named == positional
+
+
+# --- what a batch may be --------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self, own_loss: bool) -> None:
+        super().__init__()
+        self.layers, self.own_loss = make_model(), own_loss
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        output = self.layers(rows)
+        return output if labels is None else {"loss": nn.functional.cross_entropy(output, labels), "logits": output}
+
+
+class Dictionaries(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return {"rows": self.inputs[index], "labels": self.targets[index]}
+
+
+class Weighted(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index], 1.0 + index % 4
+
+
+def fit_forms() -> list[str]:
+    data = Augmented()
+    weights = torch.arange(ROWS) % 4 + 1.0
+
+    def bits(model: nn.Module, loss: Any, *given: Any, **more: Any) -> str:
+        trainer = cx.DistributedTrainer(model, loss, torch.optim.SGD(model.parameters(), 0.1))
+        trainer.fit(*given, epochs=2, verbose=False, **more)
+        return fingerprint(model)
+
+    arrays = {"batch_size": BATCH, "shuffle": False}
+    classes = {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
+    inputs, targets = data.inputs, data.targets
+    dictionaries = DataLoader(Dictionaries(), BATCH)
+    return [
+        # Of a loader nobody knows whether a class number is one that does not count: its mean is a weighted one.
+        bits(Named(False), nn.CrossEntropyLoss(ignore_index=0), inputs, targets, **arrays),
+        bits(Named(False), nn.CrossEntropyLoss(ignore_index=0), dictionaries),
+        bits(Named(True), None, {"rows": inputs}, targets, **arrays),
+        bits(Named(True), None, dictionaries),
+        bits(make_model(), "cross_entropy", inputs, targets, sample_weight=weights, **arrays),
+        bits(make_model(), "cross_entropy", DataLoader(Weighted(), BATCH)),
+        bits(make_model(), "cross_entropy", inputs, targets, sample_weight=weights, **arrays, **classes),
+        bits(make_model(), "cross_entropy", DataLoader(Weighted(), BATCH), **classes),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dictionaries_weights_and_classes_count_as_those_of_arrays(world_size):
+    for found in everywhere(world_size, fit_forms):
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+        assert found[4] == found[5] != found[6] == found[7]
+
+
+def class_numbers_that_do_not_count() -> list[list[float]]:
+    inputs, targets = make_rows(ROWS)
+    targets[::5] = -100
+
+    def parameters(*data: Any, **more: Any) -> list[float]:
+        model = make_model("float64")
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+        trainer.fit(*data, epochs=2, verbose=False, **more)
+        return flat(model.parameters()).tolist()
+
+    class Rows(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            return inputs[index], targets[index]
+
+    return [parameters(inputs, targets, batch_size=BATCH, shuffle=False), parameters(DataLoader(Rows(), BATCH))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_whose_class_does_not_count_are_found_in_each_batch(world_size):
+    for arrays, loader in everywhere(world_size, class_numbers_that_do_not_count):
+        np.testing.assert_allclose(arrays, loader, atol=1e-12)
+
+
+def test_whoever_calls_finds_the_generators_as_they_were():
+    with one_process():
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        expected = torch.rand(1), np.random.rand(), random.random()
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        trainer = trainer_of()
+        loader = DataLoader(Augmented(), BATCH, shuffle=True)
+        trainer.fit(loader, epochs=1, verbose=False, validation_data=loader)
+        trainer.evaluate(loader)
+        trainer.predict(loader)
+        assert (torch.rand(1), np.random.rand(), random.random()) == expected
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+class NoLength(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(FEATURES), 0
+
+
+class Four(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return (torch.zeros(FEATURES),) * 4
+
+
+def halved(items: list[Any]) -> Any:
+    return torch.utils.data.default_collate(items[: -(-len(items) // 2)])
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no length": (NoLength(), {}, "NoLength has no length"),
+    "y beside it": (DataLoader(Plain(), 4), {"y": torch.zeros(ROWS)}, "X is a DataLoader, which gives y itself"),
+    "weights beside it": (Plain(), {"sample_weight": torch.ones(ROWS)}, "X is a Plain, which gives sample_weight"),
+    "two batch sizes": (DataLoader(Plain(), 4), {"batch_size": 8}, "batch_size=8, and the DataLoader makes batches of"),
+    "a split": (DataLoader(Plain(), 4), {"validation_split": 0.5}, "validation_split divides arrays"),
+    "four parts": (DataLoader(Four(), 4), {}, r"one has 4 parts"),
+    "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no rows"),
+    "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no rows"),
+    "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "of 2 rows the DataLoader's collate_fn has made 1"),
+    "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
+    "sizes twice": (
+        DataLoader(Plain(), batch_sampler=Longer(4)),
+        {"effective_batch_size": 8},
+        "batch_sampler makes batches as it likes",
+    ),
+    "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is about data that give"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name):
+    data, settings, words = REFUSED[name]
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trained(data, **settings)
+
+
+def test_an_evaluation_with_another_batch_size_is_refused():
+    with one_process(), pytest.raises(cx.ConfigError, match="batch_size=8, and X makes batches of 4"):
+        trainer_of().evaluate(DataLoader(Plain(), 4), batch_size=8)
+
+
+def lengths_differ() -> str:
+    try:
+        trained(Plain(20 + cx.get_rank()))
+    except cx.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_data_sets_of_different_length_are_refused():
+    for said in everywhere(2, lengths_differ):
+        assert "rank 1 differs from rank 0 in the training data set: 21 rows of Plain on rank 1, 20 rows" in said
+
+
+class Failing(Plain):
+    def __getitem__(self, index: int) -> Any:
+        if cx.is_initialized() and index == 30:
+            raise KeyError("row 30 is broken")
+        return super().__getitem__(index)
+
+
+def fit_failing() -> str:
+    with cx.init():
+        try:
+            trained(DataLoader(Failing(), BATCH))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_row_that_cannot_be_had_ends_the_fit_on_all_ranks():
+    said = [ended.value or str(ended.error) for ended in run_ranks(2, fit_failing)]
+    assert any("row 30 is broken" in each and "KeyError" in each for each in said)
+    assert all("row 30 is broken" in each for each in said), said

@@ -1,0 +1,423 @@
+"""Iterable data sets and generators: dealt without duplicates, or each rank's own; who runs dry waits for nobody."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import FEATURES, everywhere, fingerprint, flat, make_model, make_rows, one_process, seeded
+from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+import cyxtrain as cx
+
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
+pytestmark = pytest.mark.usefixtures("rank_server")
+ROWS = 41
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Noting(nn.Module):
+    """Notes what it is trained on, and draws random numbers of its own."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.layers, self.drop = make_model("float64"), nn.Dropout(drop)
+        self.seen: list[float] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += rows[:, 0].tolist()
+        return self.layers(self.drop(rows))
+
+
+def trained(data: Any, *, drop: float = 0.0, **settings: Any) -> dict[str, Any]:
+    with seeded():
+        model = Noting(drop)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    history = trainer.fit(data, **{"epochs": 2, "verbose": False, **settings})
+    return {
+        "bits": fingerprint(model),
+        "parameters": flat(model.parameters()),
+        "history": history.history,
+        "seen": model.seen,
+        "step": trainer.step,
+    }
+
+
+def in_pieces(size: int, rows: int = ROWS, first: int = 0) -> Batches:
+    inputs, targets = make_rows(rows)
+    for begin in range(first, rows, size):
+        yield inputs[begin : begin + size], targets[begin : begin + size]
+
+
+def noisy(size: int) -> Batches:
+    """In a random order, with noise: other ones in each epoch, the same on all ranks."""
+    inputs, targets = make_rows(ROWS)
+    order = torch.randperm(ROWS)
+    for begin in range(0, ROWS, size):
+        rows = order[begin : begin + size]
+        yield inputs[rows] + 0.1 * torch.randn(len(rows), FEATURES) + float(np.random.rand()), targets[rows]
+
+
+class Samples(IterableDataset):
+    """One row after the other; its workers share them out, as PyTorch wants."""
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        every, first = (1, 0) if info is None else (info.num_workers, info.id)
+        inputs, targets = make_rows(ROWS)
+        for row in range(first, ROWS, every):
+            yield inputs[row] + 0.1 * torch.randn(FEATURES), targets[row]
+
+
+class Again:
+    """Can be gone through again and again."""
+
+    def __iter__(self) -> Batches:
+        return in_pieces(6)
+
+
+def arrays(**settings: Any) -> dict[str, Any]:
+    inputs, targets = make_rows(ROWS)
+    return trained(TensorDataset(inputs, targets), shuffle=False, **settings)
+
+
+# --- dealt ----------------------------------------------------------------------------------------------------------
+
+
+def dealt(kind: str) -> dict[str, Any]:
+    size = 12 // cx.get_world_size()
+    data = {
+        "function": lambda: functools.partial(in_pieces, size),
+        "iterable": Again,
+        "samples": lambda: DataLoader(Samples(), 6, num_workers=2),
+        "own samples": Samples,
+    }[kind]()
+    return trained(data, **({"batch_size": 6} if kind == "own samples" else {}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, by_night(4)])
+def test_what_all_ranks_have_is_dealt_and_equals_one_rank(world_size):
+    with one_process():
+        alone = arrays(effective_batch_size=12)
+    for found in everywhere(world_size, dealt, "function"):
+        np.testing.assert_allclose(found["parameters"], alone["parameters"], atol=1e-12)
+        np.testing.assert_allclose(found["history"]["loss"], alone["history"]["loss"], atol=1e-12)
+        assert found["step"] == alone["step"] == 8
+
+
+@pytest.mark.parametrize("kind", ["iterable", "samples", "own samples"])
+def test_nothing_comes_twice(kind):
+    with one_process():
+        alone = dealt(kind)["seen"]
+    found = [row for each in everywhere(2, dealt, kind) for row in each["seen"]]
+    assert sorted(found) == sorted(alone)
+    assert len(found) == 2 * ROWS
+
+
+def accumulated() -> dict[str, Any]:
+    return trained(functools.partial(in_pieces, 12 // (2 * cx.get_world_size())), accumulation_steps=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_are_batches(world_size):
+    with one_process():
+        alone = arrays(effective_batch_size=12)
+    for found in everywhere(world_size, accumulated):
+        np.testing.assert_allclose(found["parameters"], alone["parameters"], atol=1e-12)
+
+
+# --- each rank's own ------------------------------------------------------------------------------------------------
+
+COUNTS = (0, 1, 7)
+"""Batches of each rank."""
+
+
+def own_batches() -> Batches:
+    """Of another size on each rank, and other rows."""
+    rank = cx.get_rank()
+    inputs, targets = make_rows(100)
+    for number in range(COUNTS[rank]):
+        rows = slice(10 * number + 3 * rank, 10 * number + 4 * rank)
+        yield inputs[rows], targets[rows]
+
+
+def joined_batches() -> Batches:
+    inputs, targets = make_rows(100)
+    for number in range(max(COUNTS)):
+        rows = [
+            row
+            for rank, count in enumerate(COUNTS)
+            if number < count
+            for row in range(10 * number + 3 * rank, 10 * number + 4 * rank)
+        ]
+        yield inputs[rows], targets[rows]
+
+
+def fit_own(**settings: Any) -> dict[str, Any]:
+    data = own_batches if cx.get_world_size() > 1 else joined_batches
+    return trained(data, validation_data=data, **settings)
+
+
+def test_ranks_that_end_after_0_1_and_7_batches_equal_one_that_has_them_all():
+    with one_process():
+        alone = fit_own()
+    found = everywhere(3, fit_own)
+    assert len({each["bits"] for each in found}) == 1
+    for each in found:
+        np.testing.assert_allclose(each["parameters"], alone["parameters"], atol=1e-12)
+        for name, values in alone["history"].items():
+            np.testing.assert_allclose(each["history"][name], values, atol=1e-12)
+        assert each["step"] == alone["step"] == 14
+    assert [len(each["seen"]) for each in found] == [0, 2, 2 * 7 * 2]
+
+
+def fit_with_workers() -> dict[str, Any]:
+    """Data sets of each rank's own, with workers."""
+    rank = cx.get_rank()
+    inputs, targets = make_rows(ROWS)
+    own = TensorDataset(inputs[rank::2], targets[rank::2])
+    return trained(DataLoader(own, 4, shuffle=True, num_workers=1), sharded_data=True)
+
+
+def test_loaders_of_each_ranks_own_rows_see_them_all_once():
+    found = [row for each in everywhere(2, fit_with_workers) for row in each["seen"]]
+    assert sorted(found) == sorted(2 * make_rows(ROWS)[0][:, 0].double().tolist())
+
+
+def fit_alike(sharded: bool | None) -> int:
+    return len(trained(functools.partial(in_pieces, 5), sharded_data=sharded)["seen"])
+
+
+def test_who_has_which_can_be_said():
+    assert sum(everywhere(2, fit_alike, None)) == sum(everywhere(2, fit_alike, False)) == 2 * ROWS
+    assert everywhere(2, fit_alike, True) == [2 * ROWS] * 2
+
+
+# --- a fit that goes on ---------------------------------------------------------------------------------------------
+
+
+def stream_of(kind: str) -> Any:
+    return {
+        "function": lambda: functools.partial(noisy, 4),
+        "workers": lambda: DataLoader(Samples(), 4, num_workers=2),
+        "own": lambda: functools.partial(own_rows, 3),
+    }[kind]()
+
+
+def own_rows(size: int) -> Batches:
+    inputs, targets = make_rows(60 + 7 * cx.get_rank(), seed=cx.get_rank())
+    for begin in range(0, len(inputs), size):
+        yield inputs[begin : begin + size] + 0.1 * torch.randn(FEATURES), targets[begin : begin + size]
+
+
+def interrupted(kind: str, folder: str, resume: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(cx.get_rank() + 100 * (resume is not None))
+    saving = {"checkpoint_every_n_steps": 2, "checkpoint_dir": folder}
+    return trained(stream_of(kind), drop=0.3, resume=resume, **{"epochs": 3, **saving, **settings})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "step"),
+    [("function", {}, 8), ("workers", {}, 8), ("own", {}, 24), ("function", {"steps_per_epoch": 4}, 6)],
+)
+def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, settings, step, tmp_path):
+    through = everywhere(2, interrupted, kind, str(tmp_path), None, settings)
+    for path in tmp_path.glob("*.ckpt"):
+        if path.name != f"step-{step:08d}.ckpt":
+            path.unlink()
+    again = everywhere(2, interrupted, kind, str(tmp_path), "auto", settings)
+    for before, after in zip(through, again, strict=True):
+        assert before["bits"] == after["bits"]
+        assert before["history"] == after["history"]
+        assert before["seen"][-len(after["seen"]) :] == after["seen"]
+        assert 0 < len(after["seen"]) < len(before["seen"])
+
+
+def rows_of(folder: str, kind: str, resume: str | None, sharded: bool | None = None) -> list[float]:
+    more = {"sharded_data": sharded, "checkpoint_every_n_steps": 2, "checkpoint_dir": folder}
+    data = functools.partial(in_pieces, 5) if kind == "dealt" else functools.partial(own_rows, 5)
+    return trained(data, epochs=1, resume=resume, **more)["seen"]
+
+
+def try_rows_of(*arguments: Any) -> Any:
+    try:
+        return rows_of(*arguments)
+    except cx.ConfigError as error:
+        return str(error)
+
+
+def test_another_number_of_ranks_goes_on_where_batches_are_dealt(tmp_path):
+    through = everywhere(2, rows_of, str(tmp_path), "dealt", None)
+    for path in tmp_path.glob("*.ckpt"):
+        if path.name != "step-00000002.ckpt":
+            path.unlink()
+    with one_process():
+        again = rows_of(str(tmp_path), "dealt", "auto")
+    assert sorted(row for each in through for row in each[10:]) == sorted(again)
+
+
+def test_another_number_of_ranks_cannot_go_on_in_the_middle_of_what_each_has(tmp_path):
+    everywhere(2, rows_of, str(tmp_path), "own", None)
+    for path in tmp_path.glob("*.ckpt"):
+        if path.name != "step-00000002.ckpt":
+            path.unlink()
+    with one_process():
+        assert "the training data are others" in try_rows_of(str(tmp_path), "own", "auto")
+        said = try_rows_of(str(tmp_path), "own", "auto", True)
+    assert "made by 2 ranks in the middle of what each gives itself" in said
+
+
+# --- steps per epoch ------------------------------------------------------------------------------------------------
+
+
+def endless() -> Batches:
+    for number in itertools.count():
+        inputs, targets = make_rows(4, seed=number)
+        yield inputs, targets
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_what_never_ends_needs_steps_and_goes_on_in_the_next_epoch(once):
+    with one_process():
+        found = trained(endless() if once else endless, epochs=3, steps_per_epoch=5)
+    assert found["step"] == 15
+    expected = [row for number in range(15) for row in make_rows(4, seed=number)[0][:, 0].double().tolist()]
+    assert found["seen"] == expected
+
+
+def test_an_epoch_goes_over_the_end_of_the_data():
+    with one_process():
+        found = trained(functools.partial(in_pieces, 10), epochs=2, steps_per_epoch=4)
+    assert found["step"] == 8  # five batches, then three of the next pass
+    assert len(found["seen"]) == ROWS + 30
+
+
+def test_data_that_come_once_end_an_epoch_with_a_word():
+    with one_process(), pytest.warns(UserWarning, match="X is over after 1 step of epoch 2: it gives its batches once"):
+        found = trained(in_pieces(10), epochs=2, steps_per_epoch=4)
+    assert found["step"] == 5
+
+
+def test_validation_stops_where_a_try_is_asked_for():
+    with one_process():
+        found = trained(endless, fast_dev_run=2, validation_data=endless)
+    assert found["step"] == 2
+    assert len(found["history"]["val_loss"]) == 1
+
+
+# --- evaluation and prediction --------------------------------------------------------------------------------------
+
+
+def evaluated() -> list[Any]:
+    with seeded():
+        model = make_model("float64")
+    trainer = cx.DistributedTrainer(model, "cross_entropy")
+    inputs, targets = make_rows(ROWS)
+    data = functools.partial(in_pieces, 6)
+    given = [tuple(trainer.evaluate(inputs, targets, batch_size=6)), tuple(trainer.evaluate(data))]
+    return [*given, trainer.predict(inputs, batch_size=6).tolist(), trainer.predict(data).tolist()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_and_prediction_of_batches_are_those_of_arrays(world_size):
+    for measured, of_batches, outputs, predicted in everywhere(world_size, evaluated):
+        np.testing.assert_allclose(measured, of_batches, rtol=1e-12)
+        assert outputs == predicted
+
+
+def predicted_own() -> list[list[float]]:
+    return [[len(cx.DistributedTrainer(make_model(), "mse").predict(own_batches))]]
+
+
+def test_predictions_of_each_ranks_own_come_rank_by_rank():
+    assert everywhere(3, predicted_own) == [[[1 + 2 * 7]]] * 3
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def no_batches() -> Iterator[Any]:
+    return iter(())
+
+
+def of_another_type() -> Batches:
+    inputs, targets = make_rows(8)
+    yield (inputs.double() if cx.get_rank() else inputs), targets
+
+
+def broken() -> Batches:
+    yield from itertools.islice(in_pieces(5), 3 if cx.get_rank() else None)
+    if cx.get_rank():
+        raise OSError("the disk of rank 1 is gone")
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "once and several epochs": (lambda: in_pieces(4), {}, "X gives its batches once, and epochs=2"),
+    "validation once": (
+        lambda: functools.partial(in_pieces, 4),
+        {"validation_data": in_pieces(4)},
+        "validation data: it gives its batches once",
+    ),
+    "a cosine": (lambda: functools.partial(in_pieces, 4), {"scheduler": "cosine"}, "say steps_per_epoch"),
+    "another size": (lambda: functools.partial(in_pieces, 4), {"effective_batch_size": 8}, "effective_batch_size is"),
+    "nothing": (lambda: no_batches, {}, "the no_batches gives no batch"),
+    "no batches": (lambda: lambda: 3, {}, "returned a int"),
+    "targets beside it": (lambda: functools.partial(in_pieces, 4), {"y": torch.zeros(3)}, "which gives y itself"),
+    "texts": (lambda: lambda: iter([(np.array(["a"]), np.array([1]))]), {}, "in a batch of the data, X holds <U1"),
+    "uneven parts": (
+        lambda: lambda: iter([(torch.zeros(3, FEATURES), torch.zeros(2))]),
+        {},
+        "X and y have different lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name):
+    make, settings, words = REFUSED[name]
+    settings = dict(settings)
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd", scheduler=settings.pop("scheduler", None))
+    with one_process(), pytest.raises(cx.ConfigError, match=words):
+        trainer.fit(make(), **{"epochs": 2, "verbose": False, **settings})
+
+
+def said(data: Any) -> str:
+    try:
+        trained(data, sharded_data=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_batches_of_other_types_are_refused_on_all_ranks():
+    for text in everywhere(2, said, of_another_type):
+        assert "rank 1 differs from rank 0 in the first batch of its of_another_type: " in text
+
+
+def fit_broken() -> str:
+    with cx.init():
+        return said(broken)
+
+
+def test_an_error_in_one_ranks_generator_ends_the_fit_on_all():
+    found = [ended.value for ended in run_ranks(2, fit_broken)]
+    assert all("the disk of rank 1 is gone" in text for text in found), found
+    assert "OSError" in found[1]
+
+
+def test_whoever_calls_finds_the_generators_as_they_were():
+    with one_process():
+        torch.manual_seed(5)
+        expected = torch.rand(1)
+        torch.manual_seed(5)
+        trained(functools.partial(noisy, 4), validation_data=functools.partial(noisy, 4))
+        assert torch.rand(1) == expected
