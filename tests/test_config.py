@@ -83,6 +83,8 @@ WRONG = {
         "fast_dev_run": (-1, 1.5, None, "yes"),
         "sharded_data": (0, 1, "yes"),
         "profile": ("", " ", None, 1),
+        "validation_steps": (0, -1, 1.5, "3"),
+        "validation_batch_size": (0, -1, 1.5, "3"),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

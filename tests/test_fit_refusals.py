@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Way, str]] = {
     "an effective batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, effective_batch_size=0), "effective"),
     "a negative seed": (lambda: trainer_of().fit(INPUTS, TARGETS, seed=-1), "seed"),
     "a dict": (lambda: trainer_of().fit(INPUTS, TARGETS, {"epochs": 3}), "settings go by name"),
-    "what only Keras has": (lambda: trainer_of().fit(INPUTS, TARGETS, validation_steps=3), "all of the validation"),
+    "what the optimizer has": (lambda: trainer_of().fit(INPUTS, TARGETS, learning_rate=0.1), "the optimizer has it"),
     "auto in capitals": (lambda: trainer_of().fit(INPUTS, TARGETS, resume="Auto"), 'did you mean "auto"'),
     "what belongs to gradients' way": (
         lambda: trainer_of().fit(INPUTS, TARGETS, compression="fp16"),

@@ -198,3 +198,38 @@ def test_a_try_takes_few_steps_and_makes_no_checkpoint(asked, steps, tmp_path, c
     assert len(trainer.history.val_losses) == 1
     assert not list(tmp_path.iterdir())
     assert "per epoch, epochs 1 to 1, a try" in capsys.readouterr().out
+
+
+# --- how much is validated ------------------------------------------------------------------------------------------
+
+
+def validate_some() -> list[list[float]]:
+    found = []
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*VALID), 2)
+    for data, more in (
+        (VALID, {"validation_steps": 2, "validation_batch_size": 3}),
+        (tuple(part[:6] for part in VALID), {}),
+        (loader, {"validation_steps": 3}),
+        (lambda: iter(loader), {"validation_steps": 3}),
+        (VALID, {"validation_batch_size": 2}),
+        (VALID, {}),
+    ):
+        trainer, _ = fit(epochs=1, validation_data=data, **more)
+        found.append(trainer.history.val_losses)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_so_many_batches_are_validated_as_are_asked_for_over_all_ranks(world_size):
+    for some, six, of_loader, of_batches, small, whole in everywhere(world_size, validate_some):
+        assert some == pytest.approx(six, rel=1e-6)
+        assert of_loader == pytest.approx(six, rel=1e-6)
+        assert of_batches == pytest.approx(six, rel=1e-6)
+        assert small == pytest.approx(whole, rel=1e-6)
+        assert some != whole
+
+
+def test_a_loader_has_its_own_batch_size():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*VALID), 2)
+    with one_process(), pytest.raises(cx.ConfigError, match="validation_batch_size=3, and the DataLoader makes"):
+        fit(epochs=1, validation_data=loader, validation_batch_size=3)

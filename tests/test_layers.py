@@ -31,7 +31,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 IMPORTS_UPWARDS = {
     # A config that can read itself from the environment: the contract's name for it. Imported when called, so that
     # importing config still needs nothing from above.
-    ("config.py", "environment"),
+    ("config/world.py", "environment"),
     # `cx.distributed.X` works without another import.
     ("__init__.py", "distributed"),
 }

@@ -85,7 +85,8 @@ SIGNATURES = {
     "clip_adaptive=None, precision='fp32', amp=None, compile=False, sync_batchnorm=False, "
     "learning_rate_scaling=None, "
     "warmup_steps=0, fused_optimizer='auto', validation_freq=1, steps_per_epoch=None, "
-    "fast_dev_run=False, sharded_data=None, profile=False)",
+    "fast_dev_run=False, sharded_data=None, profile=False, "
+    "validation_steps=None, validation_batch_size=None)",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",

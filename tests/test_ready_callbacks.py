@@ -191,10 +191,15 @@ def curves(folder: str) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard would show."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(folder)
-    found.Reload()
-    assert "epochs" in found.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
-    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    shown = {}
+    for run in ("train", "validation"):
+        found = EventAccumulator(f"{folder}/{run}")
+        found.Reload()
+        if run == "train":
+            assert "epochs" in found.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
+        for name in found.Tags()["scalars"]:
+            shown[f"{name}/{run}"] = [(each.step, each.value) for each in found.Scalars(name)]
+    return shown
 
 
 def show(folder: str, **more: Any) -> dict[str, list[float]]:
@@ -206,21 +211,21 @@ def test_tensorboard_shows_the_numbers_of_the_history_on_rank_0(tmp_path):
     [history, _] = run_world(2, show, str(tmp_path / "logs"))
     shown = curves(str(tmp_path / "logs"))
     for name in ("loss", "accuracy"):
-        assert [value for _, value in shown[f"{name}/train"]] == pytest.approx(history[name])
-        assert [value for _, value in shown[f"{name}/validation"]] == pytest.approx(history[f"val_{name}"])
-    assert [step for step, _ in shown["loss/train"]] == [5, 10, 15]
-    assert [value for _, value in shown["learning rate/group 0"]] == pytest.approx([0.1] * 3)
-    assert all(value > 0 for _, value in shown["gradient norm/train"] + shown["samples per second/train"])
-    assert len(list((tmp_path / "logs").iterdir())) == 1
+        assert [value for _, value in shown[f"epoch/{name}/train"]] == pytest.approx(history[name])
+        assert [value for _, value in shown[f"epoch/{name}/validation"]] == pytest.approx(history[f"val_{name}"])
+    assert [step for step, _ in shown["epoch/loss/train"]] == [5, 10, 15]
+    assert [value for _, value in shown["step/learning rate/train"]] == pytest.approx([0.1] * 3)
+    assert all(value > 0 for _, value in shown["step/gradient norm/train"] + shown["epoch/samples per second/train"])
+    assert [len(list((tmp_path / "logs" / run).iterdir())) for run in ("train", "validation")] == [1, 1]
 
 
 def test_tensorboard_shows_steps_and_goes_on_where_a_fit_is_resumed(tmp_path):
     with one_process():
         show(str(tmp_path / "logs"), update_freq=2, checkpoint_every_n_steps=5, checkpoint_dir=str(tmp_path / "kept"))
         whole = curves(str(tmp_path / "logs"))
-        assert [step for step, _ in whole["loss so far/train"]] == [2, 4, 6, 8, 10, 12, 14]
+        assert [step for step, _ in whole["step/loss so far/train"]] == [2, 4, 6, 8, 10, 12, 14]
         show(str(tmp_path / "logs"), update_freq=2, resume=str(tmp_path / "kept" / "step-00000005.ckpt"))
-        assert curves(str(tmp_path / "logs"))["gradient norm/train"] == whole["gradient norm/train"]
+        assert curves(str(tmp_path / "logs"))["step/gradient norm/train"] == whole["step/gradient norm/train"]
         for wrong in (0, "step"):
             with pytest.raises(cx.ConfigError, match="update_freq must be a whole number"):
                 TensorBoard(update_freq=wrong)

@@ -18,8 +18,6 @@ from cyxtrain.training.callbacks import Callback, checked_callbacks
 _ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _NOT_HERE = {
-    "validation_steps": "validation takes all of the validation data; give fewer rows",
-    "validation_batch_size": "validation uses batch_size",
     "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",

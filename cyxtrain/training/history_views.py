@@ -37,9 +37,10 @@ def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], 
     panels = _panels(columns)
     if not panels:
         raise ConfigError("there is nothing to plot: the history has no epoch.")
-    rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(5.0 * min(2, len(panels)), 3.2 * rows), layout="constrained")
-    grid: list[Any] = list(figure.subplots(rows, min(2, len(panels)), squeeze=False).flat)
+    columns_of_panels = len(panels) if len(panels) <= 3 else 2
+    rows = -(-len(panels) // columns_of_panels)
+    figure = Figure(figsize=(5.0 * columns_of_panels, 3.2 * rows), layout="constrained")
+    grid: list[Any] = list(figure.subplots(rows, columns_of_panels, squeeze=False).flat)
     for axes, (name, curves) in zip(grid, panels.items(), strict=False):
         for kind, values, color in curves:
             axes.plot(epochs[: len(values)], values, marker="." if len(values) < 30 else "", label=kind, color=color)

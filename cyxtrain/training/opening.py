@@ -109,7 +109,8 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
         )
     if arguments.validation is not None:
         with about("validation"):
-            validation = open_source(*arguments.validation, config, 0, trains=False)
+            own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
+            validation = open_source(*arguments.validation, own, 0, trains=False)
             if validation.reads_once and config.epochs > 1:
                 raise ConfigError(
                     "it gives its batches once, and each epoch is validated: give the function that makes it, without "
@@ -122,12 +123,22 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
             )
         first = validation_rows(len(source), config.validation_split)
         source, validation = source.part(0, first), source.part(first, len(source))
-    if config.fast_dev_run and validation is not None:
-        validation = validation.shortened(int(config.fast_dev_run), validation.batch_size or config.batch_size)
+    if validation is not None:
+        with about("validation"):
+            validation = _limited(validation, config)
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
     return Opened(source, validation)
+
+
+def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
+    """Returns as much to validate with as is asked for."""
+    size, brings = config.validation_batch_size, validation.batch_size
+    if size is not None and brings not in (None, size):
+        raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {brings}: give one.")
+    most = min(filter(None, (int(config.fast_dev_run), config.validation_steps)), default=None)
+    return validation if most is None else validation.shortened(most, brings or size or config.batch_size)
 
 
 @contextlib.contextmanager

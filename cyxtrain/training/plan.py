@@ -212,7 +212,7 @@ def plan_fit(
     validation = None
     if validation_source is not None:
         with about("validation"):
-            batch_size = validation_source.batch_size or config.batch_size
+            batch_size = validation_source.batch_size or config.validation_batch_size or config.batch_size
             validation = _tried(validation_source, batch_size, config, model, loss_fn, device, metrics)
     feed = source.feed(config, rank, world_size)
     facts = {

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class TensorBoard(Callback):
     """Writes what TensorBoard shows, on rank 0: `tensorboard --logdir logs`.
 
-    Losses and metrics of each epoch, training beside validation in one picture; the learning rate, samples per second
-    and the norm of the gradients (averaged over ranks, not clipped); the settings, as a table. The horizontal axis is
-    that of optimizer steps. A fit that goes on from a checkpoint goes on with its curves.
+    Losses and metrics of each epoch, training and validation as two curves in one picture; the learning rate, samples
+    per second and the norm of the gradients (averaged over ranks, not clipped); the settings, as a table. The
+    horizontal axis is that of optimizer steps. A fit that goes on from a checkpoint goes on with its curves.
 
     Args:
-        log_dir: Folder; each training has one of its own.
+        log_dir: Folder; each training has one of its own. In it, as Keras has it, "train" and "validation".
         update_freq: "epoch", or "batch", or a number of steps: how often there are the learning rate, the norm of the
             gradients and this rank's loss so far.
 
@@ -42,14 +42,15 @@ class TensorBoard(Callback):
         self.log_dir = os.fspath(log_dir)
         self.update_freq = update_freq
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
+        self._validation: SummaryWriter | None = None
         self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Writes down the settings."""
         if runtime.is_master():
-            self._open()
-            assert self._writer is not None
+            self._writer = self._open("train")
             settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
             rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
@@ -58,7 +59,8 @@ class TensorBoard(Callback):
         """Goes on where the checkpoint was made: what came after it is not shown any more."""
         if runtime.is_master():
             self.close()
-            self._open(purge_step=state["step"] + 1)
+            self._purge_step = state["step"] + 1
+            self._writer = self._open("train")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far it is."""
@@ -74,7 +76,7 @@ class TensorBoard(Callback):
         """Writes what is shown from step to step."""
         step = self.trainer.step
         if self._writer is not None and self._every and step % self._every == 0:
-            self._writer.add_scalar("loss so far/train", (logs or {})["loss"], step)
+            self._writer.add_scalar("step/loss so far", (logs or {})["loss"], step)
             self._steps_numbers(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -83,27 +85,32 @@ class TensorBoard(Callback):
             return
         step = self.trainer.step
         for name, value in (logs or {}).items():
-            kind = "validation" if name.startswith("val_") else "train"
-            self._writer.add_scalar(f"{name.removeprefix('val_')}/{kind}", value, step)
-        self._writer.add_scalar("samples per second/train", self.trainer.history.samples_per_second, step)
+            if not name.startswith("val_"):
+                self._writer.add_scalar(f"epoch/{name}", value, step)
+                continue
+            self._validation = self._validation or self._open("validation")
+            self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
+        self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
         if not self._every:
             self._steps_numbers(step)
-        self._writer.flush()
+        for writer in filter(None, (self._writer, self._validation)):
+            writer.flush()
 
     def _steps_numbers(self, step: int) -> None:
         assert self._writer is not None
-        for number, rate in enumerate(rates_of(self.trainer.optimizer)):
-            self._writer.add_scalar(f"learning rate/group {number}", rate, step)
+        rates = rates_of(self.trainer.optimizer)
+        for number, rate in enumerate(rates):
+            self._writer.add_scalar("step/learning rate" + (f" {number}" if len(rates) > 1 else ""), rate, step)
         if self._norm is not None:
-            self._writer.add_scalar("gradient norm/train", float(self._norm), step)
+            self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Closes the files."""
+        for writer in filter(None, (self._writer, self._validation)):
+            writer.close()
+        self._writer = self._validation = self._purge_step = None
 
-    def _open(self, purge_step: int | None = None) -> None:
+    def _open(self, name: str) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and who does not look does not pay
 
-        self._writer = SummaryWriter(self.log_dir, purge_step=purge_step)
+        return SummaryWriter(os.path.join(self.log_dir, name), purge_step=self._purge_step)

@@ -1,174 +1,11 @@
-"""Every setting that a user writes: dataclasses, a docstring with the unit under each field.
-
-Fields can be assigned freely; `validate()` is called where the settings are used.
-"""
+"""One call of `fit`."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import math
 import os
-from dataclasses import dataclass
 
-from cyxtrain.errors import ConfigError
-from cyxtrain.settings import (
-    is_number,
-    require,
-    require_boolean,
-    require_choice,
-    require_integer,
-    settings,
-    unknown_name,
-)
-
-
-class BackendType(str, enum.Enum):
-    """What carries the collectives."""
-
-    CPU = "cpu"
-    """Our own ring over TCP."""
-    NCCL = "nccl"
-    """NVIDIA's library, for CUDA tensors."""
-    GLOO = "gloo"
-    """PyTorch's CPU backend."""
-
-    @classmethod
-    def parse(cls, value: BackendType | str) -> BackendType:
-        """Returns the backend of that name, in upper or lower case; "ring" is another name of CPU."""
-        name = str(value.value if isinstance(value, BackendType) else value).lower()
-        if name == "ring":
-            return cls.CPU
-        known = [backend.value for backend in cls]
-        if name not in known:
-            raise unknown_name("cyxtrain", name, known, "backend")
-        return cls(name)
-
-
-@settings
-class DistributedConfig:
-    """Who this process is, and how it finds the others. None means: from the environment."""
-
-    rank: int | None = None
-    """This process among all, from 0."""
-    world_size: int | None = None
-    """How many processes there are."""
-    local_rank: int | None = None
-    """This process among those of its machine, from 0; the index of its GPU. The rank where nothing says otherwise."""
-    master_addr: str = "127.0.0.1"
-    """Host name or address of rank 0."""
-    master_port: int = 29500
-    """TCP port on which rank 0 waits for the others; it must be free there."""
-    backend: BackendType | str | None = None
-    """What carries the collectives; None: as the environment says, else CPU."""
-    timeout_ms: int = 30_000
-    """Milliseconds until joining gives up."""
-    collective_timeout_ms: int = 1_800_000
-    """Milliseconds until a collective gives up. A slow rank is never shot before."""
-    require_secret: bool = False
-    """Refuse to join without a secret that all ranks share: CYXTRAIN_SECRET in the environment of each."""
-
-    @classmethod
-    def from_environment(cls) -> DistributedConfig:
-        """Returns what the environment says (see `cyxtrain.environment`), complete; alone, a world of one.
-
-        Raises:
-            ConfigError: Half an environment, a number that is none, a rank outside the world.
-        """
-        from cyxtrain import environment  # the layer above: imported when called
-
-        return environment.read_config()
-
-    def validate(self) -> None:
-        """Refuses what cannot work, before any socket is opened.
-
-        Raises:
-            ConfigError: With the field, what it must be and what it is.
-        """
-        owner = "DistributedConfig"
-        if (self.rank is None) != (self.world_size is None):
-            missing, given = ("rank", "world_size") if self.rank is None else ("world_size", "rank")
-            raise ConfigError(
-                f"{owner}.{given} is set and {missing} is not. Set both, or neither: what is None comes from "
-                "RANK and WORLD_SIZE in the environment, and is not there."
-            )
-        if self.rank is not None and self.world_size is not None:
-            require_integer(owner, "world_size", self.world_size, 1)
-            require_integer(owner, "rank", self.rank, 0)
-            require(
-                self.rank < self.world_size,
-                f"rank {self.rank} is outside a world of {self.world_size}: ranks count from 0, "
-                f"so the highest is {self.world_size - 1}.",
-            )
-        if self.local_rank is not None:
-            require_integer(owner, "local_rank", self.local_rank, 0)
-        named = isinstance(self.master_addr, str) and bool(self.master_addr.strip())
-        require(named, f"{owner}.master_addr must be the host name or address of rank 0, got {self.master_addr!r}.")
-        require_integer(owner, "master_port", self.master_port, 1)
-        require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
-        require_integer(owner, "timeout_ms", self.timeout_ms, 1)
-        require_integer(owner, "collective_timeout_ms", self.collective_timeout_ms, 1)
-        require_boolean(owner, "require_secret", self.require_secret)
-        if self.backend is not None:
-            BackendType.parse(self.backend)
-
-
-@dataclass(frozen=True)
-class RingOptions:
-    """What the environment says about the ring; a group takes it as an argument."""
-
-    secret: str | None = dataclasses.field(default=None, repr=False)
-    """What every rank must know to be let in (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
-    heartbeat_timeout_seconds: float = 30.0
-    """Silence after which a rank on another machine counts as gone (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
-    checksums: bool = False
-    """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
-    transport: str = "auto"
-    """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
-    communication: str = "auto"
-    """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
-    auto: in a thread where there are several machines, or cores that are free."""
-
-
-@settings
-class DDPConfig:
-    """How gradients travel."""
-
-    broadcast_parameters: bool = True
-    """Begin with rank 0's parameters and buffers on every rank."""
-    bucket_size_mb: float = 25
-    """MiB of gradients that travel together."""
-    find_unused_parameters: bool = False
-    """Allow parameters that take no part in the loss. False: an error that names them."""
-    gradient_as_bucket_view: bool = True
-    """Let `.grad` be a view of the bucket, which saves a copy of all gradients."""
-    static_graph: bool = False
-    """The same parameters are used in every step; those never used are allowed."""
-    compression: str | None = None
-    """How gradients are made smaller on their way: "fp16", "bf16", "powersgd", or None."""
-    matrix_approximation_rank: int = 1
-    """With "powersgd": columns of the thin matrices; more are closer and larger."""
-
-    def validate(self) -> None:
-        """Refuses what cannot work.
-
-        Raises:
-            ConfigError: With the field, what it must be and what it is.
-        """
-        require(
-            is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
-            f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
-        )
-        require_choice("DDPConfig", "compression", self.compression, (None, "fp16", "bf16", "powersgd"))
-        require_integer("DDPConfig", "matrix_approximation_rank", self.matrix_approximation_rank, 1)
-        require(
-            self.compression == "powersgd" or self.matrix_approximation_rank == 1,
-            "DDPConfig.matrix_approximation_rank is set, and only compression='powersgd' approximates matrices: set "
-            f"that, too; compression is {self.compression!r}.",
-        )
-        for field in dataclasses.fields(self):
-            if field.type == "bool":
-                require_boolean("DDPConfig", field.name, getattr(self, field.name))
+from cyxtrain.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
 
 @settings
@@ -303,6 +140,11 @@ class DistributedTrainingConfig:
     profile: bool | str = False
     """Write a trace of some steps and a table of what their parts take, by rank: into "profile" or another folder."""
 
+    validation_steps: int | None = None
+    """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each row once."""
+    validation_batch_size: int | None = None
+    """Rows at once in a validation; None: `batch_size`, or what a DataLoader brings along."""
+
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after an epoch, counted from 1."""
         freq = self.validation_freq
@@ -370,8 +212,9 @@ class DistributedTrainingConfig:
         fast = self.fast_dev_run
         right = isinstance(fast, int) and fast >= 0
         require(right, f"{owner}.fast_dev_run must be True, False or a number of steps, got {fast!r}.")
-        if self.steps_per_epoch is not None:
-            require_integer(owner, "steps_per_epoch", self.steps_per_epoch, 1)
+        for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
+            if getattr(self, name) is not None:
+                require_integer(owner, name, getattr(self, name), 1)
         freq = self.validation_freq
         if isinstance(freq, tuple):
             freq = self.validation_freq = list(freq)  # the config travels as JSON

@@ -1,0 +1,18 @@
+"""Every setting that a user writes: dataclasses, a docstring with the unit under each field.
+
+Fields can be assigned freely; `validate()` is called where the settings are used.
+"""
+
+from cyxtrain.config.gradients import DDPConfig
+from cyxtrain.config.training import AMPConfig, DistributedTrainingConfig, create_default_amp_config
+from cyxtrain.config.world import BackendType, DistributedConfig, RingOptions
+
+__all__ = [
+    "AMPConfig",
+    "BackendType",
+    "DDPConfig",
+    "DistributedConfig",
+    "DistributedTrainingConfig",
+    "RingOptions",
+    "create_default_amp_config",
+]

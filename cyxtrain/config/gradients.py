@@ -1,0 +1,49 @@
+"""How gradients travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from cyxtrain.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+
+
+@settings
+class DDPConfig:
+    """How gradients travel."""
+
+    broadcast_parameters: bool = True
+    """Begin with rank 0's parameters and buffers on every rank."""
+    bucket_size_mb: float = 25
+    """MiB of gradients that travel together."""
+    find_unused_parameters: bool = False
+    """Allow parameters that take no part in the loss. False: an error that names them."""
+    gradient_as_bucket_view: bool = True
+    """Let `.grad` be a view of the bucket, which saves a copy of all gradients."""
+    static_graph: bool = False
+    """The same parameters are used in every step; those never used are allowed."""
+    compression: str | None = None
+    """How gradients are made smaller on their way: "fp16", "bf16", "powersgd", or None."""
+    matrix_approximation_rank: int = 1
+    """With "powersgd": columns of the thin matrices; more are closer and larger."""
+
+    def validate(self) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            ConfigError: With the field, what it must be and what it is.
+        """
+        require(
+            is_number(self.bucket_size_mb) and 0 < self.bucket_size_mb < math.inf,
+            f"DDPConfig.bucket_size_mb must be a number of MiB above 0, got {self.bucket_size_mb!r}.",
+        )
+        require_choice("DDPConfig", "compression", self.compression, (None, "fp16", "bf16", "powersgd"))
+        require_integer("DDPConfig", "matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        require(
+            self.compression == "powersgd" or self.matrix_approximation_rank == 1,
+            "DDPConfig.matrix_approximation_rank is set, and only compression='powersgd' approximates matrices: set "
+            f"that, too; compression is {self.compression!r}.",
+        )
+        for field in dataclasses.fields(self):
+            if field.type == "bool":
+                require_boolean("DDPConfig", field.name, getattr(self, field.name))
