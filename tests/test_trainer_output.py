@@ -223,3 +223,11 @@ def test_only_rank_0_has_a_bar():
     first, second = run_world(2, show_in_terminal)
     assert "━" in first
     assert second == ""
+
+
+@pytest.mark.parametrize(("settings", "said"), [({"checkpoint_dir": "kept"}, True), ({}, False)])
+def test_a_folder_for_checkpoints_that_nobody_asks_for_is_said(settings, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with one_process():
+        cx.DistributedTrainer(make_model(), "cross_entropy").fit(*make_rows(8), epochs=1, **settings)
+    assert ("checkpoint_every_n_epochs is not" in capsys.readouterr().out) == said

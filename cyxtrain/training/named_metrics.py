@@ -24,6 +24,9 @@ _INSTALL = "install torchmetrics, as in pip install 'cyxtrain[metrics]'"
 _BUILT_IN = ("loss", "accuracy", "acc")
 
 
+Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class _Task(NamedTuple):
     """What a model's outputs are, beside its targets.
 
@@ -31,12 +34,14 @@ class _Task(NamedTuple):
         kind: "binary", "multiclass" or "regression".
         classes: How many there are.
         loss: Of the fit: it knows what outputs mean.
+        prepare: Makes of (output, target) what the library's metrics want.
         outputs: Of each row, in a regression.
     """
 
     kind: str
     classes: int
     loss: Loss
+    prepare: Prepare
     outputs: int = 1
 
 
@@ -138,10 +143,10 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if loss.is_binary:
-        return _Task("binary", 2, loss) if output.numel() == len(output) else None
+        return _Task("binary", 2, loss, _Once(_as_binary(loss))) if output.numel() == len(output) else None
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        return _Task("multiclass", output.shape[1], loss)
-    return _Task("regression", 0, loss, math.prod(output.shape[1:]))
+        return _Task("multiclass", output.shape[1], loss, _Once(_as_classes(loss)))
+    return _Task("regression", 0, loss, _Once(_as_doubles), math.prod(output.shape[1:]))
 
 
 def _made(name: str, metric: Any, task: _Task | None) -> Metric:
@@ -168,7 +173,7 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
     if task.outputs > 1:
         settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.outputs}
     their = _averaging(getattr(_library(metric).regression, kind), lambda found, _: found.mean())
-    return LibraryMetric(name, their(**settings), _as_doubles)
+    return LibraryMetric(name, their(**settings), task.prepare)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
@@ -186,7 +191,7 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
 def _of_classes(name: str, kind: str, task: _Task) -> Metric:
     classification = _library(name).classification
     if task.kind == "binary":
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), _as_binary(task.loss))
+        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), task.prepare)
     settings: dict[str, Any] = {"num_classes": task.classes, "ignore_index": task.loss.ignored}
     their = getattr(classification, f"Multiclass{kind}")
     if kind in _RANKED:
@@ -194,7 +199,7 @@ def _of_classes(name: str, kind: str, task: _Task) -> Metric:
         settings["average"] = "none"
     elif kind in _AVERAGED:
         settings["average"] = "macro"
-    return LibraryMetric(name, their(**settings), _as_classes(task.loss))
+    return LibraryMetric(name, their(**settings), task.prepare)
 
 
 def _averaging(their: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:
@@ -215,7 +220,26 @@ def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
     return scores[known].mean()
 
 
-def _as_classes(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+class _Once:
+    """Makes of a batch what several metrics want of it, once for all of them.
+
+    Args:
+        prepare: Makes it of (output, target).
+    """
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._latest: tuple[Tensor, Tensor] | None = None
+        self._prepared: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        latest = self._latest
+        if latest is None or self._prepared is None or latest[0] is not output or latest[1] is not target:
+            self._latest, self._prepared = (output, target), self._prepare(output, target)
+        return self._prepared
+
+
+def _as_classes(loss: Loss) -> Prepare:
     # Of numbers that happen to lie between 0 and 1, the library would not know that they are logits.
     is_log = isinstance(loss.function, nn.NLLLoss)
 
@@ -225,7 +249,7 @@ def _as_classes(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     return prepare
 
 
-def _as_binary(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _as_binary(loss: Loss) -> Prepare:
     are_logits = isinstance(loss.function, nn.BCEWithLogitsLoss)
 
     def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

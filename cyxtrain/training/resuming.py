@@ -221,8 +221,11 @@ def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
 def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
     """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
     config = run.config
-    if not runtime.is_master() or (run.resume is None and not config.makes_checkpoints):
-        return []  # the folder is nobody's business
+    if not runtime.is_master():
+        return []
+    if run.resume is None and not config.makes_checkpoints:
+        is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
+        return [("keeps", "no checkpoint: checkpoint_dir is set, and checkpoint_every_n_epochs is not")] * is_named
     there = _folder_of(config).newest_first()
     others = [found for found in there if found.position and found.run.get("id") not in state.runs]
     if others and config.makes_checkpoints:
