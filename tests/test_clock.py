@@ -223,3 +223,16 @@ def test_each_rank_is_told_of_its_own_batches(who):
     first, second = everywhere(2, validate, who)
     assert [each for each in second if isinstance(each, int)] == [0, 1, 2]
     assert [each for each in first if isinstance(each, int)] == ([0, 1] if who is None else [])
+
+
+def test_what_was_said_of_slow_ranks_is_kept_in_checkpoints(tmp_path):
+    def fit(**more: Any) -> SlowRankMonitor:
+        monitor = SlowRankMonitor()
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", callbacks=[monitor])
+        monitor.slow = [(0, 1, "data"), (1, None, "communication")] if "resume" not in more else []
+        trainer.fit(*make_rows(8), verbose=False, checkpoint_every_n_epochs=1, checkpoint_dir=str(tmp_path), **more)
+        return monitor
+
+    with one_process():
+        fit(epochs=2)
+        assert fit(epochs=3, resume="auto").slow == [(0, 1, "data"), (1, None, "communication")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -195,16 +196,46 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda output: {"scores": output}, "dict"),
-        (lambda output: (output, output), "tuple"),
+        (lambda output: {"scores": output, "text": "yes"}, "for 4 rows it returned str"),
+        (lambda output: (output, output.mean()), r"shape \[\]"),
+        (lambda output: (), "tuple"),
         (lambda output: output.sum(), r"shape \[\]"),
         (lambda output: output[:1], r"for 4 rows it returned a tensor of shape \[1, 3\]"),
         (lambda output: output[:, : len(output)], "rows of one kind"),
     ],
 )
-def test_predict_refuses_what_is_not_one_tensor_with_a_row_per_row(make, words):
+def test_predict_refuses_what_has_no_row_per_row(make, words):
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         trainer_of(Returns(make)).predict(make_rows(5)[0], batch_size=4 if "one kind" not in words else 3)
+
+
+Several = namedtuple("Several", ["scores", "more"])
+
+
+def several_outputs() -> list[Any]:
+    found = []
+    for make in (
+        lambda output: {"scores": output, "more": [output[:, 0], output.argmax(1)]},
+        lambda output: (output, output[:, :1]),
+        lambda output: Several(output, output[:, :1]),
+    ):
+        trainer = trainer_of(Returns(make))
+        found += [trainer.predict(make_rows(rows)[0].numpy(), batch_size=4) for rows in (1, 9)]
+    kinds = [type(each).__name__ for each in found]
+    plain = [{"scores": found[1]["scores"].tolist(), "more": [each.tolist() for each in found[1]["more"]]}]
+    plain += [[part.tolist() for part in each] for each in found[2:]]
+    return [kinds, plain, str(found[1]["more"][1].dtype)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_outputs_come_in_their_form_on_every_rank(world_size):
+    with one_process():
+        alone = several_outputs()
+    assert alone[0] == ["dict", "dict", "tuple", "tuple", "Several", "Several"]
+    assert alone[2] == "int64"
+    for rank, found in enumerate(run_world(world_size, several_outputs)):
+        assert found[1:] == alone[1:]
+        assert found[0][1::2] == alone[0][1::2] or rank > 0
 
 
 def test_bfloat16_comes_out_of_numpy_as_float32():

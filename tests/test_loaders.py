@@ -440,7 +440,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no length": (NoLength(), {}, "NoLength has no length"),
     "y beside it": (DataLoader(Plain(), 4), {"y": torch.zeros(ROWS)}, "X is a DataLoader, which gives y itself"),
     "weights beside it": (Plain(), {"sample_weight": torch.ones(ROWS)}, "X is a Plain, which gives sample_weight"),
-    "two batch sizes": (DataLoader(Plain(), 4), {"batch_size": 8}, "batch_size=8, and the DataLoader makes batches of"),
+    "two batch sizes": (DataLoader(Plain(), 4), {"batch_size": 8}, "batch_size=8, and X makes batches of"),
     "a split": (DataLoader(Plain(), 4), {"validation_split": 0.5}, "validation_split divides arrays"),
     "four parts": (DataLoader(Four(), 4), {}, r"one has 4 parts"),
     "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no rows"),
@@ -501,3 +501,174 @@ def test_a_row_that_cannot_be_had_ends_the_fit_on_all_ranks():
     said = [ended.value or str(ended.error) for ended in run_ranks(2, fit_failing)]
     assert any("row 30 is broken" in each and "KeyError" in each for each in said)
     assert all("row 30 is broken" in each for each in said), said
+
+
+# --- what a second pair of eyes has found ---------------------------------------------------------------------------
+
+
+def other_calls_after_own_rows() -> list[Any]:
+    trainer, data = trainer_of(), Plain()
+    rows = torch.cat([torch.arange(float(ROWS))[:, None], data.inputs], 1)
+    own = DataLoader(torch.utils.data.Subset(data, range(cx.get_rank(), ROWS, 2)), 4)
+    trainer.fit(own, epochs=1, sharded_data=True, verbose=False, validation_data=(rows, data.targets))
+    return [
+        len(trainer.predict(DataLoader(data, 8))),
+        len(trainer.predict(rows)),
+        tuple(trainer.evaluate(rows, data.targets, batch_size=8)) == tuple(trainer.evaluate(DataLoader(data, 8))),
+    ]
+
+
+def test_own_rows_of_a_fit_are_not_those_of_later_calls():
+    assert everywhere(2, other_calls_after_own_rows) == [[ROWS, ROWS, True]] * 2
+
+
+def rows_in_batches(folder: str, resume: str | None) -> list[int]:
+    more = {"checkpoint_every_n_steps": 6, "checkpoint_dir": folder, "epochs": 1}
+    return trained(DataLoader(Plain(), batch_sampler=Longer(4)), resume=resume, **more)["seen"]
+
+
+def test_more_ranks_go_on_in_the_middle_of_batches_that_are_made_in_advance(tmp_path):
+    with one_process():
+        through = rows_in_batches(str(tmp_path), None)
+    (tmp_path / "epoch-0001.ckpt").unlink()
+    again = everywhere(2, rows_in_batches, str(tmp_path), "auto")
+    assert sorted(through[24:]) == sorted(row for each in again for row in each)
+    assert len(through) == ROWS
+
+
+def test_a_batch_sampler_keeps_its_size_and_what_it_drops_where_the_rows_are_tensors():
+    data = TensorDataset(*make_rows(64))
+    for drop_last, steps in ((True, 6), (False, 7)):
+        loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 10, drop_last))
+        model = make_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy")
+        with one_process():
+            trainer.fit(loader, epochs=1, verbose=False)
+        assert trainer.step == steps
+
+
+def test_a_sampler_of_other_rows_is_that_of_these_rows():
+    with one_process():
+        found = trained(DataLoader(Plain(), 4, sampler=torch.utils.data.SequentialSampler(range(16))), epochs=1)
+    assert found["seen"] == list(range(16))
+
+
+def mixing(items: list[Any]) -> Any:
+    rows, targets = torch.utils.data.default_collate(items)
+    rows[:, 1:] += 0.1 * torch.rand(len(rows), 1) + random.random() + float(np.random.rand())
+    return rows, targets
+
+
+def fit_mixing(workers: int, folder: str = "", resume: str | None = None) -> dict[str, Any]:
+    more = {"checkpoint_every_n_steps": 5, "checkpoint_dir": folder} if folder else {}
+    loader = DataLoader(Plain(), 6, shuffle=True, num_workers=workers, collate_fn=mixing)
+    return trained(loader, drop=0.3, resume=resume, **more)
+
+
+def test_what_a_collate_fn_draws_is_the_same_with_workers_and_where_a_fit_goes_on(tmp_path):
+    with one_process():
+        whole = fit_mixing(1, str(tmp_path))
+        assert whole["bits"] == fit_mixing(0)["bits"]
+        for path in tmp_path.glob("*.ckpt"):
+            if path.name != "step-00000010.ckpt":
+                path.unlink()
+        again = fit_mixing(1, str(tmp_path), "auto")
+        assert 0 < len(again["seen"]) < len(whole["seen"])
+        assert again["bits"] == whole["bits"]
+        torch.manual_seed(3)
+        expected = torch.rand(1)
+        torch.manual_seed(3)
+        trainer = trainer_of()
+        loader = DataLoader(Plain(), 6, collate_fn=mixing)
+        assert trainer.evaluate(loader) == trainer.evaluate(loader)
+        assert torch.rand(1) == expected
+
+
+class Unseeded(Augmented):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.tensor(self.own.random(FEATURES), dtype=torch.float32)
+        return torch.cat([torch.tensor([float(index)]), self.inputs[index] + noise]), self.targets[index]
+
+
+def fit_unseeded() -> list[int]:
+    return trained(DataLoader(Unseeded(), 6, shuffle=True), epochs=1)["seen"]
+
+
+def test_a_data_set_with_random_numbers_of_its_own_is_trained_on_and_said(capsys):
+    found = [row for each in everywhere(2, fit_unseeded) for row in each]
+    assert sorted(found) == list(range(ROWS))
+    with one_process():
+        trained(Unseeded(), epochs=1, verbose=True)
+    assert "random numbers that nobody seeds" in capsys.readouterr().out
+
+
+class OfAnyLength(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1 + index % 5, FEATURES), torch.tensor([1.0 + index % 5])
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows).sum(1)
+
+
+def four_together(items: list[Any]) -> Any:
+    assert len(items) == 4
+    return torch.utils.data.default_collate(items)
+
+
+def test_the_first_look_is_at_a_batch_as_the_loader_makes_it():
+    with one_process():
+        trainer = cx.DistributedTrainer(Summing(), "mse")
+        trainer.fit(DataLoader(OfAnyLength(), batch_size=1), epochs=1, verbose=False)
+        assert trainer.step == ROWS
+        fours = [list(range(first, first + 4)) for first in range(0, 40, 4)]
+        trained(DataLoader(Plain(40), batch_sampler=fours, collate_fn=four_together), epochs=1)
+
+
+class NotTorchs:
+    """Rows by number, as data sets of others have them."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = make_rows(ROWS)
+        return {"rows": inputs[index], "labels": targets[index]}
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(len(self)))
+
+
+def test_a_data_set_that_is_not_torchs_has_rows_by_number():
+    with one_process():
+        trainer = cx.DistributedTrainer(Named(False), "cross_entropy")
+        trainer.fit(NotTorchs(), epochs=1, batch_size=4, verbose=False)
+        assert trainer.step == 11
+        assert len(trainer.predict(NotTorchs())) == ROWS
+
+
+def test_an_error_says_which_row_it_came_with():
+    class Broken(Plain):
+        def __getitem__(self, index: int) -> Any:
+            if index == 30:
+                raise KeyError("no such picture")
+            return super().__getitem__(index)
+
+    with one_process(), pytest.raises(KeyError) as caught:
+        trained(Broken())
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["That was row 30 of the data set."]

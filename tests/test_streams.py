@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -270,9 +271,8 @@ def test_another_number_of_ranks_cannot_go_on_in_the_middle_of_what_each_has(tmp
         if path.name != "step-00000002.ckpt":
             path.unlink()
     with one_process():
-        assert "the training data are others" in try_rows_of(str(tmp_path), "own", "auto")
-        said = try_rows_of(str(tmp_path), "own", "auto", True)
-    assert "made by 2 ranks in the middle of what each gives itself" in said
+        said = [try_rows_of(str(tmp_path), "own", "auto", sharded) for sharded in (None, True)]
+    assert all("made by 2 ranks in the middle of what each gives itself" in each for each in said)
 
 
 # --- steps per epoch ------------------------------------------------------------------------------------------------
@@ -421,3 +421,251 @@ def test_whoever_calls_finds_the_generators_as_they_were():
         torch.manual_seed(5)
         trained(functools.partial(noisy, 4), validation_data=functools.partial(noisy, 4))
         assert torch.rand(1) == expected
+
+
+# --- what a second pair of eyes has found ---------------------------------------------------------------------------
+
+
+def with_nothing_between() -> Batches:
+    for number, (inputs, targets) in enumerate(in_pieces(6)):
+        yield inputs, targets
+        if number in (1, 2):
+            yield inputs[:0], targets[:0]
+
+
+def fit_with_nothing_between() -> dict[str, Any]:
+    return trained(with_nothing_between, validation_data=with_nothing_between)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_without_rows_ends_nothing_and_counts_for_nothing(world_size):
+    with one_process():
+        expected = trained(
+            functools.partial(in_pieces, 6 * world_size), validation_data=functools.partial(in_pieces, 6)
+        )
+    for found in everywhere(world_size, fit_with_nothing_between):
+        np.testing.assert_allclose(found["parameters"], expected["parameters"], atol=1e-12)
+        np.testing.assert_allclose(found["history"]["val_loss"], expected["history"]["val_loss"], rtol=1e-12)
+
+
+def test_data_that_are_over_end_the_fit_with_the_epochs_that_there_were():
+    with one_process():
+        with pytest.warns(UserWarning, match="after 0 steps of epoch 3"):
+            even = trained(
+                in_pieces(10, 40), epochs=3, steps_per_epoch=2, validation_data=functools.partial(in_pieces, 9)
+            )
+        with pytest.warns(UserWarning, match="after 1 step of epoch 2"):
+            odd = trained(in_pieces(10, 40), epochs=4, steps_per_epoch=3)
+    assert [len(found["history"]["loss"]) for found in (even, odd)] == [2, 2]
+    assert all(np.isfinite(value) for found in (even, odd) for value in found["history"]["loss"])
+
+
+class OnlyOnce(IterableDataset):
+    """Has nothing the second time."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        if self.times == 1:
+            inputs, targets = make_rows(8)
+            yield from zip(inputs, targets, strict=True)
+
+
+@pytest.mark.parametrize("settings", [{"steps_per_epoch": 3}, {}])
+@pytest.mark.parametrize("sharded", [True, None])
+def test_data_that_have_nothing_the_second_time_are_an_error(settings, sharded):
+    with one_process(), pytest.raises(cx.ConfigError, match="has no batch"):
+        trained(DataLoader(OnlyOnce(), 2), sharded_data=sharded, **{"epochs": 3, **settings})
+
+
+def fit_with_classes() -> tuple[str, str]:
+    inputs, targets = make_rows(12)
+    targets = targets % 2 + cx.get_rank()
+    with cx.init():
+        try:
+            trained(lambda: iter([(inputs, targets)]), sharded_data=True, class_weight={0: 1.0, 1: 1.0})
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_class_without_a_weight_on_one_rank_ends_the_fit_on_all():
+    found = [ended.value for ended in run_ranks(2, fit_with_classes, seconds=30)]
+    assert found[1][0] == "ConfigError"
+    assert all("class_weight has no weight for class 2" in text for _, text in found), found
+
+
+class Evaluating(cx.callbacks.Callback):
+    """Rank 0 alone evaluates what is over after the first time."""
+
+    def __init__(self) -> None:
+        self.data = in_pieces(6)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if cx.is_master():
+            self.trainer.evaluate(self.data, distributed=False)
+
+
+def fit_evaluating() -> tuple[str, str]:
+    with cx.init():
+        try:
+            trained(functools.partial(in_pieces, 5), callbacks=[Evaluating()])
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_in_an_evaluation_of_one_rank_alone_is_told_to_all():
+    found = [ended.value for ended in run_ranks(2, fit_evaluating, seconds=30)]
+    assert found[0][0] == "ConfigError"
+    assert all("gives its batches once, and they are over" in text for _, text in found), found
+
+
+def shrinking(folder: str, resume: str | None) -> tuple[str, str]:
+    with cx.init():
+        rows = ROWS if resume is None or cx.get_rank() == 0 else 6
+        more = {"checkpoint_every_n_steps": 3, "checkpoint_dir": folder, "sharded_data": False}
+        try:
+            trained(functools.partial(in_pieces, 3, rows), epochs=1, resume=resume, **more)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_data_that_are_others_on_one_rank_end_a_resumed_fit_on_all(tmp_path):
+    assert [ended.value for ended in run_ranks(2, shrinking, str(tmp_path), None)] == [("", "")] * 2
+    for path in tmp_path.glob("*.ckpt"):
+        if path.name != "step-00000003.ckpt":
+            path.unlink()
+    found = [ended.value for ended in run_ranks(2, shrinking, str(tmp_path), "auto", seconds=30)]
+    assert found[1][0] == "ConfigError"
+    assert all("the data are others" in text for _, text in found), found
+
+
+class Counting(IterableDataset):
+    """Rows without an end, and the epochs that it was told of."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+    def __iter__(self) -> Any:
+        inputs, targets = make_rows(200)
+        yield from zip(inputs, targets, strict=True)
+
+
+def test_validation_and_training_may_go_through_one_loader_whose_workers_stay():
+    def fit(stays: bool) -> list[float]:
+        loader = DataLoader(Counting(), 4, num_workers=1, persistent_workers=stays)
+        more = {"epochs": 3, "steps_per_epoch": 3, "validation_steps": 2}
+        return trained(loader, validation_data=loader, **more)["seen"]
+
+    with one_process():
+        assert fit(True) == fit(False)
+
+
+def test_data_are_told_the_number_of_each_pass():
+    data = Counting()
+    with one_process():
+        trained(data, epochs=3)
+    assert data.told == [0, 1, 2]
+
+
+def fit_generator(folder: str, resume: str | None) -> dict[str, Any]:
+    own = torch.Generator()
+    own.manual_seed(1)
+    data = TensorDataset(*make_rows(24))
+    loader = DataLoader(data, 4, shuffle=True, generator=own)
+    torch.empty((), dtype=torch.int64).random_(generator=own) if resume else None
+    more = {"checkpoint_every_n_steps": 4, "checkpoint_dir": folder, "epochs": 3, "sharded_data": True}
+    return trained(loader, resume=resume, **more)
+
+
+def test_a_loader_with_a_generator_of_its_own_goes_on_with_the_same_bits(tmp_path):
+    with one_process():
+        whole = fit_generator(str(tmp_path), None)
+        for path in tmp_path.glob("*.ckpt"):
+            if path.name != "step-00000008.ckpt":
+                path.unlink()
+        assert fit_generator(str(tmp_path), "auto")["bits"] == whole["bits"]
+
+
+def test_all_batches_have_the_parts_of_the_first():
+    def weights_later() -> Iterator[Any]:
+        inputs, targets = make_rows(8)
+        yield inputs, targets
+        yield inputs, targets, torch.ones(8)
+
+    with one_process(), pytest.raises(cx.ConfigError, match="has some sample_weight, and the first one had none"):
+        trained(weights_later)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class TakesPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3)
+
+    def forward(self, pair: Any) -> torch.Tensor:
+        return self.layer(pair.left + pair.right)
+
+
+def fit_pairs() -> int:
+    inputs, targets = make_rows(12)
+    batches = [] if cx.get_rank() else [(Pair(inputs, inputs), targets)]
+    trainer = cx.DistributedTrainer(TakesPairs(), "cross_entropy")
+    trainer.fit(lambda: iter(batches), epochs=2, sharded_data=True, verbose=False)
+    return trainer.step
+
+
+def test_a_rank_without_batches_knows_their_form():
+    assert everywhere(2, fit_pairs) == [2, 2]
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows.mul_(0.5))
+
+
+def test_what_a_model_changes_in_place_is_not_the_users():
+    inputs, targets = make_rows(12)
+    before = inputs.clone()
+    with one_process():
+        trainer = cx.DistributedTrainer(InPlace(), "cross_entropy")
+        trainer.fit(lambda: iter([(inputs, targets)]), epochs=2, verbose=False)
+        predicted = trainer.predict(lambda: iter([inputs.numpy()]))
+    assert torch.equal(inputs, before)
+    assert isinstance(predicted, np.ndarray)
+
+
+def test_a_refused_fit_leaves_the_history_of_the_one_before():
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", scheduler="cosine")
+        trainer.fit(*make_rows(12), epochs=1, verbose=False)
+        with pytest.raises(cx.ConfigError, match="say steps_per_epoch"):
+            trainer.fit(functools.partial(in_pieces, 4), epochs=1, verbose=False)
+        assert len(trainer.history.epochs) == 1
+
+
+def own_without_a_word() -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(functools.partial(own_rows, 5), epochs=1)
+        trained(functools.partial(own_rows, 5), epochs=1, sharded_data=True)
+    return [str(each.message) for each in said if "own part of the data" in str(each.message)]
+
+
+def test_what_is_taken_for_each_ranks_own_is_said_unless_the_user_has():
+    assert [len(each) for each in everywhere(2, own_without_a_word)] == [1, 0]

@@ -77,6 +77,12 @@ class ArraySource(Source):
         """Returns neighbouring rows, as copies: a model may change its input in place."""
         return self.example.mapped(lambda tensor: copy(tensor[first:end]))
 
+    def explain(self) -> str:
+        """As `Source`: what a DataLoader says of the order."""
+        if self.shuffle is None:
+            return ""
+        return ", in a new order in each epoch" if self.shuffle else ", in their own order"
+
     def part(self, first: int, end: int) -> ArraySource:
         """Returns neighbouring rows as a source of their own; a view."""
         part = object.__new__(ArraySource)

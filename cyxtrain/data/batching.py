@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cyxtrain.data.rows import Rows, as_rows
+from cyxtrain.data.rows import NAMES, Rows, as_rows
 from cyxtrain.data.tree import tensors
 from cyxtrain.errors import ConfigError
 
@@ -38,8 +38,25 @@ def as_batch(given: Any) -> Rows:
     try:
         rows = as_rows(*parts)
     except ConfigError as error:
-        raise ConfigError(f"in a batch of the data, {error}") from error
+        hint = (
+            " (X must give batches; one that gives rows is an IterableDataset.)"
+            if "single number" in str(error)
+            else ""
+        )
+        raise ConfigError(f"in a batch of the data, {error}{hint}") from error
     if not tensors(rows.inputs):
         raise ConfigError("a batch of the data has no inputs.")
     rows.check_lengths()
     return rows
+
+
+def check_parts(rows: Rows, first: Rows) -> None:
+    """Refuses a batch without what the first one had, or with more.
+
+    Raises:
+        ConfigError: With what it is about.
+    """
+    for name, part, expected in zip(NAMES[1:], rows[1:], first[1:], strict=True):
+        if (part is None) != (expected is None):
+            has, had = ("no", "some") if part is None else ("some", "none")
+            raise ConfigError(f"a batch of the data has {has} {name}, and the first one had {had}: all must be alike.")

@@ -69,23 +69,22 @@ class BatchDealing(Dealing):
     Args:
         ends: Of each batch in the order of the epoch, shape (batches,).
         done: Steps before, and the rows that they had: a world of another size may have taken them.
-        micro_batches: Of a step, on each rank.
+        batches_per_step: Over all ranks.
         rank: Whose deals these are.
         world_size: How many ranks there are.
     """
 
-    def __init__(self, ends: Indices, done: tuple[int, int], micro_batches: int, rank: int, world_size: int) -> None:
+    def __init__(self, ends: Indices, done: tuple[int, int], batches_per_step: int, rank: int, world_size: int) -> None:
         self._ends = [0, *ends.tolist()]
         self._done = done[0]
         self._first = self._ends.index(done[1])
-        self._micro_batches, self._rank, self._world_size = micro_batches, rank, world_size
-        self.steps = self._done - (self._first - len(ends)) // (micro_batches * world_size)
+        self._batches_per_step, self._rank, self._world_size = batches_per_step, rank, world_size
+        self.steps = self._done - (self._first - len(ends)) // batches_per_step
 
     def deal(self, step: int) -> Deal:
         """As `Dealing`."""
-        of_a_step = self._micro_batches * self._world_size
-        first = self._first + (step - self._done) * of_a_step
-        end = min(first + of_a_step, len(self._ends) - 1)
+        first = self._first + (step - self._done) * self._batches_per_step
+        end = min(first + self._batches_per_step, len(self._ends) - 1)
         own = range(first + self._rank, end, self._world_size)
         return Deal(
             [range(self._ends[batch], self._ends[batch + 1]) for batch in own], self._ends[end] - self._ends[first]

@@ -23,7 +23,8 @@ class Place(NamedTuple):
         rows: Of it that all ranks together have been trained on.
         passes: Times that what gives batches has been gone through, where it is not the epoch that ends with it.
         batches: Batches that it has given in the running pass.
-        order: A number that no other order of the epoch has, where the user's own sampler makes it; else 0.
+        order: A number that no other order of the epoch has, where the user's own sampler makes it; of what gives
+            batches, 1 where each rank has its own; else 0.
     """
 
     epoch: int
@@ -40,12 +41,14 @@ class Feed(ABC):
     Attributes:
         effective_batch_size: Rows of a step, over all ranks; of what gives batches, as its first one has them.
         rows_at_once: Rows of a micro-batch.
+        is_over: Whether there will never be a step again.
         seconds_communicated: How long this rank has waited for the others to say how many rows they have.
     """
 
     effective_batch_size: int
     rows_at_once: int
     seconds_communicated = 0.0
+    is_over = False
 
     @property
     @abstractmethod
@@ -78,6 +81,11 @@ class Feed(ABC):
             ConfigError: With what can be done.
         """
 
+    @property
+    @abstractmethod
+    def micro_batches(self) -> int:
+        """How many of them a step has on one rank, at most."""
+
     def go_on(self, effective_batch_size: int) -> None:  # noqa: B027
         """Goes on with a fit whose steps have so many rows, over all ranks."""
 
@@ -109,6 +117,11 @@ class ArrayFeed(Feed):
         """As `Feed`."""
         return self._iterator.num_batches
 
+    @property
+    def micro_batches(self) -> int:
+        """As `Feed`."""
+        return self._accumulation_steps
+
     def rows_of(self, steps: int | None) -> int:
         """As `Feed`."""
         total = self._iterator.sampler.total_size
@@ -125,7 +138,7 @@ class ArrayFeed(Feed):
             own = deal(joined, sampler.rank, sampler.world_size)
             return GatheredShare(number, own, len(joined), self.rows_at_once, mover)
 
-        shares = map(share, range(place.steps, self.steps_per_epoch if end is None else end))
+        shares = map(share, range(place.steps, min(self.steps_per_epoch, end or self.steps_per_epoch)))
         for this, following in itertools.pairwise(itertools.chain(shares, [None])):
             assert this is not None
             this.next = following

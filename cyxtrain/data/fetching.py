@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from cyxtrain.data.randomness import GeneratorStates, generators_kept, seed_for_row
+from cyxtrain.data.drawing import GeneratorStates, seed_for_row, states_kept
 
 Place = tuple[int, int]
 """A row's number in the data set, and what generators are seeded with for it."""
-
-_CPU = torch.device("cpu")
+_COLLATES = 0x5DEECE66D
+"""Makes another key of a row's."""
 
 
 class Fetcher:
@@ -22,19 +24,22 @@ class Fetcher:
     Args:
         dataset: With rows by number.
         loader: Whose settings it has, but for what is fetched; None: PyTorch's own.
+        seed: Of the run.
         tries: Whether it is for a first look: without workers.
     """
 
-    def __init__(self, dataset: Dataset[Any], loader: DataLoader[Any] | None, *, tries: bool = False) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], loader: DataLoader[Any] | None, seed: int, *, tries: bool = False
+    ) -> None:
         self._told = _Told()
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"collate_fn": _Collate(default_collate if loader is None else loader.collate_fn)}
         if loader is not None:
-            names = ["collate_fn", "pin_memory", "worker_init_fn"]
+            names = ["pin_memory", "worker_init_fn"]
             if loader.num_workers and not tries:
                 names += ["num_workers", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"]
-            settings = {name: getattr(loader, name) for name in names}
+            settings |= {name: getattr(loader, name) for name in names}
         # A generator of its own: PyTorch draws the seeds of workers from the one that training draws from.
-        own = torch.Generator().manual_seed(0)
+        own = torch.Generator().manual_seed(seed % 2**63)
         rows: Dataset[Any] = _Rows(dataset)
         self._loader: DataLoader[Any] = DataLoader(rows, batch_sampler=self._told, generator=own, **settings)
 
@@ -54,6 +59,39 @@ class _Told:
         return iter(self.lists)
 
 
+class _Items(list[Any]):
+    """Rows that belong together.
+
+    Args:
+        items: Them.
+        places: Where they come from.
+    """
+
+    def __init__(self, items: Iterable[Any], places: Sequence[Place]) -> None:
+        super().__init__(items)
+        self.key = places[0][1]
+        self.indices = [index for index, _ in places]
+
+
+class _Collate:
+    """Puts rows together; what it draws depends on the first row's place alone.
+
+    Args:
+        collate: The user's way.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: _Items) -> Any:
+        with _naming("putting together rows", items.indices):
+            if self._collate is default_collate:  # it draws nothing
+                return default_collate(list(items))
+            with states_kept():
+                seed_for_row(items.key ^ _COLLATES)
+                return self._collate(list(items))
+
+
 class _Rows(Dataset[Any]):
     """A data set that draws the same for a row wherever, and beside whichever others, it is fetched."""
 
@@ -61,25 +99,48 @@ class _Rows(Dataset[Any]):
         self._dataset = dataset
         self._draws = False
 
-    def __getitems__(self, places: list[Place]) -> list[Any]:
+    def __getitems__(self, places: list[Place]) -> _Items:
         """Returns rows; a data set that is seen to draw is asked again, row by row, with generators of its own."""
         if not self._draws:
             before = GeneratorStates()
             items = self._fetch([index for index, _ in places])
-            if before == GeneratorStates():
-                return items
+            if before.is_unchanged():
+                return _Items(items, places)
             before.bring_back()
             self._draws = True
-        with generators_kept(_CPU):
-            return [self._draw(index, key) for index, key in places]
+        with states_kept():
+            return _Items([self._draw(index, key) for index, key in places], places)
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it
         if callable(several):
-            items: list[Any] = several(indices)
+            with _naming("rows", indices):
+                items: list[Any] = several(indices)
             return items
-        return [self._dataset[index] for index in indices]
+        return [self._row(index) for index in indices]
 
     def _draw(self, index: int, key: int) -> Any:
         seed_for_row(key)
-        return self._dataset[index]
+        return self._row(index)
+
+    def _row(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            _name(error, "row", index)
+            raise
+
+
+@contextlib.contextmanager
+def _naming(what: str, rows: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _name(error, what, rows)
+        raise
+
+
+def _name(error: Exception, what: str, rows: Any) -> None:
+    """Says of an error which rows it came with; Python 3.10 has no notes."""
+    if sys.version_info >= (3, 11):
+        error.add_note(f"That was {what} {rows} of the data set.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ def form_of(tree: Tree | None) -> Any:
         return {"dtype": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape[1:])}
     if isinstance(tree, dict):
         return {"named": {name: form_of(part) for name, part in tree.items()}}
-    return {"tuple" if isinstance(tree, tuple) else "list": [form_of(part) for part in tree]}
+    parts = [form_of(part) for part in tree]
+    if isinstance(tree, list):
+        return {"list": parts}
+    return {"tuple": parts, "fields": list(getattr(tree, "_fields", ()))}  # a named tuple's own
 
 
 def example_of(form: Any) -> Any:
@@ -29,7 +33,10 @@ def example_of(form: Any) -> Any:
         return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]))
     if "named" in form:
         return {name: example_of(part) for name, part in form["named"].items()}
-    return tuple(map(example_of, form["tuple"])) if "tuple" in form else list(map(example_of, form["list"]))
+    if "list" in form:
+        return list(map(example_of, form["list"]))
+    parts = map(example_of, form["tuple"])
+    return namedtuple("Batch", form["fields"])(*parts) if form["fields"] else tuple(parts)
 
 
 def dtypes_of(form: Any) -> Any:
@@ -42,4 +49,4 @@ def dtypes_of(form: Any) -> Any:
         return f"{form['dtype']} of {len(form['shape']) + 1} dimensions"
     if "named" in form:
         return {name: dtypes_of(part) for name, part in form["named"].items()}
-    return {kind: [dtypes_of(part) for part in parts] for kind, parts in form.items()}
+    return {kind: [dtypes_of(part) for part in parts] for kind, parts in form.items() if kind != "fields"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -31,13 +33,20 @@ class _Array(Protocol):
     def __array__(self) -> Any: ...
 
 
+@runtime_checkable
+class _Numbered(Protocol):
+    """What has rows by number, and says how many."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
 def gives_batches(data: Any) -> bool:
-    """Returns whether data bring their own targets: a Dataset, a DataLoader, or what gives batches."""
-    if isinstance(data, (DataLoader, Dataset)):
-        return True
+    """Returns whether data bring their own targets: a data set, a DataLoader, or what gives batches."""
     if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
         return False
-    return isinstance(data, Iterable) or callable(data)
+    return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data)
 
 
 def open_source(
@@ -57,7 +66,7 @@ def open_source(
         ConfigError: They are nothing of these, or cannot be used so.
     """
     if not gives_batches(inputs):
-        if config.sharded_data:
+        if config.sharded_data and trains:
             raise ConfigError(
                 "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
                 "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
@@ -69,16 +78,17 @@ def open_source(
             raise ConfigError(f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight).")
     if isinstance(inputs, DataLoader):
         return _open_loader(inputs, config, number)
-    if isinstance(inputs, IterableDataset) or (isinstance(inputs, Dataset) and config.sharded_data):
-        shuffle = None if isinstance(inputs, IterableDataset) else trains and config.shuffle
-        loader: DataLoader[Any] = DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle)
-        return StreamSource(lambda: iter(loader), name, config, number, once=False)
-    if isinstance(inputs, Dataset):
+    numbered = isinstance(inputs, (Dataset, _Numbered)) and not isinstance(inputs, (IterableDataset, Iterator))
+    if isinstance(inputs, IterableDataset) or (numbered and config.sharded_data):
+        shuffle = trains and config.shuffle if numbered else None
+        return _stream_of(DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle), name, config, number)
+    if numbered:
         tensors = _tensors(inputs)
         return LoadedSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     if isinstance(inputs, Iterator):
         return StreamSource(lambda: inputs, name, config, number, once=True)
-    return StreamSource(_begins(inputs), getattr(inputs, "__name__", name), config, number, once=False)
+    name = getattr(inputs, "__name__", name)
+    return StreamSource(_begins(inputs), name, config, number, once=False, parts=[inputs])
 
 
 def _begins(given: Any) -> Callable[[], Iterator[Any]]:
@@ -102,15 +112,23 @@ def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, num
     has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
     own_way = type(loader).__iter__ is not DataLoader.__iter__
     if not has_numbers or own_way or config.sharded_data:
-        return StreamSource(lambda: iter(loader), type(loader).__name__, config, number, once=False)
-    tensors = _tensors(loader.dataset)
-    if tensors is not None and loader.collate_fn is default_collate and not loader.drop_last:
+        return _stream_of(copy.copy(loader), type(loader).__name__, config, number)
+    tensors, batches = _tensors(loader.dataset), loader.batch_sampler
+    if tensors is not None and loader.collate_fn is default_collate and type(batches) is BatchSampler:
         order = order_of(loader, len(tensors[0]), config.seed)
-        if isinstance(order, OwnOrder):  # then fetching each row by itself would only cost time
+        if isinstance(order, OwnOrder) and not batches.drop_last:  # to fetch each row by itself would only cost time
             source = ArraySource(*tensors)
-            source.batch_size, source.shuffle = loader.batch_size, order.shuffle
+            source.batch_size, source.shuffle = batches.batch_size, order.shuffle
             return source
     return LoadedSource(loader.dataset, loader, config)
+
+
+def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int) -> StreamSource:
+    """Returns the batches of a loader that nobody else goes through."""
+    loader._iterator = None  # workers that stay have one, which the user's own, or another source, may be using
+    batches: Any = loader.batch_sampler
+    parts = [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
+    return StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts)
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:

@@ -12,17 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
-from cyxtrain.data.batching import as_batch
+from cyxtrain.data.batching import as_batch, check_parts
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing
+from cyxtrain.data.drawing import row_keys
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.fetching import Fetcher
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
-from cyxtrain.data.randomness import row_keys
 from cyxtrain.data.rows import Rows, sampled_hash
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.source import Source, WeighRows
@@ -54,6 +55,7 @@ class LoadedSource(Source):
         self._seed = config.seed
         self._limit: int | None = None
         self._weigh: WeighRows | None = None
+        self.example: Rows = None  # type: ignore[assignment]  # looked at below
         size = _size(dataset)
         self.order: Order = (
             OwnOrder(size, config.shuffle, config.seed) if loader is None else order_of(loader, size, config.seed)
@@ -64,14 +66,23 @@ class LoadedSource(Source):
         if type(batches) is BatchSampler:
             self.batch_size = batches.batch_size
         self.drop_last = type(batches) is BatchSampler and batches.drop_last
-        self._to_evaluate = Fetcher(dataset, loader)
-        self.to_train = Fetcher(dataset, loader)
-        found = self.order.to_evaluate()
-        places = range(min(_TRIED_ROWS, len(found.indices)))
-        looks = Fetcher(dataset, loader, tries=loader is None or loader.worker_init_fn is None)
-        self.example = self.rows(next(looks.fetch([self.places(found, places, _TO_EVALUATE)])), len(places))
+        self._to_evaluate = Fetcher(dataset, loader, config.seed)
+        self.to_train = Fetcher(dataset, loader, config.seed)
+        self._look(config.batch_size)
+
+    def _look(self, batch_size: int) -> None:
+        """Takes a first batch, or some rows of it, twice: a data set may draw what nobody can seed."""
+        found, loader = self.order.to_evaluate(), self._loader
         if found.ends is not None:
             self.batch_size = int(found.ends[0])
+        rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(found.indices))
+        places = range(rows if found.ends is None else int(found.ends[0]))
+        tries = loader is None or loader.worker_init_fn is None  # what workers are prepared for, this process is not
+        looks = Fetcher(self._dataset, loader, self._seed, tries=tries)
+        asked = self.places(found, places, _TO_EVALUATE)
+        self.example, again = (self.rows(fetched, len(places)) for fetched in looks.fetch([asked, asked]))
+        pairs = zip(self.example.tensors(), again.tensors(), strict=True)
+        self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
     @property
     def count(self) -> int:
@@ -86,7 +97,8 @@ class LoadedSource(Source):
         """As `Source`."""
         workers = self._loader.num_workers if self._loader is not None else 0
         by = f", by {counted(workers, 'worker')} per rank" if workers else ""
-        return f", {self.order.describe()}{by}"
+        drawn = "" if self._is_reproducible else ", which draw random numbers that nobody seeds: no run is like another"
+        return f", {self.order.describe()}{by}{drawn}"
 
     def places(self, order: OrderOf, places: range, epoch: int) -> list[tuple[int, int]]:
         """Returns what is to be fetched: row numbers, each with its key."""
@@ -100,13 +112,16 @@ class LoadedSource(Source):
             ConfigError: They are not as many as were asked for: gradients are divided by how many there are.
         """
         rows = as_batch(fetched)
+        if self._weigh is not None:
+            rows = self._weigh(rows)
+        check_parts(rows, self.example or rows)
         if num_rows(rows.inputs) != asked:
             raise ConfigError(
                 f"of {counted(asked, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
                 "rank must know how many rows the others have. To leave rows out, give a sampler that does; what "
                 "gives batches of any size is an IterableDataset or a generator."
             )
-        return rows if self._weigh is None else self._weigh(rows)
+        return rows
 
     def first(self, rows: int) -> Rows:
         """Returns the first two rows."""
@@ -122,14 +137,15 @@ class LoadedSource(Source):
         for what, tensor in self.example.named():
             facts[f"{name} {what}: dtype"] = str(tensor.dtype).removeprefix("torch.")
             facts[f"{name} {what}: shape of a row"] = list(tensor.shape[1:])
-            facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor)
+            facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor) if self._is_reproducible else ""
         return facts
 
     def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> LoadedSource:
         """As `Source`: batch by batch."""
         source = copy.copy(self)
         source._weigh = lambda rows: weighted(rows, weights, ignored)
-        source.example = source._weigh(self.example)
+        ones = torch.ones(num_rows(self.example.inputs))
+        source.example = self.example._replace(weights=ones if self.example.weights is None else self.example.weights)
         return source
 
     def shortened(self, batches: int, batch_size: int) -> LoadedSource:
@@ -201,8 +217,8 @@ class LoadedFeed(Feed):
                 "effective_batch_size is set, and the DataLoader's batch_sampler makes batches as it likes: give the "
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
-        per_rank = (source.batch_size or config.batch_size) * config.accumulation_steps
-        self.go_on(config.effective_batch_size or per_rank * world_size)
+        self._batch_size = source.batch_size or config.batch_size
+        self.go_on(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"drop_last leaves nothing: {counted(len(source.order), 'row')}, and a step has "
@@ -213,13 +229,25 @@ class LoadedFeed(Feed):
         """As `Feed`."""
         self.effective_batch_size = effective_batch_size
         most = -(-effective_batch_size // self._world_size)
-        self.rows_at_once = -(-most // self._accumulation_steps)
+        self.rows_at_once = self._batch_size if self._is_in_batches else -(-most // self._accumulation_steps)
+
+    @property
+    def _batches_per_step(self) -> int:
+        """Of those that are made in advance, over all ranks."""
+        return max(1, self.effective_batch_size // self._batch_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """As `Feed`."""
+        if self._is_in_batches:
+            return -(-self._batches_per_step // self._world_size)
+        return self._accumulation_steps
 
     @property
     def steps_per_epoch(self) -> int:
         """As `Feed`."""
         if self._is_in_batches:
-            return -(-len(self._source.order) // (self._accumulation_steps * self._world_size))
+            return -(-len(self._source.order) // self._batches_per_step)
         return self._deal_rows(len(self._source.order)).steps
 
     def _deal_rows(self, rows: int) -> RowDealing:
@@ -249,7 +277,7 @@ class LoadedFeed(Feed):
             dealing = self._deal_rows(len(order.indices))
         else:
             done = (place.steps, place.rows)
-            dealing = BatchDealing(order.ends, done, self._accumulation_steps, self._rank, self._world_size)
+            dealing = BatchDealing(order.ends, done, self._batches_per_step, self._rank, self._world_size)
         steps = range(place.steps, dealing.steps if end is None else min(end, dealing.steps))
         pieces = (source.places(order, piece, place.epoch) for step in steps for piece in dealing.deal(step).pieces)
         fetched = source.to_train.fetch(pieces)

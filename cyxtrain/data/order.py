@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from cyxtrain.data.randomness import generators_kept, seed_generators
+from cyxtrain.data.drawing import begin_pass, generators_of, states_kept
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
-
-_CPU = torch.device("cpu")
 
 
 class OrderOf(NamedTuple):
@@ -127,11 +123,10 @@ class DrawnOrder(Order):
         Raises:
             ConfigError: It gives no row numbers, or another count of them than it says.
         """
-        with generators_kept(_CPU), _seeded(self._sampler, self._seed, epoch):
-            seed_generators(self._seed, epoch, 0, 0, _CPU)
-            set_epoch = getattr(self._sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        parts = [self._sampler, getattr(self._sampler, "sampler", None)]
+        own = generators_of(parts)
+        with states_kept(own):
+            begin_pass(parts, own, self._seed, epoch)
             given = list(self._sampler)
         name = type(self._sampler).__name__
         if len(given) != self._size:
@@ -168,11 +163,14 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     if batches is not None and type(batches) is not BatchSampler:
         return DrawnOrder(batches, seed, in_batches=True)
     sampler: Any = loader.sampler if batches is None else batches.sampler
-    if type(sampler) in (TorchSampler, DistributedSampler):
+    kind = type(sampler)
+    if kind is TorchSampler and len(sampler.dataset) == size:
         return OwnOrder(size, sampler.shuffle, seed)
-    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
-    if whole or type(sampler) is SequentialSampler:
-        return OwnOrder(size, whole, seed)
+    if kind is DistributedSampler and sampler.total_size == size:
+        return OwnOrder(size, sampler.shuffle, seed)
+    whole = kind in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(sampler) == size
+    if whole and not (kind is RandomSampler and sampler.replacement):
+        return OwnOrder(size, kind is RandomSampler, seed)
     return DrawnOrder(sampler, seed, in_batches=False)
 
 
@@ -181,18 +179,3 @@ def _numbers(given: Iterable[Any], name: str) -> Indices:
         return np.array([int(number) for number in given], dtype=np.int64)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the DataLoader's {name} must give row numbers: {error}") from error
-
-
-@contextmanager
-def _seeded(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
-    """Seeds a generator of the sampler's own, or of the sampler in it, and hands it back as it was."""
-    found = [getattr(part, "generator", None) for part in (sampler, getattr(sampler, "sampler", None))]
-    own = [generator for generator in found if isinstance(generator, torch.Generator)]
-    states = [generator.get_state() for generator in own]
-    for generator in own:
-        generator.manual_seed(OrderOf(np.array([seed % 2**63, epoch], dtype=np.int64)).digest)
-    try:
-        yield
-    finally:
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)

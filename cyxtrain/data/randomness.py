@@ -16,66 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
-
-
-_CPU = torch.device("cpu")
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
-
-
-def row_keys(seed: int, epoch: int, places: range) -> list[int]:
-    """Returns what generators are seeded with for each row of an epoch: it depends on the row's place in it alone.
-
-    Args:
-        seed: Of the run.
-        epoch: From 0.
-        places: Of rows in the order of the epoch.
-    """
-    first = int.from_bytes(_digest(seed, epoch), "little")
-    with np.errstate(over="ignore"):
-        keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
-        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
-        found: list[int] = (keys ^ (keys >> np.uint64(31))).tolist()
-    return found
-
-
-def _digest(*words: int) -> bytes:
-    return hashlib.blake2b(f"cyxtrain row {' '.join(map(str, words))}".encode(), digest_size=8).digest()
-
-
-def seed_for_row(key: int) -> None:
-    """Seeds the generators of this process that rows are made with: those of the CPU."""
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key >> 1)
-
-
-class GeneratorStates:
-    """The states of this process's generators, those of the CPU: taken when it is made."""
-
-    def __init__(self) -> None:
-        self._states = _states(_CPU)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GeneratorStates):
-            return NotImplemented
-        (python, numbers, cpu, _), (others_python, others_numbers, others_cpu, _) = self._states, other._states
-        return python == others_python and torch.equal(cpu, others_cpu) and _same_numbers(numbers, others_numbers)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def bring_back(self) -> None:
-        """Makes the generators what they were."""
-        _set_states(self._states, _CPU)
-
-
-def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    words, others = one["state"], other["state"]
-    rest = ("has_gauss", "gauss")
-    same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
-    return bool(same and np.array_equal(words["key"], others["key"]))
+States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
@@ -101,16 +42,16 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
 @contextlib.contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Whatever is drawn or seeded within, afterwards the generators are as they were."""
-    states = _states(device)
+    states = get_states(device)
     try:
         yield
     finally:
-        _set_states(states, device)
+        set_states(states, device)
 
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
     """Returns the states of all generators: JSON values."""
-    python, numbers, cpu, cuda = _states(device)
+    python, numbers, cpu, cuda = get_states(device)
     version, words, gauss = python
     return {
         "python": [version, np.array(words, dtype=np.uint32).tobytes().hex(), gauss],
@@ -132,15 +73,17 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
     numbers = {**numbers, "state": {**numbers["state"], "key": key}}
     cuda = None if states["cuda"] is None else _bytes(states["cuda"])
-    _set_states((python, numbers, _bytes(states["torch"]), cuda), device)
+    set_states((python, numbers, _bytes(states["torch"]), cuda), device)
 
 
-def _states(device: torch.device) -> _States:
+def get_states(device: torch.device) -> States:
+    """Returns the states of all generators, as `set_states` takes them."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), cuda
 
 
-def _set_states(states: _States, device: torch.device) -> None:
+def set_states(states: States, device: torch.device) -> None:
+    """Brings back what `get_states` gave."""
     python, numbers, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numbers)

@@ -23,18 +23,19 @@ from torch import Tensor
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share
-from cyxtrain.data.batching import as_batch
+from cyxtrain.data.batching import as_batch, check_parts
+from cyxtrain.data.drawing import GeneratorStates, begin_pass, generators_of, states_kept
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.forms import dtypes_of, example_of, form_of
 from cyxtrain.data.moving import Placement
-from cyxtrain.data.randomness import GeneratorStates, seed_generators
-from cyxtrain.data.rows import Rows, sampled_hash
+from cyxtrain.data.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.source import Source, WeighRows
 from cyxtrain.data.tree import num_rows
 from cyxtrain.data.weights import weighted
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 
-_CPU = torch.device("cpu")
+_OWN = 1
+"""`Place.order` where each rank has data of its own."""
 
 
 class Pass:
@@ -42,22 +43,28 @@ class Pass:
 
     Args:
         make: Begins.
+        parts: Of the data: with generators of their own, or told the number of the pass.
         seed: Of the run.
         number: Of the pass.
+        rank: Whose random numbers these are: 0 where all ranks have the same data.
+
+    Attributes:
+        taken: Batches that were taken; those without rows do not count.
+        is_numpy: Whether the latest one was of NumPy arrays.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Any]], seed: int, number: int) -> None:
+    def __init__(
+        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
+    ) -> None:
         self.number = number
         self.taken = 0
-        """Batches that were taken."""
+        self.is_numpy = False
         self._looked_at: list[Rows] = []
-        before = GeneratorStates()
-        try:
-            seed_generators(seed, number, 0, 0, _CPU)
+        self._others = generators_of(parts)
+        with states_kept(self._others):
+            begin_pass(parts, self._others, seed, number, rank)
             self._batches = make()
-            self._states = GeneratorStates()
-        finally:
-            before.bring_back()
+            self._states = GeneratorStates(self._others)
 
     def look(self) -> Rows | None:
         """Returns the first batch, which stays the next one; None: there is none."""
@@ -68,20 +75,22 @@ class Pass:
         return first
 
     def take(self) -> Rows | None:
-        """Returns the next batch; None: there is none any more."""
+        """Returns the next batch, whose memory is its own; None: there is none any more."""
         if self._looked_at:
             self.taken += 1
             return self._looked_at.pop()
-        before = GeneratorStates()
-        self._states.bring_back()
-        try:
-            for given in self._batches:
-                self.taken += 1
-                return as_batch(given)
-            return None
-        finally:
-            self._states = GeneratorStates()
-            before.bring_back()
+        with states_kept(self._others):
+            self._states.bring_back()
+            try:
+                for given in self._batches:
+                    rows = as_batch(given)
+                    if num_rows(rows.inputs):
+                        self.taken += 1
+                        self.is_numpy = not holds_tensors(given)
+                        return rows.mapped(torch.clone)  # who gives it may give it again, and a model may change it
+                return None
+            finally:
+                self._states = GeneratorStates(self._others)
 
 
 class StreamSource(Source):
@@ -93,6 +102,7 @@ class StreamSource(Source):
         config: Of the fit.
         number: Of the pass that is begun with.
         once: Whether they come but once.
+        parts: Of the data, as `Pass`.
 
     Raises:
         ConfigError: The first is no batch.
@@ -106,16 +116,23 @@ class StreamSource(Source):
         number: int,
         *,
         once: bool,
+        parts: Sequence[Any] = (),
     ) -> None:
         self._make = make
+        self._parts = parts
+        self._rank = runtime.get_rank() if config.sharded_data else 0
         self._what = what
         self._seed = config.seed
         self._weigh: WeighRows | None = None
         self._limit: int | None = None
         self.reads_once = once
         self.is_dealt = True
-        self._begun: Pass | None = Pass(make, config.seed, number)
+        self._begun: Pass | None = self._pass(number)
         self._first = self._begun.look()
+        self.is_numpy = self._begun.is_numpy
+
+    def _pass(self, number: int) -> Pass:
+        return Pass(self._make, self._parts, self._seed, number, self._rank)
 
     @property
     def count(self) -> None:
@@ -135,32 +152,38 @@ class StreamSource(Source):
     def opening(self) -> dict[str, Any]:
         """Returns form and hash of the first batch."""
         if self._first is None:
-            return {"kind": "batches", "form": None, "hash": None, "rows": 0}
+            return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False}
         values = [sampled_hash(tensor) for tensor in self._first.tensors()]
         form = [form_of(part) for part in self._first]
-        return {"kind": "batches", "form": form, "hash": values, "rows": num_rows(self._first.inputs)}
+        rows = num_rows(self._first.inputs)
+        return {"kind": "batches", "form": form, "hash": values, "rows": rows, "numpy": self.is_numpy}
 
     def meet(self, openings: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """As `Source`: a rank that has nothing learns what the others' batches look like."""
         forms = {rank: opening["form"] for rank, opening in enumerate(openings) if opening["form"] is not None}
         if not forms:
-            raise on_all_ranks(ConfigError(f"the {self._what} gives no batch: there is nothing to do."))
+            raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
         known, form = next(iter(forms.items()))
         for other, others in forms.items():
             if dtypes_of(others) != dtypes_of(form):
-                raise on_all_ranks(
-                    ConfigError(
-                        f"rank {other} differs from rank {known} in the first batch of its {self._what}: "
-                        f"{dtypes_of(others)} on rank {other}, {dtypes_of(form)} on rank {known}. They must have the "
-                        "same parts, of the same types.",
-                        rank=other,
-                    )
+                raise ConfigError(
+                    f"rank {other} differs from rank {known} in the first batch of its {self._what}: "
+                    f"{dtypes_of(others)} on rank {other}, {dtypes_of(form)} on rank {known}. They must have the "
+                    "same parts, of the same types.",
+                    rank=other,
                 )
         self.is_dealt = not sharded if sharded is not None else all(o["hash"] == openings[0]["hash"] for o in openings)
+        if sharded is None and not self.is_dealt and rank == 0:
+            warn(
+                f"the ranks' {self._what} begins with other batches on each, so it is taken for each rank's own part "
+                "of the data. Say sharded_data=True if that is right; if all ranks have the same rows, give them in the "
+                "same order, drawn from the generators of torch, NumPy or Python."
+            )
         self.example = Rows(*map(example_of, form)) if self._first is None else self._first
         self.batch_size = max(opening["rows"] for opening in openings)
-        if self._weigh is not None:
-            self.example = self._weigh(self.example)
+        self.is_numpy = any(opening["numpy"] for opening in openings)
+        if self._weigh is not None and self.example.weights is None:
+            self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs)))
 
     def first(self, rows: int) -> Rows:
         """Returns rows of the first batch."""
@@ -168,10 +191,7 @@ class StreamSource(Source):
 
     def facts(self, name: str) -> dict[str, Any]:
         """Returns what its batches consist of."""
-        return {
-            f"the {name} data": dtypes_of([form_of(part) for part in self.example]),
-            f"who has the {name} data": "all" if self.is_dealt else "each its own",
-        }
+        return {f"the {name} data": dtypes_of([form_of(part) for part in self.example])}
 
     def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> StreamSource:
         """As `Source`: batch by batch."""
@@ -233,16 +253,21 @@ class StreamSource(Source):
         if begun is not None and (begun.number == number or self.reads_once):
             return begun
         if self.reads_once:
-            raise on_all_ranks(ConfigError(_over(self._what)))
-        return Pass(self._make, self._seed, number)
+            raise ConfigError(
+                f"the {self._what} gives its batches once, and they are over: give the function that makes it, without "
+                "calling it."
+            )
+        return self._pass(number)
 
     def weighed(self, rows: Rows) -> Rows:
-        """Returns rows with the weights of their classes."""
-        return rows if self._weigh is None else self._weigh(rows)
+        """Returns rows with the weights of their classes.
 
-
-def _over(what: str) -> str:
-    return f"the {what} gives its batches once, and they are over: give the function that makes it, without calling it."
+        Raises:
+            ConfigError: They do not have the parts of the first ones.
+        """
+        found = rows if self._weigh is None else self._weigh(rows)
+        check_parts(found, self.example)
+        return found
 
 
 class StreamFeed(Feed):
@@ -262,15 +287,30 @@ class StreamFeed(Feed):
                 "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or say steps_per_epoch."
             )
         if config.effective_batch_size is not None:
-            raise ConfigError("effective_batch_size is set, and X gives batches as they are: leave it out.")
+            raise ConfigError(
+                "effective_batch_size is set, and X gives batches one after the other: leave it out. The rows of an "
+                "IterableDataset are put together as batch_size says, per rank."
+            )
         self._source = source
         self._rank, self._world_size = rank, world_size
-        self._micro_batches = config.accumulation_steps
         self._endless = config.steps_per_epoch is not None
         self.rows_at_once = source.batch_size or 1
-        self.effective_batch_size = self.rows_at_once * self._micro_batches * world_size
+        self._batches_per_step = config.accumulation_steps * world_size
+        self.effective_batch_size = self.rows_at_once * self._batches_per_step
         self._pass: Pass | None = None
         self._next = (0, 0)
+        self._gave = False
+
+    @property
+    def micro_batches(self) -> int:
+        """As `Feed`."""
+        return -(-self._batches_per_step // self._world_size)
+
+    def go_on(self, effective_batch_size: int) -> None:
+        """As `Feed`: with as many batches per step as before, where they are dealt; else each rank takes its own."""
+        if self._source.is_dealt:
+            self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
+            self.effective_batch_size = self.rows_at_once * self._batches_per_step
 
     @property
     def steps_per_epoch(self) -> None:
@@ -284,14 +324,15 @@ class StreamFeed(Feed):
     @property
     def read(self) -> tuple[int, int, int]:
         """As `Feed`."""
-        return (*self._next, 0)
+        return (*self._next, 0 if self._source.is_dealt else _OWN)
 
     def check_world(self, world_size: int, place: Place) -> None:
         """As `Feed`."""
-        if place.batches and not self._source.is_dealt and world_size != self._world_size:
+        own = place.order == _OWN or not self._source.is_dealt
+        if place.batches and own and world_size != self._world_size:
             raise ConfigError(
                 f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of what each gives itself, "
-                f"and there are {self._world_size} now: take as many, or a checkpoint between two epochs."
+                f"and there are {self._world_size} now: take as many, or a checkpoint from where the data were over."
             )
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
@@ -306,51 +347,50 @@ class StreamFeed(Feed):
             joined = _sum_over_ranks(sum(num_rows(each.inputs) for each in rows))
             self.seconds_communicated += time.perf_counter() - began
             if joined:
+                self._gave = True
                 yield StreamShare(number, joined, rows, placement)
                 number += 1
                 continue
-            nothing = self._next[1] == 0
+            nothing, self._gave = not self._gave, False
             self._pass, self._next = None, (self._next[0] + 1, 0)
-            if nothing and number == 0:
+            if self._source.reads_once and (self._endless or not number):
+                self.is_over = True
+                self._say_over(place, number)
+                return
+            if nothing and not number:
                 raise on_all_ranks(ConfigError(f"epoch {place.epoch + 1} has no batch: X gives none."))
             if not self._endless or nothing:
                 return
-            if self._source.reads_once:
-                self._end(place, number)
-                return
 
-    def _end(self, place: Place, steps: int) -> None:
+    def _say_over(self, place: Place, steps: int) -> None:
         if runtime.is_master():
-            warn(
-                f"X is over after {counted(steps, 'step')} of epoch {place.epoch + 1}: it gives its batches once. The "
-                "epoch ends here."
-            )
+            where = f"after {counted(steps, 'step')} of epoch {place.epoch + 1}"
+            warn(f"X is over {where}: it gives its batches once. The fit ends here.")
 
     def _take(self, place: Place) -> list[Rows]:
         """Returns this rank's batches of the next step, and notes how far the data have been read."""
         batches = self._go_on(place)
         if self._source.is_dealt:
-            found = [batches.take() for _ in range(self._micro_batches * self._world_size)]
+            found = [batches.take() for _ in range(self._batches_per_step)]
             self._next = (self._next[0], self._next[1] + sum(each is not None for each in found))
             found = found[self._rank :: self._world_size]
         else:
-            found = [batches.take() for _ in range(self._micro_batches)]
-            self._next = (self._next[0], self._next[1] + self._micro_batches)
-        return [self._source.weighed(rows) for rows in found if rows is not None and num_rows(rows.inputs)]
+            found = [batches.take() for _ in range(self.micro_batches)]
+            self._next = (self._next[0], self._next[1] + self.micro_batches)
+        return [self._source.weighed(rows) for rows in found if rows is not None]
 
     def _go_on(self, place: Place) -> Pass:
         """Returns the data where they are; where a fit begins or goes on, after what it has seen before."""
         if self._pass is None and self._next == (0, 0):
             self._next = (place.passes, place.batches)
+            self._gave = place.batches > 0
         if self._pass is None:
             self._pass = self._source.begin(self._next[0])
             for _ in range(self._next[1]):
                 if self._pass.take() is None and self._source.is_dealt:
-                    raise on_all_ranks(
-                        ConfigError(
-                            f"X has given {self._pass.taken:,} batches, and the fit had seen {self._next[1]:,} when "
-                            "its checkpoint was made: the data are others."
-                        )
+                    raise ConfigError(
+                        f"X has given {self._pass.taken:,} batches, and the fit had seen {self._next[1]:,} when "
+                        "its checkpoint was made: the data are others."
                     )
         return self._pass
 

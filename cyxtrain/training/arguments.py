@@ -20,6 +20,8 @@ _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _NOT_HERE = {
     "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
+    "workers": "a DataLoader has it, as num_workers",
+    "num_workers": "a DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))",
     "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
 }
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]

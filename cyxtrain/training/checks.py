@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config import DDPConfig
 from cyxtrain.data.batches import Batch
+from cyxtrain.data.batching import TARGET_NAMES
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.source import Source
 from cyxtrain.data.tree import Tree, leaves
@@ -72,6 +73,12 @@ def check_targets(source: Source, loss: Loss) -> None:
         ConfigError: There is no y.
     """
     if source.targets is None and loss.function is not None:
+        inputs = source.inputs
+        if isinstance(inputs, dict) and not source.is_whole:
+            raise ConfigError(
+                f"y is missing: the batches have {', '.join(inputs)}, and y must be called one of "
+                f"{', '.join(TARGET_NAMES)}; or give (x, y)."
+            )
         raise ConfigError(
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             "loss (loss_fn=None) does without."

@@ -135,6 +135,9 @@ class Fit:
         before = position.samples
         clock = Clock(self._device, profiles=bool(run.config.profile))
         measured, seconds, note = self._train(clock)
+        if run.feed.is_over and not position.epoch_steps:
+            self._totals = None
+            return  # the data were over before it had begun
         rows = position.samples - before
         if run.config.check_replicas_every_n_steps is None:
             self._ddp.check_replicas()
@@ -221,6 +224,7 @@ class Fit:
             with contextlib.closing(run.shares(position)) as shares:
                 run_epoch(clock.data.each(shares), step_and_listen, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read
+            position.stopped |= int(run.feed.is_over)
         return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()
 
     def _make_step(self, clock: Clock) -> TrainingStep:
@@ -238,7 +242,7 @@ class Fit:
             self._run.data.metrics,
             clock,
             self._callbacks.on_before_optimizer_step,
-            accumulates=config.accumulation_steps > 1,
+            accumulates=self._run.feed.micro_batches > 1,
         )
 
     def _make_guard(self) -> FiniteGuard:

@@ -13,7 +13,7 @@ from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.kinds import open_source
 from cyxtrain.data.source import Opened, Source
 from cyxtrain.data.split import validation_rows
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.training.agreement import agree_on
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.facts import config_facts
@@ -41,8 +41,10 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
         return (arguments, found), {**config_facts(arguments.config), **_openings(found)}
 
     (arguments, found), everyone = agree_on(opened)
-    _meet(found, everyone, runtime.get_rank(), arguments.config.sharded_data)
     config = arguments.config
+    with marked():
+        _meet(found, everyone, runtime.get_rank(), config.sharded_data)
+        _check_batch_size(found.training, config)
     if found.training.batch_size is not None:
         config = dataclasses.replace(config, batch_size=found.training.batch_size)
     return dataclasses.replace(arguments, config=config), found
@@ -63,6 +65,7 @@ def open_rows(
         ConfigError: As `open_fit`.
     """
     inputs, targets, weights = (*data, None, None)[:3]
+    config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
     def opened() -> tuple[Opened, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
@@ -77,8 +80,18 @@ def open_rows(
         _meet(found, [facts], 0, config.sharded_data)
     else:
         found, everyone = agree_on(opened)
-        _meet(found, everyone, runtime.get_rank(), config.sharded_data)
+        with marked():
+            _meet(found, everyone, runtime.get_rank(), config.sharded_data)
     return found.training
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """Within, what is refused is refused on all ranks: they have seen the same."""
+    try:
+        yield
+    except ConfigError as error:
+        raise on_all_ranks(error) from error.__cause__
 
 
 def _openings(found: Opened) -> dict[str, Any]:
@@ -102,11 +115,7 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source, validation = open_source(*given, config, epoch, trains=True), None
-    if source.batch_size is not None and config.batch_size not in (_DEFAULT_BATCH_SIZE, source.batch_size):
-        raise ConfigError(
-            f"batch_size={config.batch_size}, and the DataLoader makes batches of {source.batch_size}: leave "
-            "batch_size out, or give the same."
-        )
+    _check_batch_size(source, config)
     if arguments.validation is not None:
         with about("validation"):
             own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
@@ -130,6 +139,14 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
     return Opened(source, validation)
+
+
+def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None:
+    if source.batch_size is not None and config.batch_size not in (_DEFAULT_BATCH_SIZE, source.batch_size):
+        raise ConfigError(
+            f"batch_size={config.batch_size}, and X makes batches of {source.batch_size}: leave batch_size out, or "
+            "give the same."
+        )
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:

@@ -119,8 +119,13 @@ class Run:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
-        limits = (int(self.config.fast_dev_run) or None, self.config.steps_per_epoch, self.feed.steps_per_epoch)
+        limits = (self._asked_steps, self.feed.steps_per_epoch)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def _asked_steps(self) -> int | None:
+        """Steps of an epoch that are asked for, at most."""
+        return min(filter(None, (int(self.config.fast_dev_run), self.config.steps_per_epoch)), default=None)
 
     def check_steps(self) -> None:
         """Refuses longer epochs than there are rows for.
@@ -142,7 +147,7 @@ class Run:
 
     def shares(self, position: Position) -> Generator[Share]:
         """Gives this rank's shares of what is left of the running epoch."""
-        yield from self.feed.shares(place_of(position), self.data.placement, self.steps_per_epoch)
+        yield from self.feed.shares(place_of(position), self.data.placement, self._asked_steps)
 
     def steps_left(self, position: Position) -> int:
         """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit.

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
+from cyxtrain.data.forms import example_of, form_of
+from cyxtrain.data.tree import Tree, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.epoch import run_whole_batches
 from cyxtrain.training.plan import Rows
@@ -27,23 +29,24 @@ def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
         distributed: Whether the ranks share the work; else this one does it all.
 
     Raises:
-        ConfigError: The model does not return one tensor with a row per row.
+        ConfigError: The model does not return tensors with a row per row.
     """
     step = PredictionStep(model, rows.call)
     run_whole_batches(model, rows, step, distributed=distributed)
-    output = _gathered(rows, step) if distributed else torch.cat(step.outputs)
-    if not rows.source.is_numpy:
-        return output
-    return (output.float() if output.dtype is torch.bfloat16 else output).numpy()  # NumPy has no bfloat16
+    output = _gathered(rows, step) if distributed else _joined(step.outputs)
+    finish: Any = _as_numpy if rows.source.is_numpy else (lambda tensor: tensor)
+    return map_tree(finish, output)
 
 
-def _gathered(rows: Rows, step: PredictionStep) -> Tensor:
+def _gathered(rows: Rows, step: PredictionStep) -> Tree:
     gathered, batches = gather_rows(step.outputs)
     order = rows.source.in_order(batches)
-    return gathered if order is None else torch.empty_like(gathered).index_copy_(0, order, gathered)
+    if order is None:
+        return gathered
+    return map_tree(lambda tensor: torch.empty_like(tensor).index_copy_(0, order, tensor), gathered)
 
 
-def gather_rows(outputs: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+def gather_rows(outputs: Sequence[Tree]) -> tuple[Tree, list[list[int]]]:
     """Returns the outputs of all ranks, on every rank, in their order; and how many rows each batch had, by rank.
 
     Cost: the rows once in and once out of each rank.
@@ -54,22 +57,37 @@ def gather_rows(outputs: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
     Raises:
         ConfigError: They do not have the same shape and dtype on every rank.
     """
-    own = torch.cat(list(outputs)) if outputs else None
-    kind = None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])]
-    text = json.dumps({"kind": kind, "batches": [len(output) for output in outputs]})
+    text = json.dumps(
+        {"kind": form_of(outputs[0]) if outputs else None, "batches": [num_rows(output) for output in outputs]}
+    )
     found = [json.loads(other) for other in runtime.gather_texts(text)]
     batches: list[list[int]] = [other["batches"] for other in found]
     kinds = [other["kind"] for other in found if other["kind"] is not None]  # without a batch it has seen nothing
     if any(other != kinds[0] for other in kinds):
         raise ConfigError(f"predict needs rows of one kind; the model's outputs differ between ranks: {kinds}.")
-    dtype, shape = kinds[0]
     ends = list(itertools.accumulate(map(sum, batches)))
-    rows = torch.empty((ends[-1], *shape), dtype=getattr(torch, dtype), device="cpu")
-    for rank, end in enumerate(ends):
-        part = rows[end - sum(batches[rank]) : end]
-        if len(part) == 0:
-            continue
-        if own is not None and rank == runtime.get_rank():
-            part.copy_(own)
-        dist.broadcast(part, rank, group=runtime.cpu_group())
-    return rows, batches
+    own = iter(tensors(_joined(outputs)) if outputs else ())
+
+    def gather(like: Tensor) -> Tensor:
+        mine = next(own, None)
+        rows = torch.empty((ends[-1], *like.shape[1:]), dtype=like.dtype, device="cpu")
+        for rank, end in enumerate(ends):
+            part = rows[end - sum(batches[rank]) : end]
+            if len(part) == 0:
+                continue
+            if mine is not None and rank == runtime.get_rank():
+                part.copy_(mine)
+            dist.broadcast(part, rank, group=runtime.cpu_group())
+        return rows
+
+    return map_tree(gather, outputs[0] if outputs else example_of(kinds[0])), batches
+
+
+def _joined(outputs: Sequence[Tree]) -> Tree:
+    """Returns all rows of several outputs of one kind."""
+    parts = zip(*(tensors(output) for output in outputs), strict=True)
+    return map_tree(lambda _: torch.cat(next(parts)), outputs[0])
+
+
+def _as_numpy(tensor: Tensor) -> Any:
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()  # NumPy has no bfloat16

@@ -103,15 +103,7 @@ class Rates:
             factor: What the rates that the program gave are to be multiplied by.
             warmup_steps: Steps until they have their values.
             steps: Of the fit, or None: nobody knows.
-
-        Raises:
-            ConfigError: The rates depend on how many there are, and nobody knows.
         """
-        if steps is None and isinstance(self.scheduler, Cosine):
-            raise ConfigError(
-                'scheduler="cosine" ends with the last step of the fit, and nobody knows how many batches the data '
-                "will give: say steps_per_epoch."
-            )
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
         self._take_what_was_set()
@@ -265,12 +257,22 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
     return {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.learning_rate_scaling]
 
 
-def check_scaling(scheduler: LRScheduler | None, config: DistributedTrainingConfig) -> None:
-    """Refuses to scale what has rates of its own.
+def check_rates(scheduler: LRScheduler | None, config: DistributedTrainingConfig, steps: int | None) -> None:
+    """Refuses to scale what has rates of its own, and to end with a step that nobody knows.
+
+    Args:
+        scheduler: Or None.
+        config: Of the fit.
+        steps: Of the fit; None: nobody knows.
 
     Raises:
         ConfigError: With its name.
     """
+    if steps is None and isinstance(scheduler, Cosine):
+        raise ConfigError(
+            'scheduler="cosine" ends with the last step of the fit, and nobody knows how many batches the data '
+            "will give: say steps_per_epoch."
+        )
     own = next((type(part).__name__ for part in parts_of(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(

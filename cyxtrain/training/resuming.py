@@ -154,6 +154,7 @@ def begin_or_go_on(
         return _begin_or_go_on(state, run, arithmetic)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # they have the same checkpoint, and the same to do
+        runtime.gather_texts("")  # nobody leaves before all have read it
         raise
 
 
@@ -173,7 +174,7 @@ def _begin_or_go_on(
         return None, _say_what_is_there(run, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
-    check_same_fit(checkpoint, name, run.config, data)
+    check_same_fit(checkpoint, name, run.config, data, run.feed.effective_batch_size)
     given, asked = what_is_set(state, run.config), run.config
     run.config = as_in_checkpoint(asked, checkpoint.config)
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
@@ -299,7 +300,11 @@ def _newest_of_call(
 
 
 def check_same_fit(
-    state: CheckpointState, name: str, config: DistributedTrainingConfig, data: Mapping[str, str]
+    state: CheckpointState,
+    name: str,
+    config: DistributedTrainingConfig,
+    data: Mapping[str, str],
+    effective_batch_size: int | None = None,
 ) -> None:
     """Refuses to go on with other data, or other samples of them, than those that the checkpoint would have seen.
 
@@ -308,14 +313,16 @@ def check_same_fit(
         name: Its name.
         config: Of the fit.
         data: Digests, by what the data are for.
+        effective_batch_size: Samples of its steps, over all ranks.
 
     Raises:
         ConfigError: With what differs.
     """
     now = dataclasses.asdict(config)
     hidden = set()
-    if config.effective_batch_size is not None and config.learning_rate_scaling is None:
-        hidden.add("batch_size")  # it is not used
+    same_steps = state.position.get("effective_batch_size") == effective_batch_size
+    if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
+        hidden |= {"batch_size", *(["effective_batch_size"] if same_steps else [])}  # they come to the same
     differences = [
         f"{field} is {now[field]} and was {state.config.get(field)}"
         for field in _SAME_FIELDS

@@ -51,9 +51,10 @@ class Position:
     batches: int = 0
     """Batches that they have given in the running pass: to all ranks together, or to each where each has its own."""
     order: int = 0
-    """A number that no other order of the running epoch has, where a sampler of the user's makes it; else 0."""
+    """A number that no other order of the running epoch has, where a sampler of the user's makes it; 1 where each rank
+    gives its own batches; else 0."""
     stopped: int = 0
-    """1 where a callback has ended the latest call of `fit`: it is complete, whatever `epochs` says."""
+    """1 where a callback, or the end of its data, has ended the latest call of `fit`: it is complete."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
@@ -64,7 +65,9 @@ class Position:
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if set(values) != names or any(type(value) is not int or value < 0 for value in values.values()):
-            raise CheckpointError(f"Cannot load {source}: its position is {dict(values)}.")
+            raise CheckpointError(
+                f"Cannot load {source}: its position is {dict(values)}, which is none, or that of another version."
+            )
         return cls(**values)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, Share
-from cyxtrain.data.tree import map_output
+from cyxtrain.data.forms import form_of
+from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.calling import ModelCall
@@ -254,29 +255,37 @@ class PredictionStep:
     def __init__(self, model: nn.Module, call: ModelCall) -> None:
         self._model = model
         self._call = call
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Tree] = []
 
     def __call__(self, batch: Batch) -> None:
         """Forward.
 
         Raises:
-            ConfigError: The model does not return one tensor with a row per row, of one kind.
+            ConfigError: The model returns something else than tensors with a row per row, or not always of one kind.
         """
         with torch.no_grad():
-            output = self._call.predict(self._model, batch)
-        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != batch.rows:
-            found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise ConfigError(
-                f"predict needs a model that returns one tensor with a row per row of X; for {batch.rows} rows it "
-                f"returned {found}."
-            )
-        first = self.outputs[0] if self.outputs else output
-        if (output.shape[1:], output.dtype) != (first.shape[1:], first.dtype):
-            raise ConfigError(
-                f"predict needs rows of one kind; the model returned {first.dtype} {list(first.shape)}, then "
-                f"{output.dtype} {list(output.shape)}."
-            )
-        self.outputs.append(output.cpu())
+            output = _outputs(self._call.predict(self._model, batch), batch.rows)
+        kind, first = form_of(output), form_of(self.outputs[0] if self.outputs else output)
+        if kind != first:
+            raise ConfigError(f"predict needs rows of one kind; the model returned {first}, then {kind}.")
+        self.outputs.append(output)
+
+
+def _outputs(output: Any, rows: int) -> Tree:
+    """Returns a model's outputs on the CPU: one, or several in a dictionary, a tuple or a list."""
+    if isinstance(output, Tensor) and output.dim() > 0 and len(output) == rows:
+        return output.cpu()
+    if isinstance(output, Mapping) and output:
+        return {str(name): _outputs(part, rows) for name, part in output.items()}
+    if isinstance(output, (tuple, list)) and output:
+        parts = [_outputs(part, rows) for part in output]
+        make: Callable[[list[Tree]], Tree] = getattr(output, "_make", type(output))  # a named tuple's own
+        return make(parts)
+    found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise ConfigError(
+        "predict needs a model that returns a tensor with a row per row of X, or several in a dictionary, a tuple or a "
+        f"list; for {rows} rows it returned {found}."
+    )
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from cyxtrain.training.opening import open_fit, open_rows
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import predict_rows
-from cyxtrain.training.rates import Rates, check_scaling
+from cyxtrain.training.rates import Rates, check_rates
 from cyxtrain.training.recomputing import layers_of, recomputed
 from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
@@ -264,11 +264,11 @@ class DistributedTrainer:
             distributed: As in `evaluate`.
 
         Returns:
-            Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU.
+            Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU; of several outputs, such for each.
 
         Raises:
-            ConfigError: The input is wrong (two rows of it are tried first), or the model does not return one tensor
-                with a row per row.
+            ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
+                a row per row.
             CollectiveMismatchError: Ranks call different things.
         """
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
@@ -384,7 +384,7 @@ class DistributedTrainer:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics, opened)
-        check_scaling(self._state.rates.scheduler, run.config)
+        check_rates(self._state.rates.scheduler, run.config, run.all_steps)
         facts |= scheduler_facts(self._state.rates.scheduler)
         first = self.epoch if run.initial_epoch is None else run.initial_epoch
         run.callbacks.meet(self, run.params(first + run.config.epochs))

@@ -16,6 +16,7 @@ class ProgressBar(Callback):
 
     def __init__(self) -> None:
         self._display = Display()
+        self._shown: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Finds out what there is to show it on."""
@@ -24,9 +25,12 @@ class ProgressBar(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begins a bar."""
         self._display.begin_epoch(epoch + 1, self.params["epochs"], self.params["steps"])
+        self._shown = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Moves it; numbers are asked for only when it is drawn."""
+        if self._shown != self.trainer.epoch:  # a fit that goes on in the middle of an epoch
+            self.on_epoch_begin(self.trainer.epoch)
         self._display.step(self.params["samples_per_step"], lambda: dict(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cyxtrain import runtime
 from cyxtrain.errors import warn
@@ -15,9 +16,10 @@ _COMPUTE = ("forward", "backward", "optimizer")
 
 
 class SlowRankMonitor(Callback):
-    """Says after each epoch which rank keeps the others waiting, and by what: it waits for data, or it computes.
+    """Says after an epoch which rank keeps the others waiting, and by what: it waits for data, or it computes.
 
-    Where no rank does, and all of them communicate for more than half of a step, it says that.
+    Where no rank does, and all of them communicate for more than half of a step, it says that. What was said after the
+    epoch before is not said again.
 
     Args:
         threshold: Times as long as the others, on average, a rank must take for a step to be called slow.
@@ -36,6 +38,14 @@ class SlowRankMonitor(Callback):
         self.threshold = threshold
         self.slow: list[tuple[int, int | None, str]] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what there was to say."""
+        return {"slow": list(self.slow)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what there was to say."""
+        self.slow = [(epoch, rank, why) for epoch, rank, why in state["slow"]]
+
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Looks at the times of all ranks, which the fit knows anyway."""
         ranks = self.trainer.step_seconds
@@ -44,8 +54,9 @@ class SlowRankMonitor(Callback):
         rank, why = slow_rank(ranks, self.threshold)
         if not why:
             return
+        is_news = (epoch - 1, rank, why) not in self.slow[-1:]
         self.slow.append((epoch, rank, why))
-        if runtime.is_master():
+        if is_news and runtime.is_master():
             warn(f"epoch {epoch + 1}: {_say(ranks, rank, why)}")
 
 
