@@ -176,8 +176,8 @@ class StreamSource(Source):
         if sharded is None and not self.is_dealt and rank == 0:
             warn(
                 f"the ranks' {self._what} begins with other batches on each, so it is taken for each rank's own part "
-                "of the data. Say sharded_data=True if that is right; if all ranks have the same rows, give them in the "
-                "same order, drawn from the generators of torch, NumPy or Python."
+                "of the data. Say sharded_data=True if that is right; if all ranks have the same rows, give them in "
+                "the same order, drawn from the generators of torch, NumPy or Python."
             )
         self.example = Rows(*map(example_of, form)) if self._first is None else self._first
         self.batch_size = max(opening["rows"] for opening in openings)
