@@ -1,0 +1,68 @@
+"""Once through data that give batches one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cyxtrain.data.batching import as_batch
+from cyxtrain.data.drawing import GeneratorStates, begin_pass, generators_of, states_kept
+from cyxtrain.data.rows import Rows, holds_tensors
+from cyxtrain.data.tree import num_rows
+
+
+class Pass:
+    """The data, gone through once, with generators of its own.
+
+    Args:
+        make: Begins.
+        parts: Of the data: with generators of their own, or told the number of the pass.
+        seed: Of the run.
+        number: Of the pass.
+        rank: Whose random numbers these are: 0 where all ranks have the same data.
+
+    Attributes:
+        taken: Batches that were taken; those without rows do not count.
+        is_numpy: Whether the latest one was of NumPy arrays.
+    """
+
+    def __init__(
+        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
+    ) -> None:
+        self.number = number
+        self.taken = 0
+        self.is_numpy = False
+        self._looked_at: list[Rows] = []
+        self._others = generators_of(parts)
+        with states_kept(self._others):
+            begin_pass(parts, self._others, seed, number, rank)
+            self._batches = make()
+            self._states = GeneratorStates(self._others)
+
+    def look(self) -> Rows | None:
+        """Returns the first batch, which stays the next one; None: there is none."""
+        first = self.take()
+        if first is not None:
+            self.taken -= 1
+            self._looked_at.append(first)
+        return first
+
+    def take(self) -> Rows | None:
+        """Returns the next batch, whose memory is its own; None: there is none any more."""
+        if self._looked_at:
+            self.taken += 1
+            return self._looked_at.pop()
+        with states_kept(self._others):
+            self._states.bring_back()
+            try:
+                for given in self._batches:
+                    rows = as_batch(given)
+                    if num_rows(rows.inputs):
+                        self.taken += 1
+                        self.is_numpy = not holds_tensors(given)
+                        return rows.mapped(torch.clone)  # who gives it may give it again, and a model may change it
+                return None
+            finally:
+                self._states = GeneratorStates(self._others)
