@@ -6,6 +6,7 @@ what goes by whole lists (such as a ranking) is joined in the order of the ranks
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import math
@@ -208,7 +209,7 @@ class LibraryMetric(Metric):
         self._has_seen = False
 
     def state(self) -> dict[str, Any]:
-        """Returns its states: tensors as lists."""
+        """Returns its states: tensors as text."""
         if not self._has_seen:
             return {}
         states = {
@@ -241,11 +242,16 @@ class LibraryMetric(Metric):
 
 
 def _plain(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "values": tensor.tolist()}
+    """Returns a tensor as JSON values: its bytes as text, because lists of what is ranked would take long."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    return {**kind, "data": base64.b64encode(data).decode()}
 
 
 def _tensor(state: Mapping[str, Any], device: torch.device) -> Tensor:
-    return torch.tensor(state["values"], dtype=getattr(torch, state["dtype"]), device=device).reshape(state["shape"])
+    data, dtype = bytearray(base64.b64decode(state["data"])), getattr(torch, state["dtype"])
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(state["shape"]).to(device)
 
 
 def _refuse_what_cannot_be_joined(name: str, metric: Any) -> None:
