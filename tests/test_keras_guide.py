@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -9,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+
+import cyxtrain as cx
 
 GUIDE = (Path(__file__).parents[1] / "examples" / "keras_to_cyxtrain.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^(<!-- keras -->\n)?```python\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
@@ -27,17 +32,38 @@ def test_kerass_programs_are_python(program):
     compile(program, "guide", "exec")
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
-)
+def run_program(number: int, folder: str) -> str:
+    """Runs one of them as a rank, in an empty folder; returns what it says."""
+    os.chdir(folder)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(PROGRAMS[number], "train.py", "exec"), {"__name__": "__main__"})
+        cx.finalize()
+    return said.getvalue()
+
+
+def check(number: int, said: str) -> None:
+    name, least = EXPECTED[number]
+    found = re.findall(rf"{name}: ([\d.]+)", said)
+    assert len(found) == 1, said
+    assert float(found[0]) >= least
+
+
+@pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("number", range(3))
-def test_programs_run_and_learn(number, world_size, tmp_path):
+def test_programs_run_and_learn_on_two_ranks(number, tmp_path):
+    first, second = values(run_ranks(2, run_program, number, str(tmp_path)))
+    check(number, first)
+    assert not second
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("number", range(3))
+def test_programs_run_as_they_are_started(number, world_size, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAMS[number], encoding="utf-8")
     command = [sys.executable, "-m", "cyxtrain.launch", str(world_size), "train.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stdout + run.stderr
-    name, least = EXPECTED[number]
-    found = re.findall(rf"{name}: ([\d.]+)", run.stdout)
-    assert len(found) == 1, run.stdout
-    assert float(found[0]) >= least
+    check(number, run.stdout)

@@ -227,7 +227,12 @@ def interrupted(kind: str, folder: str, resume: str | None, settings: dict[str, 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "step"),
-    [("function", {}, 8), ("workers", {}, 8), ("own", {}, 24), ("function", {"steps_per_epoch": 4}, 6)],
+    [
+        ("function", {}, 8),
+        by_night("workers", {}, 8),
+        ("own", {}, 24),
+        ("function", {"steps_per_epoch": 4}, 6),
+    ],
 )
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, settings, step, tmp_path):
     through = everywhere(2, interrupted, kind, str(tmp_path), None, settings)
