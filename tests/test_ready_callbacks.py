@@ -19,12 +19,15 @@ from cyxtrain.callbacks import (
     EMA,
     Callback,
     CSVLogger,
+    EarlyStopping,
     GradientNormMonitor,
     LambdaCallback,
     LearningRateMonitor,
     LearningRateScheduler,
     ModelCheckpoint,
+    ProgressBar,
     ReduceLROnPlateau,
+    SlowRankMonitor,
     TensorBoard,
     TerminateOnNaN,
     ThroughputMonitor,
@@ -441,3 +444,72 @@ def test_gradients_are_seen_between_averaging_and_clipping():
 def test_arguments_that_cannot_be_are_refused(make, words):
     with pytest.raises(cx.ConfigError, match=words):
         make()
+
+
+# --- each of them on one rank alone ---------------------------------------------------------------------------------
+
+
+def made(name: str, folder: str) -> Callback:
+    return {
+        "EMA": lambda: EMA(0.9),
+        "CSVLogger": lambda: CSVLogger(f"{folder}/log.csv"),
+        "EarlyStopping": lambda: EarlyStopping("loss", patience=1, min_delta=10.0),
+        "GradientNormMonitor": lambda: GradientNormMonitor(),
+        "LambdaCallback": lambda: LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        "LearningRateMonitor": lambda: LearningRateMonitor(),
+        "LearningRateScheduler": lambda: LearningRateScheduler(lambda epoch, rate: rate / 2),
+        "restoring": lambda: EarlyStopping("loss", restore_best_weights=True),
+        "ModelCheckpoint": lambda: ModelCheckpoint(f"{folder}/model.ckpt"),
+        "weights": lambda: ModelCheckpoint(f"{folder}/model.safetensors", save_weights_only=True),
+        "ProgressBar": lambda: ProgressBar(),
+        "ReduceLROnPlateau": lambda: ReduceLROnPlateau("loss", patience=0, min_delta=10.0),
+        "SlowRankMonitor": lambda: SlowRankMonitor(),
+        "TensorBoard": lambda: TensorBoard(f"{folder}/logs"),
+        "TerminateOnNaN": lambda: TerminateOnNaN(),
+        "ThroughputMonitor": lambda: ThroughputMonitor(2),
+        "Timer": lambda: Timer(1e-6),
+    }[name]()
+
+
+ALONE = ["CSVLogger", "EarlyStopping", "GradientNormMonitor", "LambdaCallback", "LearningRateMonitor"]
+ALONE += ["LearningRateScheduler", "weights", "ProgressBar", "ReduceLROnPlateau", "SlowRankMonitor"]
+ALONE += ["TensorBoard", "TerminateOnNaN", "ThroughputMonitor", "Timer"]
+
+
+def fit_with_one_each(who: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ALONE:
+        own = [made(name, folder)] if cx.get_rank() == who else []
+        trainer = fit(*own, validation_data=VALID)
+        found[name] = [fingerprint(trainer.model), trainer.history.history, trainer.step]
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_each_callback_on_one_rank_alone_decides_for_all(who, tmp_path):
+    first, second = run_world(2, fit_with_one_each, who, str(tmp_path))
+    assert first == second
+    steps = {name: each[2] for name, each in first.items()}
+    assert steps.pop("EarlyStopping") == 10
+    assert steps.pop("Timer") < 15
+    assert set(steps.values()) == {15}
+
+
+REFUSED_ALONE = ["EMA", "ModelCheckpoint", "restoring"]
+
+
+def refuse_one_each(who: int, folder: str) -> list[str]:
+    said = []
+    for name in REFUSED_ALONE:
+        try:
+            fit(*([made(name, folder)] if cx.get_rank() == who else []))
+        except cx.ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_changes_or_saves_a_model_is_refused_on_one_rank_alone(who, tmp_path):
+    for said in run_world(2, refuse_one_each, who, str(tmp_path)):
+        assert len(said) == len(REFUSED_ALONE)
+        assert all("differs from rank 0 in the callbacks that every rank must have: [" in text for text in said)

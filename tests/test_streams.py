@@ -674,3 +674,8 @@ def own_without_a_word() -> list[str]:
 
 def test_what_is_taken_for_each_ranks_own_is_said_unless_the_user_has():
     assert [len(each) for each in everywhere(2, own_without_a_word)] == [1, 0]
+
+
+def test_an_iterable_data_set_may_have_fewer_rows_than_a_batch():
+    with one_process():
+        assert trained(Samples(), batch_size=50)["step"] == 2

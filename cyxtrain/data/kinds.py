@@ -128,7 +128,8 @@ def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingCo
     loader._iterator = None  # workers that stay have one, which the user's own, or another source, may be using
     batches: Any = loader.batch_sampler
     parts = [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
-    return StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts)
+    size = loader.batch_size
+    return StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts, batch_size=size)
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:

@@ -48,6 +48,7 @@ class StreamSource(Source):
         number: Of the pass that is begun with.
         once: Whether they come but once.
         parts: Of the data, as `Pass`.
+        batch_size: Rows of a batch, where somebody has said it; None: as many as the first one has.
 
     Raises:
         ConfigError: The first is no batch.
@@ -62,7 +63,9 @@ class StreamSource(Source):
         *,
         once: bool,
         parts: Sequence[Any] = (),
+        batch_size: int | None = None,
     ) -> None:
+        self.batch_size = batch_size
         self._make = make
         self._parts = parts
         self._rank = runtime.get_rank() if config.sharded_data else 0
@@ -125,7 +128,7 @@ class StreamSource(Source):
                 "the same order, drawn from the generators of torch, NumPy or Python."
             )
         self.example = Rows(*map(example_of, form)) if self._first is None else self._first
-        self.batch_size = max(opening["rows"] for opening in openings)
+        self.batch_size = self.batch_size or max(opening["rows"] for opening in openings)
         self.is_numpy = any(opening["numpy"] for opening in openings)
         if self._weigh is not None and self.example.weights is None:
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs)))

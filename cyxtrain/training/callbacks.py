@@ -48,6 +48,9 @@ class Callback:
 
     trainer: DistributedTrainer
     params: dict[str, Any]
+    belongs_on_all_ranks = False
+    """Whether every rank must have one, because it changes the model or makes a call of all ranks: else it is refused
+    before anything starts."""
     ends_on_nonfinite = False
     """Whether a loss or a gradient that is not finite ends the fit in good order, instead of raising."""
 
@@ -191,6 +194,11 @@ class Callbacks:
         """Calls the hook of those that have one: a step costs the others nothing."""
         for callback in self._batch_begin:
             callback.on_train_batch_begin(batch, {})
+
+    @property
+    def on_all_ranks(self) -> list[str]:
+        """Names of those that every rank must have."""
+        return [name for name, callback in self._named() if callback.belongs_on_all_ranks]
 
     @property
     def end_on_nonfinite(self) -> bool:

@@ -225,6 +225,7 @@ def plan_fit(
         **model_facts(model, data.loss),
         **optimizer_facts(optimizer, model),
         "the metrics": data.metrics.names,
+        "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
     }
     display = make_display(config.verbose and rank == 0)

@@ -30,6 +30,8 @@ class EMA(Callback):
         ConfigError: An argument cannot be.
     """
 
+    belongs_on_all_ranks = True
+
     def __init__(
         self, decay: float = 0.999, start_step: int = 0, validates: bool = True, overwrites_at_end: bool = True
     ) -> None:

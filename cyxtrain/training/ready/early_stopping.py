@@ -54,7 +54,7 @@ class EarlyStopping(Monitoring):
         self.patience = patience
         self.verbose = verbose
         self.baseline = baseline
-        self.restore_best_weights = restore_best_weights
+        self.restore_best_weights = self.belongs_on_all_ranks = restore_best_weights
         self.start_from_epoch = start_from_epoch
         self._reset()
 

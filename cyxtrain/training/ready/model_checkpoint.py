@@ -61,6 +61,7 @@ class ModelCheckpoint(Monitoring):
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_weights_only = save_weights_only
+        self.belongs_on_all_ranks = not save_weights_only
         self.save_freq = save_freq
         self.initial_value_threshold = initial_value_threshold
         self.best: float | None = initial_value_threshold
