@@ -26,7 +26,9 @@ import cyxtrain as cx
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one is what optimizers import when they first step.
-_CONTEXT.set_forkserver_preload(["cyxtrain", "pytest", "torch.testing._comparison", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(
+    ["cyxtrain", "pytest", "torch.testing._comparison", "sklearn.metrics", "torchmetrics", "torch._dynamo"]
+)
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND")
 SECONDS = 30.0
 
