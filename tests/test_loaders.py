@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -673,3 +675,18 @@ def test_an_error_says_which_row_it_came_with():
         trained(Broken())
     if hasattr(caught.value, "__notes__"):
         assert caught.value.__notes__ == ["That was row 30 of the data set."]
+
+
+class Stopping(cx.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.trainer.stop_training = True
+
+
+def test_workers_that_stay_end_with_the_fit_also_where_it_is_stopped():
+    gc.disable()  # nobody may need the collector for it
+    try:
+        with one_process():
+            trained(DataLoader(Plain(), 4, num_workers=1, persistent_workers=True), callbacks=[Stopping()])
+            assert not multiprocessing.active_children()
+    finally:
+        gc.enable()

@@ -52,7 +52,7 @@ class LoadedSource(Source):
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None, config: DistributedTrainingConfig) -> None:
         self._dataset = dataset
         self._loader = loader
-        self._seed = config.seed
+        self.seed = config.seed
         self._limit: int | None = None
         self._weigh: WeighRows | None = None
         self.example: Rows = None  # type: ignore[assignment]  # looked at below
@@ -78,8 +78,8 @@ class LoadedSource(Source):
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(found.indices))
         places = range(rows if found.ends is None else int(found.ends[0]))
         tries = loader is None or loader.worker_init_fn is None  # what workers are prepared for, this process is not
-        looks = Fetcher(self._dataset, loader, self._seed, tries=tries)
-        asked = self.places(found, places, _TO_EVALUATE)
+        looks = Fetcher(self._dataset, loader, self.seed, tries=tries)
+        asked = _places(found, places, self.seed, _TO_EVALUATE)
         self.example, again = (self.rows(fetched, len(places)) for fetched in looks.fetch([asked, asked]))
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
@@ -99,11 +99,6 @@ class LoadedSource(Source):
         by = f", by {counted(workers, 'worker')} per rank" if workers else ""
         drawn = "" if self._is_reproducible else ", which draw random numbers that nobody seeds: no run is like another"
         return f", {self.order.describe()}{by}{drawn}"
-
-    def places(self, order: OrderOf, places: range, epoch: int) -> list[tuple[int, int]]:
-        """Returns what is to be fetched: row numbers, each with its key."""
-        indices = order.indices[places.start : places.stop : places.step].tolist()
-        return list(zip(indices, row_keys(self._seed, epoch, places), strict=True))
 
     def rows(self, fetched: Any, asked: int) -> Rows:
         """Returns what was fetched as rows.
@@ -167,7 +162,7 @@ class LoadedSource(Source):
         order, batches = self._batches(batch_size)
         first, end = share_of_batches(len(batches), 1, rank, world_size)
         own = batches[first:end]
-        fetched = self._to_evaluate.fetch([self.places(order, places, _TO_EVALUATE) for places in own])
+        fetched = self._to_evaluate.fetch([_places(order, places, self.seed, _TO_EVALUATE) for places in own])
         for number, (places, found) in enumerate(zip(own, fetched, strict=True), first):
             yield Batch(number, *placement.place(self.rows(found, len(places))))
 
@@ -279,8 +274,7 @@ class LoadedFeed(Feed):
             done = (place.steps, place.rows)
             dealing = BatchDealing(order.ends, done, self._batches_per_step, self._rank, self._world_size)
         steps = range(place.steps, dealing.steps if end is None else min(end, dealing.steps))
-        pieces = (source.places(order, piece, place.epoch) for step in steps for piece in dealing.deal(step).pieces)
-        fetched = source.to_train.fetch(pieces)
+        fetched = source.to_train.fetch(_asked(order, dealing, steps, source.seed, place.epoch))
         for step in steps:
             deal = dealing.deal(step)
             own = [order.indices[piece.start : piece.stop : piece.step] for piece in deal.pieces]
@@ -308,6 +302,22 @@ class LoadedFeed(Feed):
                     "checkpoint between two epochs."
                 )
             )
+
+
+def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int) -> Iterator[list[tuple[int, int]]]:
+    """Gives what is to be fetched, micro-batch by micro-batch.
+
+    It holds nothing of the loader that asks: else the two would keep each other, and workers, alive.
+    """
+    for step in steps:
+        for piece in dealing.deal(step).pieces:
+            yield _places(order, piece, seed, epoch)
+
+
+def _places(order: OrderOf, places: range, seed: int, epoch: int) -> list[tuple[int, int]]:
+    """Returns row numbers, each with its key."""
+    indices = order.indices[places.start : places.stop : places.step].tolist()
+    return list(zip(indices, row_keys(seed, epoch, places), strict=True))
 
 
 class LoadedShare(Share):
