@@ -87,7 +87,7 @@ class LoadedSource(Source):
     @property
     def count(self) -> int:
         """How many rows there are."""
-        return len(self.order.to_evaluate().indices)
+        return len(self.order.to_evaluate().indices) if self.order.in_batches else len(self.order)
 
     def describe(self) -> str:
         """As `Source`."""
@@ -206,7 +206,7 @@ class LoadedFeed(Feed):
         self._rank, self._world_size = rank, world_size
         self._accumulation_steps = config.accumulation_steps
         self._digest = 0
-        self._is_in_batches = source.order.to_evaluate().ends is not None
+        self._is_in_batches = source.order.in_batches
         if self._is_in_batches and config.effective_batch_size is not None:
             raise ConfigError(
                 "effective_batch_size is set, and the DataLoader's batch_sampler makes batches as it likes: give the "

@@ -40,9 +40,11 @@ class Order(ABC):
 
     Attributes:
         is_drawn: Whether the user's own sampler makes it, so that it may differ between ranks.
+        in_batches: Whether it comes in batches that are made in advance.
     """
 
     is_drawn = False
+    in_batches = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -105,7 +107,8 @@ class DrawnOrder(Order):
     def __init__(self, sampler: Any, seed: int, *, in_batches: bool) -> None:
         self._sampler = sampler
         self._seed = seed
-        self._in_batches = in_batches
+        self.in_batches = in_batches
+        self._first: OrderOf | None = None
         try:
             self._size = len(sampler)
         except TypeError as error:
@@ -131,15 +134,17 @@ class DrawnOrder(Order):
         name = type(self._sampler).__name__
         if len(given) != self._size:
             raise ConfigError(f"the DataLoader's {name} says that it has {self._size:,}, and gave {len(given):,}.")
-        return self._batches(given, name) if self._in_batches else OrderOf(_numbers(given, name))
+        return self._batches(given, name) if self.in_batches else OrderOf(_numbers(given, name))
 
     def _batches(self, given: list[Any], name: str) -> OrderOf:
         batches = [_numbers(batch, name) for batch in given]
         return OrderOf(np.concatenate(batches), np.cumsum([len(batch) for batch in batches], dtype=np.int64))
 
     def to_evaluate(self) -> OrderOf:
-        """Returns what the sampler gives in the first epoch."""
-        return self.of(0)
+        """Returns what the sampler gives in the first epoch; it is asked once."""
+        if self._first is None:
+            self._first = self.of(0)
+        return self._first
 
     def describe(self) -> str:
         """As `Order`."""
