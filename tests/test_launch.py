@@ -21,8 +21,8 @@ from launching import (
     write_script,
 )
 
-from cyxtrain.launch.local import launch_environment
 from cyxtrain.workers import output
+from cyxtrain.workers.machine import launch_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def test_a_secret_that_is_set_wins(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cyxtrain.launch.local.count_usable_cores", lambda: 8)
+    monkeypatch.setattr("cyxtrain.workers.machine.count_usable_cores", lambda: 8)
     shares = [launch_environment({}, 0, num_ranks, "1")["OMP_NUM_THREADS"] for num_ranks in (1, 2, 3, 8, 9)]
     assert shares == ["8", "4", "2", "1", "1"]
     assert launch_environment({"OMP_NUM_THREADS": ""}, 0, 2, "1")["OMP_NUM_THREADS"] == "4"

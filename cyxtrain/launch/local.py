@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from cyxtrain.workers.machine import find_free_port, launch_environment
 from cyxtrain.workers.output import Terminal
-from cyxtrain.workers.process import RankExit, RankSpec
+from cyxtrain.workers.process import RankSpec
 from cyxtrain.workers.supervisor import Outcome, Supervisor, comes_again
 
 _USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
@@ -161,44 +160,6 @@ def _launch_once(num_ranks: int, command: Sequence[str], environment: Mapping[st
         return supervisor.run()
 
 
-def launch_environment(environment: Mapping[str, str], rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    """Returns the environment of one rank; `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` that are set are kept.
-
-    Without its share of the cores each rank would start as many threads as there are cores, and N ranks would
-    slow each other down.
-    """
-    return {
-        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
-        "PYTHONUNBUFFERED": "1",
-        **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
-def count_usable_cores() -> int:
-    """Returns on how many cores this process may run, which taskset and Slurm restrict."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def find_free_port() -> int:
-    """Returns a TCP port that is free on all addresses of this machine, as the kernel picks one.
-
-    Until rank 0 listens there, seconds later, another process may get it: the kernel picks at random among some
-    28,000 ports, so that happens about never, and then joining fails with an error that names the port. To keep
-    it bound meanwhile would close the gap on Linux only, and only for listeners that set SO_REUSEADDR.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _stops_on_signals(supervisor: Supervisor) -> Iterator[None]:
     """Lets Ctrl-C, SIGTERM and SIGHUP stop the ranks; puts the handlers back as they were."""
@@ -227,18 +188,7 @@ def describe(outcome: Outcome) -> bytes:
     first, words = outcome.first_failure, outcome.last_words
     if first is not None and words is not None:
         end = "; its last words:" if words else ", and left no last words"
-        lines.append(f"{first.label} failed first, with {_describe_code(first)}{end}")
+        lines.append(f"{first.label} failed first, with {first.describe()}{end}")
     elif first is not None and first.killed_by is not None:  # else its own words are on the screen already
-        lines.append(f"{first.label} failed, with {_describe_code(first)}")
+        lines.append(f"{first.label} failed, with {first.describe()}")
     return "".join(f"{line}\n" for line in lines).encode() + (words or b"")
-
-
-def _describe_code(ended: RankExit) -> str:
-    """Returns the exit code, with the name of the signal behind it."""
-    if ended.killed_by is None:
-        return f"exit code {ended.code}"
-    with contextlib.suppress(ValueError):  # real-time signals have no names
-        name = signal.Signals(ended.killed_by).name
-        hint = ", often because memory was full" if name == "SIGKILL" else ""
-        return f"exit code {ended.code} ({name}{hint})"
-    return f"exit code {ended.code} (signal {ended.killed_by})"

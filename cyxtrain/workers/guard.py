@@ -32,9 +32,14 @@ _CLOSE_SECONDS = 2.0
 
 
 class Guard:
-    """The supervisor's end of the pipe; entering starts the guard, leaving ends it and waits for it."""
+    """The supervisor's end of the pipe; entering starts the guard, leaving ends it and waits for it.
 
-    def __init__(self) -> None:
+    Args:
+        grace_seconds: Between its request to end and SIGKILL, where the supervisor is gone.
+    """
+
+    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._grace_seconds = grace_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Guard:
@@ -42,7 +47,7 @@ class Guard:
             # Its own session, so that a signal to the launcher's group leaves it; no output, so that it
             # never holds a pipe that somebody reads to the end; "/", so that it holds no folder.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).resolve())],
+                [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(self._grace_seconds)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -136,7 +141,7 @@ def _guard() -> None:
     for note in sys.stdin.buffer:
         group = int(note[1:])
         (groups.add if note.startswith(b"+") else groups.discard)(group)
-    end_groups(groups, GRACE_SECONDS)
+    end_groups(groups, float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import signal
 import subprocess
@@ -50,6 +51,16 @@ class RankExit:
     """The number of the signal that killed it."""
     at_seconds: float
     """When it ended, on the clock of `time.monotonic`."""
+
+    def describe(self) -> str:
+        """Returns the exit code, with the name of the signal behind it."""
+        if self.killed_by is None:
+            return f"exit code {self.code}"
+        with contextlib.suppress(ValueError):  # real-time signals have no names
+            name = signal.Signals(self.killed_by).name
+            hint = ", often because memory was full" if name == "SIGKILL" else ""
+            return f"exit code {self.code} ({name}{hint})"
+        return f"exit code {self.code} (signal {self.killed_by})"
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,17 @@ class Supervisor:
         specs: What to start, rank 0 first.
         terminal: Where the lines of all ranks go.
         policy: What the end of one rank means for the others.
+        orphan_seconds: How long the ranks may take to end where this process has ended without a word.
     """
 
     def __init__(
-        self, specs: Sequence[RankSpec], terminal: Terminal, policy: Policy = stop_all_at_first_failure
+        self,
+        specs: Sequence[RankSpec],
+        terminal: Terminal,
+        policy: Policy = stop_all_at_first_failure,
+        orphan_seconds: float = GRACE_SECONDS,
     ) -> None:
+        self._orphan_seconds = orphan_seconds
         self._specs = specs
         self._terminal = terminal
         self._policy = policy
@@ -108,7 +114,7 @@ class Supervisor:
             OSError: A command cannot be started; ranks that had started are stopped.
         """
         stopped_at = math.inf
-        with Guard() as guard:
+        with Guard(self._orphan_seconds) as guard:
             try:
                 for index, spec in enumerate(self._specs):
                     self._ranks.append(RankProcess(index, spec, self._terminal, guard, self._events.put))

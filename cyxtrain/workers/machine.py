@@ -1,0 +1,46 @@
+"""Ranks that share this machine: their cores, their meeting point, the environment of each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+
+def launch_environment(environment: Mapping[str, str], rank: int, num_ranks: int, port: str) -> dict[str, str]:
+    """Returns the environment of one rank; `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` that are set are kept.
+
+    Without its share of the cores each rank would start as many threads as there are cores, and N ranks would
+    slow each other down.
+    """
+    return {
+        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
+        "PYTHONUNBUFFERED": "1",
+        **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def count_usable_cores() -> int:
+    """Returns on how many cores this process may run, which taskset and Slurm restrict."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def find_free_port() -> int:
+    """Returns a TCP port that is free on all addresses of this machine, as the kernel picks one.
+
+    Until rank 0 listens there, seconds later, another process may get it: the kernel picks at random among some
+    28,000 ports, so that happens about never, and then joining fails with an error that names the port. To keep
+    it bound meanwhile would close the gap on Linux only, and only for listeners that set SO_REUSEADDR.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
