@@ -27,6 +27,8 @@ from collections.abc import Mapping
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import ConfigError, warn
 
+WORKER_CHANNEL = "CYXTRAIN_WORKER"
+"""Where a worker finds how to reach its notebook."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
 _SIGNS = ("LOCAL_RANK", "MASTER_ADDR")
 """What nobody sets for a process that is alone."""
@@ -142,6 +144,29 @@ def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] |
     ):
         return None
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def is_launched(variables: Mapping[str, str] | None = None) -> bool:
+    """Returns whether somebody has started this process as one of several: a launcher, or a shell."""
+    variables = os.environ if variables is None else variables
+    return any(name in variables for name in (*_IDENTITY, *_SIGNS))
+
+
+def to_pass_on() -> dict[str, str]:
+    """Returns a copy of the environment, for processes that this one starts."""
+    return dict(os.environ)
+
+
+def take_worker_channel() -> str:
+    """Returns how a notebook's worker reaches its notebook, and takes it out of the environment.
+
+    Raises:
+        ConfigError: This is no worker.
+    """
+    found = os.environ.pop(WORKER_CHANNEL, None)
+    if found is None:
+        raise ConfigError("A worker is started by a trainer, where num_processes asks for it.")
+    return found
 
 
 def launched_run(variables: Mapping[str, str] | None = None) -> tuple[str, int]:

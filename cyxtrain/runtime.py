@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,8 @@ from cyxtrain.settings import require
 
 _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""
+_leave_first: list[Callable[[], None]] = []
+"""What ends with the world, such as worker processes."""
 
 
 class World:
@@ -78,8 +81,22 @@ def init(config: DistributedConfig | None = None) -> World:
     return World()
 
 
+def join_if_nobody_has() -> None:
+    """Joins from the environment where nobody has: training is never silently unsynchronised."""
+    if not is_initialized():
+        init()
+
+
+def before_leaving(function: Callable[[], None]) -> None:
+    """Lets a function be called whenever this process is about to leave its world, or ends."""
+    _leave_first.append(function)
+    atexit.register(function)
+
+
 def finalize() -> None:
     """Leaves the world, when all ranks do. Idempotent; it also happens at interpreter exit.
+
+    Worker processes that this one has started (`num_processes`) end, too.
 
     Raises:
         CollectiveMismatchError: Other ranks still want something that needs all; this one has left all the same.
@@ -89,6 +106,8 @@ def finalize() -> None:
 
 def _leave(*, calls_roll: bool) -> None:
     global _joined
+    for function in _leave_first:
+        function()
     joined, _joined = _joined, None
     if joined is None or not _is_default(joined):
         return

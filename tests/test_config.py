@@ -85,6 +85,7 @@ WRONG = {
         "profile": ("", " ", None, 1),
         "validation_steps": (0, -1, 1.5, "3"),
         "validation_batch_size": (0, -1, 1.5, "3"),
+        "num_processes": (0, -1, 1.5, True, "3", "all"),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

@@ -144,6 +144,10 @@ class DistributedTrainingConfig:
     """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each row once."""
     validation_batch_size: int | None = None
     """Rows at once in a validation; None: `batch_size`, or what a DataLoader brings along."""
+    num_processes: int | str | None = None
+    """Processes that train together, started from a notebook or a program that no launcher has started; they stay for
+    the next call, and `evaluate` and `predict` use them, too. "auto": one per GPU where the model is on one, else one
+    per core, up to 8. None: this process alone. Under a launcher its ranks do the work, and this is not used."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after an epoch, counted from 1."""
@@ -193,10 +197,11 @@ class DistributedTrainingConfig:
         split = self.validation_split
         right = is_number(split) and 0 <= split < 1
         require(right, f"{owner}.validation_split must be at least 0 and below 1, got {split!r}.")
-        right = isinstance(self.profile, bool) or (isinstance(self.profile, str) and bool(self.profile.strip()))
+        right = bool(self.profile.strip()) if isinstance(self.profile, str) else isinstance(self.profile, bool)
         require(right, f"{owner}.profile must be True, False or a folder, got {self.profile!r}.")
         if self.sharded_data is not None:
             require_boolean(owner, "sharded_data", self.sharded_data)
+        self._validate_processes(owner)
         self._validate_epochs(owner)
         self._validate_checkpoints(owner)
 
@@ -207,6 +212,11 @@ class DistributedTrainingConfig:
             right = is_number(value) and 0 < value < math.inf
             require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
+
+    def _validate_processes(self, owner: str) -> None:
+        asked = self.num_processes
+        right = asked in (None, "auto") or (type(asked) is int and asked >= 1)
+        require(right, f'{owner}.num_processes must be at least 1, "auto" or None, got {asked!r}.')
 
     def _validate_epochs(self, owner: str) -> None:
         fast = self.fast_dev_run

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+REFRESH_SECONDS = 0.1
+"""Seconds between two states of a bar."""
 
 
 class Display:
@@ -17,6 +22,9 @@ class Display:
 
     def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
         """A step is done; `measured` gives the numbers so far on this rank, at the cost of asking the device."""
+
+    def draw(self, steps: int, text: str) -> None:
+        """So many steps of the epoch are done, with these numbers."""
 
     def line(self, text: str) -> None:
         """Shows a line."""
@@ -52,13 +60,52 @@ class PlainDisplay(Display):
         self.line(text)
 
 
+class LiveDisplay(PlainDisplay):
+    """What draws a bar, ten times a second, with the numbers of this rank so far and samples/s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = self._steps = 0
+        self._began = self._shown = 0.0
+
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
+        """Begins to count."""
+        super().begin_epoch(epoch, last_epoch, steps)
+        self._rows = self._steps = 0
+        self._began = self._shown = time.perf_counter()
+
+    def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
+        """Counts, and draws where it is time to."""
+        self._rows += joined_rows
+        self._steps += 1
+        now = time.perf_counter()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._shown = now
+            self.draw(self._steps, f"{numbers(measured())}  {self._rows / (now - self._began):,.0f} samples/s")
+
+
+_makers: list[Callable[[bool], Display]] = []
+
+
+@contextlib.contextmanager
+def displays_by(make: Callable[[bool], Display]) -> Iterator[None]:
+    """Within, displays are made by this function, which is told whether they shall show anything."""
+    _makers.append(make)
+    try:
+        yield
+    finally:
+        _makers.pop()
+
+
 def make_display(shows: bool) -> Display:
     """Returns what fits the place: nothing, a bar in a terminal or notebook, lines elsewhere."""
+    if _makers:
+        return _makers[-1](shows)
     if not shows:
         return Display()
-    from cyxtrain.training.bars import terminal_display  # rich takes a third of the time of `import cyxtrain`
+    from cyxtrain.training.bars import live_display  # rich takes a third of the time of `import cyxtrain`
 
-    return terminal_display() or PlainDisplay()
+    return live_display() or PlainDisplay()
 
 
 def numbers(measured: Mapping[str, float], prefix: str = "") -> str:

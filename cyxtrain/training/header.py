@@ -41,7 +41,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     left = "no epoch left" if run.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
-        ("world", counted(world_size, "rank")),
+        ("world", counted(world_size, "rank") + _not_used(run.config.num_processes, world_size)),
         ("backend", _backend() if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
@@ -56,6 +56,11 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
+
+
+def _not_used(num_processes: int | str | None, world_size: int) -> str:
+    used = num_processes in (None, "auto", 1, world_size)
+    return "" if used else f", those that were launched: num_processes={num_processes} is not used"
 
 
 def _converted(run: Run) -> str:

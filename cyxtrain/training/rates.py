@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, counted
@@ -65,6 +65,15 @@ class Rates:
         self._warmup_steps = self._warm_steps = 0
         self._targets: list[float] = []
         self._left: list[float] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
+        vars(self).update(state)
+        if self.scheduler is not None:
+            rates = self.now()
+            LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and has set rates of its own
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     @property
     def warmup_steps_left(self) -> int:

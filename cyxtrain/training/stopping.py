@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import on_all_ranks
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.training.state import Position, TrainingState
 
@@ -181,9 +182,9 @@ def leave_for(wish: Wish | None) -> None:
         KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
     """
     if wish is Wish.TERMINATE:
-        raise SystemExit(128 + signal.SIGTERM)
+        raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
     if wish is Wish.INTERRUPT and not runtime.is_interactive():
-        raise KeyboardInterrupt
+        raise on_all_ranks(KeyboardInterrupt())
 
 
 def explain_stop(wish: Wish, position: Position, config: DistributedTrainingConfig) -> str:

@@ -7,10 +7,10 @@ fit -> one epoch after the other (`fitting.py`) -> the steps of an epoch (`step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
-from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.by_workers import by_workers
+from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
 from cyxtrain.training.checks import checked_ddp_config, checked_device
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
@@ -105,6 +106,9 @@ class DistributedTrainer:
         self._recomputed: list[nn.Module] = []
         Loss(loss_fn)  # refuses what is no loss, here and now
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_wrappers": [], "_fit": None, "_state": replace(self._state, callbacks=Callbacks())}
+
     @property
     def epoch(self) -> int:
         """Epochs that the model has been trained for."""
@@ -164,6 +168,7 @@ class DistributedTrainer:
         """
         self._recomputed = layers_of(self.model, layers)
 
+    @by_workers
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
 
@@ -180,8 +185,7 @@ class DistributedTrainer:
 
         Raises:
             ConfigError: The input is wrong, on any rank; nothing has started.
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: Another rank is gone, or does
-                something else.
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank is gone, or does something else.
             CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
             NonFiniteError: A loss or a gradient is NaN or infinite, where `on_nonfinite="raise"`, or ten in a row.
             ReplicasDifferError: Ranks have come to hold different parameters.
@@ -226,6 +230,7 @@ class DistributedTrainer:
         leave_for(stopped)
         return self._state.history
 
+    @by_workers
     def evaluate(
         self,
         X: Any,  # noqa: N803
@@ -255,6 +260,7 @@ class DistributedTrainer:
         assert evaluation is not None
         return evaluation
 
+    @by_workers
     def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any:  # noqa: N803
         """Returns the model's output for all rows, in their order, on every rank.
 
@@ -350,7 +356,7 @@ class DistributedTrainer:
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
-        _join_world()
+        runtime.join_if_nobody_has()
         try:
             together = distributed and runtime.roll_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:
@@ -372,12 +378,12 @@ class DistributedTrainer:
 
     def get_rank(self) -> int:
         """Returns this rank."""
-        _join_world()
+        runtime.join_if_nobody_has()
         return runtime.get_rank()
 
     def get_world_size(self) -> int:
         """Returns how many ranks there are."""
-        _join_world()
+        runtime.join_if_nobody_has()
         return runtime.get_world_size()
 
     def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
@@ -388,13 +394,7 @@ class DistributedTrainer:
         facts |= scheduler_facts(self._state.rates.scheduler)
         first = self.epoch if run.initial_epoch is None else run.initial_epoch
         run.callbacks.meet(self, run.params(first + run.config.epochs))
-        own = {f"ddp_config.{name}": value for name, value in dataclasses.asdict(self.ddp_config).items()}
+        own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             own |= value_facts(self.model)
         return run, {**facts, **own, "the number of epochs trained before": self.epoch}
-
-
-def _join_world() -> None:
-    """Joins from the environment where nobody has: training is never silently unsynchronised."""
-    if not runtime.is_initialized():
-        runtime.init()

@@ -1,0 +1,287 @@
+"""Calls of a trainer's that worker processes make: all cores from one cell of a notebook.
+
+fit(num_processes=4) -> is there no launcher? -> workers, kept from call to call -> `performing.py` in each
+<- weights, optimizer, history, callbacks: the notebook's own objects, changed in place
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from cyxtrain import environment, runtime
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.errors import ConfigError, DistributedTrainingError
+from cyxtrain.training.arguments import parse_fit
+from cyxtrain.training.callbacks import Callbacks, checked_callbacks
+from cyxtrain.training.display import Display, make_display
+from cyxtrain.training.performing import BEGUN, FIT, Failed, Performed, Surroundings, parts_of, perform
+from cyxtrain.training.saving.checkpoint import unpack_checkpoint
+from cyxtrain.training.saving.files import read_file
+from cyxtrain.workers.machine import count_usable_cores
+from cyxtrain.workers.pool import Pool
+from cyxtrain.workers.sharing import SharedFile, from_bytes, read, write
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_MOST_CORES = 8
+"""Ranks that "auto" starts on CPUs: with more, each has so little to do that they mostly wait for each other."""
+
+
+def by_workers(method: _Method) -> _Method:
+    """Lets worker processes make a call of a trainer's, where `num_processes` asks for them and no launcher has."""
+
+    @functools.wraps(method)
+    def call(trainer: DistributedTrainer, *arguments: Any, **keywords: Any) -> Any:
+        count = _num_workers(trainer, arguments, keywords)
+        if count < 2:
+            return method(trainer, *arguments, **keywords)
+        with _one_at_a_time:
+            return _Call(trainer, method.__name__, arguments, keywords).made_by(_workers.pool(count, trainer))
+
+    return call  # type: ignore[return-value]
+
+
+def _num_workers(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
+    """Returns how many processes shall make a call; below 2: this one."""
+    launched = environment.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
+    if launched or trainer._fit is not None or keywords.get("distributed") is False:
+        return 1
+    given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]
+    asked = keywords.get("num_processes", (given or [trainer.config])[0].num_processes)
+    if asked == "auto":
+        on_gpus = _is_on_gpu(trainer)
+        return torch.cuda.device_count() if on_gpus else min(count_usable_cores(), _MOST_CORES)
+    return asked if type(asked) is int else 1  # what else there is, the call itself refuses
+
+
+def _is_on_gpu(trainer: DistributedTrainer) -> bool:
+    device = trainer._device
+    parameter = next(trainer.model.parameters(), None)
+    on_gpu = parameter is not None and parameter.is_cuda
+    return on_gpu if device == "auto" else torch.device(device).type == "cuda"
+
+
+class _Call:
+    """One call, from here to the workers and back.
+
+    Args:
+        trainer: Whose.
+        method: Its name.
+        arguments: As they were given.
+        keywords: As they were given.
+    """
+
+    def __init__(
+        self, trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        self._trainer = trainer
+        self._method = method
+        self._arguments = arguments
+        self._keywords = keywords
+        self._callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
+        self._display: Display | None = None
+        self._has_begun = self._is_interrupted = False
+        if method == FIT:
+            parse_fit(arguments, dict(keywords))  # what is wrong with it is better heard before anything starts
+
+    def made_by(self, pool: Pool) -> Any:
+        """Lets workers make the call, and returns what it returns."""
+        try:
+            with pool.hearing_signals():
+                with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
+                    self._send(trainer, given)
+                    answers = pool.run(perform, (trainer.path, given.path), self._heed, self._hear)
+                return self._take_in(answers, pool.num_processes)
+        finally:
+            if self._display is not None:
+                self._display.close()
+            if self._is_interrupted:
+                pool.close()
+            elif pool.is_usable:
+                pool.forget_answers()
+
+    def _send(self, trainer: SharedFile, given: SharedFile) -> None:
+        call = (Surroundings.here(), self._method, self._arguments, self._keywords)
+        try:
+            write(self._trainer, trainer, {})
+            write(call, given, parts_of(self._trainer), is_data=True)
+        except Exception as error:
+            what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
+            raise ConfigError(
+                f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}. What holds an open file, "
+                "a lock or a generator is best made over there: in a callback's on_train_begin, or by a function that "
+                "is given in its place. Or leave num_processes out."
+            ) from error
+
+    def _heed(self, report: tuple[Any, ...]) -> None:
+        """Shows what the workers show."""
+        if report[0] == BEGUN:
+            self._has_begun = True
+            return
+        _, method, arguments = report
+        self._display = self._display or make_display(True)
+        getattr(self._display, method)(*arguments)
+
+    def _hear(self, number: int) -> bool:
+        """Returns whether the workers shall hear a signal: a fit stops at a step, the rest has nothing to keep."""
+        self._is_interrupted = True
+        hears = self._method == FIT and self._has_begun
+        if hears and number == signal.SIGINT:
+            sys.stderr.write("stopping after this step; interrupt again to stop at once\n")
+        return hears
+
+    def _take_in(self, answers: dict[int, Performed], num_ranks: int) -> Any:
+        """Changes the trainer's objects to what they have become, and returns the value of the call or raises."""
+        failures = {rank: answer.failed for rank, answer in sorted(answers.items()) if answer.failed is not None}
+        value = self._take_in_trained(answers[0]) if 0 in answers and answers[0].rest is not None else None
+        if failures:
+            rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
+            about = failures[rank].about
+            rank = about if about in failures else rank  # it was told of that one's
+            error = _raised(failures[rank], rank, num_ranks)
+            if not (isinstance(error, KeyboardInterrupt) and runtime.is_interactive()):
+                raise error from error.__cause__
+        return self._trainer.history if self._method == FIT else value
+
+    def _take_in_trained(self, answer: Performed) -> Any:
+        trainer, state = self._trainer, self._trainer._state
+        known = parts_of(trainer, self._callbacks)
+        everyone = [*trainer.callbacks, *self._callbacks]
+        value, attributes, changed, trained = read(answer.rest, known, mapped=os.name == "posix")
+        if answer.state is not None:
+            if changed["config"].sync_batchnorm:
+                nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model)
+            what = "what the workers have trained"
+            state.load(unpack_checkpoint(read_file(answer.state, what), what), what)
+            state.callbacks = Callbacks(everyone)
+            for name, parameter in trainer.model.named_parameters():
+                parameter.requires_grad_(trained[name])
+        for name, new in changed.items():
+            setattr(state, name, new)
+        for callback, own in zip(everyone, attributes, strict=True):
+            vars(callback).update(own)
+        return value
+
+
+def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
+    """Returns what of a call cannot be sent, in words."""
+    parts = {
+        "the model": trainer.model,
+        "loss_fn": trainer.loss_fn,
+        "the optimizer": trainer.optimizer,
+        "metrics": trainer._metrics,
+        "the scheduler": trainer.scheduler,
+        **{f"the callback {type(each).__name__}": vars(each) for each in checked_callbacks(keywords.get("callbacks"))},
+        **{f"the callback {type(each).__name__}": vars(each) for each in trainer.callbacks},
+        **{("X", "y")[place] if place < 2 else f"argument {place + 1}": each for place, each in enumerate(arguments)},
+        **{name: each for name, each in keywords.items() if name != "callbacks"},
+    }
+    known = parts_of(trainer)
+    for name, part in parts.items():
+        try:
+            with closing(SharedFile()) as file:
+                write(part, file, {} if part is trainer.model else known)
+        except Exception:
+            return name
+    return "something of this call"
+
+
+def _raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
+    """Returns an error of a worker's as itself, with the traceback that it had over there."""
+    try:
+        error: BaseException = from_bytes(failed.error or b"")
+    except Exception:  # its class cannot be made anew from what it keeps
+        error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
+    where = f"on rank {rank} of {num_ranks}"
+    if sys.version_info >= (3, 11):
+        error.add_note(f"({where}, in a worker process; its traceback is above)")
+    error.__cause__ = WorkerTraceback(f"{where}:\n{_with_sources(failed.text)}")
+    return error
+
+
+class WorkerTraceback(Exception):  # noqa: N818 - it is no error, but where one was
+    """Where in a worker an error came about."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{super().__str__()}"""'
+
+
+def _with_sources(text: str) -> str:
+    """Returns a traceback with the lines of cells in it, which a worker does not have."""
+    lines, found = text.splitlines(), []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        found.append(line)
+        place = re.fullmatch(r'  File "(.+)", line (\d+), in .+', line)
+        if place and not following.startswith("    "):
+            source = linecache.getline(place[1], int(place[2])).strip()
+            found += [f"    {source}"] if source else []
+    return "\n".join(found) + "\n"
+
+
+class _Workers:
+    """The workers of this process, of which there is one set at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._variables: dict[str, str] = {}
+        self._sources: dict[str, int] = {}
+        self._owner = 0
+
+    def pool(self, count: int, trainer: DistributedTrainer) -> Pool:
+        """Returns workers that are as if they had been started just now; the ones that are there, where they are so."""
+        variables, sources = environment.to_pass_on(), _own_sources()
+        if _is_on_gpu(trainer):
+            variables.setdefault("DISTRIBUTED_BACKEND", "nccl")
+        edited = any(sources.get(name, time) != time for name, time in self._sources.items())
+        pool, same = self._pool, variables == self._variables and not edited
+        if pool is None or not pool.is_usable or pool.num_processes != count or not same:
+            self.end()
+            if self._owner == 0:
+                runtime.before_leaving(self.end)
+            self._owner = os.getpid()
+            self._pool = pool = Pool(count, variables)
+            self._variables, self._sources = variables, {}
+        self._sources |= sources
+        return pool
+
+    def end(self) -> None:
+        """Ends them, where there are any, and they are not those of a process that has forked this one."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._owner == os.getpid():
+            pool.close()
+
+
+def _own_sources() -> dict[str, int]:
+    """Returns when each imported file that belongs to no installed package was last written to.
+
+    A worker has imported its own copy; where one has been edited since, it is not what the notebook has.
+    """
+    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, str(os.path.dirname(torch.__file__))})
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not file.startswith(installed) and "site-packages" not in file:
+            try:
+                found[file] = os.stat(file).st_mtime_ns
+            except OSError:
+                continue
+    return found
+
+
+_workers = _Workers()
+_one_at_a_time = threading.Lock()

@@ -1,0 +1,297 @@
+"""What a notebook's worker does: one call of a trainer's, as a rank among others, and what comes back of it.
+
+notebook                                  each worker
+the trainer, by value            ->       its own, with the notebook's weights
+arguments and data, mapped       ->       the call
+progress                         <-       rank 0's display
+weights, optimizer, history      <-       rank 0, in the format of a checkpoint
+callbacks, the call's value      <-       rank 0
+an error                         <-       any rank, as itself
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cyxtrain import runtime
+from cyxtrain.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CyxtrainError,
+    DistributedTrainingError,
+    PeerLostError,
+    PeerSilentError,
+    is_on_all_ranks,
+)
+from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.display import Display, LiveDisplay, displays_by
+from cyxtrain.training.saving.archive import write_archive
+from cyxtrain.training.saving.checkpoint import FORMAT, FORMAT_VERSION, entries_of
+from cyxtrain.workers.sharing import SharedFile, as_bytes, read, write
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+FIT = "fit"
+BEGUN = "begun"
+"""A report: from here on a fit hears signals, and stops at a step."""
+SHOW = "show"
+"""A report: a method of a display, and its arguments."""
+_OF_OTHERS = (
+    PeerLostError,
+    PeerSilentError,
+    CollectiveTimeoutError,
+    CollectiveMismatchError,
+    DistributedTrainingError,
+)
+"""What a rank raises because of another one."""
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_FLAGS = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process has set for all that it does, and numbers or messages depend on."""
+
+    folder: str
+    path: list[str]
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    flags: list[Any]
+    filters: list[Any]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Returns those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        flags = [getattr(owner, name) for owner, name in _FLAGS]
+        return cls(os.getcwd(), sys.path, torch.get_default_dtype(), deterministic, flags, list(warnings.filters))
+
+    def enter(self) -> None:
+        """Makes them those of this process."""
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        torch.set_default_dtype(self.dtype)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error of one rank.
+
+    Attributes:
+        error: The exception, pickled; None: it cannot be.
+        name: Of its class.
+        message: What it says.
+        text: Its traceback.
+        is_own: Whether it came about here, not because of another rank.
+        about: The rank that it says it is about, or None.
+    """
+
+    error: bytes | None
+    name: str
+    message: str
+    text: str
+    is_own: bool
+    about: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """Returns what travels of an error."""
+        try:
+            pickled = as_bytes(error)
+        except Exception:
+            pickled = None
+        text = "".join(traceback.format_exception(type(error), error, _from_users_code(error.__traceback__)))
+        about = error.rank if isinstance(error, CyxtrainError) else None
+        return cls(pickled, type(error).__name__, str(error), text, not isinstance(error, _OF_OTHERS), about)
+
+
+def _from_users_code(found: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of this package and of PyTorch that lead to the user's code."""
+    left = found
+    while left is not None and left.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        left = left.tb_next
+    return left or found
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What has become of a call, on one rank.
+
+    Attributes:
+        failed: Its error, or None.
+        state: File with the trainer's state; None but on rank 0 after a fit that is the same on all ranks.
+        rest: File with (value of the call, attributes of each callback, what else has changed in the trainer); None
+            but on rank 0, where all ranks are still together.
+    """
+
+    failed: Failed | None
+    state: Any
+    rest: Any
+
+
+def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+    """Returns what both sides have, by name: whatever refers to it refers to the own one over there.
+
+    Args:
+        trainer: Whose.
+        callbacks: Of a call of `fit`, beside the trainer's own.
+    """
+    model, state = trainer.model, trainer._state
+    parts: dict[str, Any] = {
+        "trainer": trainer,
+        "state": state,
+        "optimizer": trainer.optimizer,
+        "rates": state.rates,
+        "scheduler": state.rates.scheduler,
+        "loss_fn": None if isinstance(trainer.loss_fn, str) else trainer.loss_fn,
+    }
+    parts |= {f"module {name}": module for name, module in model.named_modules()}
+    parts |= {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+    parts |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    parts |= {f"callback {index}": callback for index, callback in enumerate([*trainer.callbacks, *callbacks])}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def perform(trainer_path: str, call_path: str, report: Callable[[Any], None]) -> tuple[Performed, bool]:
+    """Makes a call of a trainer's on this rank.
+
+    Args:
+        trainer_path: File with the trainer.
+        call_path: File with (surroundings, name of the method, arguments, named arguments).
+        report: Takes what the notebook shall know meanwhile.
+
+    Returns:
+        What has become of it, and whether this rank can go on.
+    """
+    try:
+        trainer: DistributedTrainer = read(trainer_path, {}, mapped=False)
+        surroundings, method, arguments, keywords = read(call_path, parts_of(trainer), mapped=True)
+        surroundings.enter()
+        callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
+        is_master = runtime.is_master()
+    except BaseException as error:
+        return _failed(error)
+    value, failed = None, None
+    try:
+        with displays_by(partial(_display, report)):
+            value = getattr(trainer, method)(*arguments, **keywords)
+    except BaseException as error:
+        if not is_on_all_ranks(error):
+            return _failed(error)
+        failed = Failed.of(error)
+    if not is_master:
+        return Performed(failed, None, None), True
+    state = _written_state(trainer) if method == FIT else None
+    return Performed(failed, state, _written_rest(trainer, None if method == FIT else value, callbacks)), True
+
+
+def _failed(error: BaseException) -> tuple[Performed, bool]:
+    """Returns what becomes of an error of this rank's own, after the others have heard of it."""
+    runtime.tell(error, in_training=True)
+    return Performed(Failed.of(error), None, None), False
+
+
+def _written_state(trainer: DistributedTrainer) -> SharedFile:
+    found = SharedFile()
+    with open(found.path, "w+b") as file:
+        write_archive(file, FORMAT, FORMAT_VERSION, entries_of(trainer._state.to_checkpoint()))
+    return found
+
+
+def _written_rest(trainer: DistributedTrainer, value: Any, callbacks: Sequence[Callback]) -> SharedFile:
+    """Writes what belongs to no checkpoint; of callbacks, attributes that cannot be sent are left out."""
+    state, known = trainer._state, parts_of(trainer, callbacks)
+    changed = {name: getattr(state, name) for name in ("complete_fits", "runs", "step_seconds", "config")}
+    trained = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
+    everyone = [*trainer.callbacks, *callbacks]
+    found = SharedFile()
+    try:
+        write((value, [vars(callback) for callback in everyone], changed, trained), found, known)
+    except Exception:
+        attributes = [{n: each for n, each in vars(one).items() if _can_go(each, known)} for one in everyone]
+        found = SharedFile()
+        write((value, attributes, changed, trained), found, known)
+    return found
+
+
+def _can_go(value: Any, known: dict[str, Any]) -> bool:
+    try:
+        write(value, SharedFile(), known)
+    except Exception:
+        return False
+    return True
+
+
+class ReportingDisplay(LiveDisplay):
+    """Shows a fit in another process.
+
+    Args:
+        report: Takes what is to be shown.
+        shows: Whether anything is; where a fit has begun is told in any case.
+    """
+
+    def __init__(self, report: Callable[[Any], None], *, shows: bool) -> None:
+        super().__init__()
+        self._report = report
+        self._shows = shows
+
+    def _show(self, method: str, *arguments: Any) -> None:
+        if self._shows:
+            self._report((SHOW, method, arguments))
+
+    def header(self, facts: Sequence[tuple[str, str]]) -> None:
+        """Shows a line per fact."""
+        self._show("header", list(facts))
+
+    def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
+        """Begins a bar."""
+        super().begin_epoch(epoch, last_epoch, steps)
+        self._report((BEGUN,))
+        self._show("begin_epoch", epoch, last_epoch, steps)
+
+    def draw(self, steps: int, text: str) -> None:
+        """Moves it."""
+        self._show("draw", steps, text)
+
+    def line(self, text: str) -> None:
+        """Shows a line."""
+        self._show("line", text)
+
+    def end_epoch(self, text: str) -> None:
+        """Shows the epoch's line."""
+        self._show("end_epoch", text)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._show("close")
+
+
+def _display(report: Callable[[Any], None], shows: bool) -> Display:
+    return ReportingDisplay(report, shows=shows) if runtime.is_master() else Display()

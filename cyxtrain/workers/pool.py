@@ -1,0 +1,315 @@
+"""Workers that stay: ranks of this machine that one process starts, gives jobs to, and takes with it when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import queue
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+from cyxtrain import environment, runtime
+from cyxtrain.errors import PeerLostError, RendezvousError
+from cyxtrain.workers.channel import Answer, Done, Door, Job, Report, Signal
+from cyxtrain.workers.machine import find_free_port, launch_environment
+from cyxtrain.workers.output import Terminal
+from cyxtrain.workers.process import RankExit, RankSpec
+from cyxtrain.workers.supervisor import Reaction, Supervisor
+from cyxtrain.workers.worker import NAME
+
+START_SECONDS = 120.0
+"""Seconds in which all workers must be there; importing PyTorch may take long on a slow disk."""
+_ORPHAN_SECONDS = 0.5
+"""What workers may take to end where our process has ended: within a second nothing is left."""
+_AFTER_ERROR_SECONDS = 5.0
+"""Seconds for the other ranks to answer after one that cannot go on."""
+_DRAIN_SECONDS = 2.0
+"""Seconds for what workers have written to arrive, after their answers."""
+_SLICE_SECONDS = 0.5  # Windows hands us a Ctrl-C only between two waits
+# Where modules are found is the notebook's: so is the very package that is imported here.
+_START = (
+    f'import json, os, sys; sys.path[:] = json.loads(os.environ["{environment.WORKER_CHANNEL}"])["path"]; '
+    "from cyxtrain.workers.worker import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class _Came:
+    rank: int
+    connection: Connection[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Said:
+    rank: int
+    message: Report | Answer
+
+
+@dataclass(frozen=True)
+class _Wrote:
+    to_stderr: bool
+    lines: bytes
+
+
+_Event = _Came | _Said | _Wrote | Signal | RankExit
+
+
+class _Writer:
+    """Where a supervisor's terminal writes to: the queue of events."""
+
+    def __init__(self, post: Callable[[_Event], None], *, to_stderr: bool) -> None:
+        self._post = post
+        self._to_stderr = to_stderr
+
+    def write(self, data: bytes, /) -> int:
+        """Takes whole lines."""
+        self._post(_Wrote(self._to_stderr, data))
+        return len(data)
+
+
+class Pool:
+    """Worker processes, ranks 0 to `num_processes` - 1 of a world of their own; they are started at once.
+
+    One thread at a time uses it. When this process ends, however it ends, they end within a second.
+
+    Args:
+        num_processes: How many.
+        variables: Their environment, but for what makes them ranks.
+    """
+
+    def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
+        self.num_processes = num_processes
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._connections: dict[int, Connection[Any, Any]] = {}
+        self._leaving = self._has_ended = False
+        self._problem: OSError | None = None
+        self._signals: list[int] = []
+        self._marks = 0
+        self._mark = f"\0{secrets.token_hex(8)}\n".encode()
+        key = secrets.token_bytes(32)
+        self._door = Door(key)
+        terminal = Terminal(_Writer(self._events.put, to_stderr=False), _Writer(self._events.put, to_stderr=True))
+        specs = _specs(num_processes, variables, self._door.address, key)
+        self._supervisor = Supervisor(specs, terminal, self._note_exit, _ORPHAN_SECONDS)
+        self._threads = [
+            threading.Thread(target=self._let_in, name="workers come in", daemon=True),
+            threading.Thread(target=self._supervise, name="workers", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes jobs."""
+        return not self._leaving and not self._has_ended
+
+    def run(
+        self,
+        function: Callable[..., tuple[Any, bool]],
+        arguments: tuple[Any, ...],
+        heed: Callable[[Any], None],
+        hear: Callable[[int], bool],
+    ) -> dict[int, Any]:
+        """Lets all workers call a function, and returns what they answer, by rank.
+
+        What workers write appears on our stdout and stderr, in this thread; that of other ranks than 0 with the rank.
+
+        Args:
+            function: As in `Job`. Where a worker says that it cannot go on, all are ended, and some answers may be
+                missing.
+            arguments: As in `Job`.
+            heed: Is called with each report.
+            hear: Is called when a signal has come, within `hearing_signals`; returns whether the workers shall hear of
+                it. If not, and at the second signal, they are ended, and the signal does what it does.
+
+        Raises:
+            PeerLostError: A worker has ended.
+            RendezvousError: They did not come within `START_SECONDS`.
+            KeyboardInterrupt, SystemExit: A signal has ended the workers.
+        """
+        job, self._marks = Job(function, arguments, self._mark), 0
+        try:
+            self._tell(job)
+            answers = self._wait_for_answers(job, heed, hear)
+            self._drain()
+        except BaseException:
+            self.close()
+            raise
+        if len(answers) < self.num_processes or not all(answer.can_go_on for answer in answers.values()):
+            self.close()
+        return {rank: answer.value for rank, answer in answers.items()}
+
+    def forget_answers(self) -> None:
+        """Lets the workers forget what they have answered."""
+        self._tell(Done())
+
+    def close(self) -> None:
+        """Ends all workers; when it returns nothing is left of them."""
+        self._leaving = True
+        self._door.wake()
+        self._supervisor.request_stop(signal.SIGTERM)
+        self._supervisor.request_stop(signal.SIGTERM)  # nothing that they still do is worth waiting for
+        for thread in self._threads:
+            thread.join()
+        self._connections.clear()
+
+    def _wait_for_answers(
+        self, job: Job, heed: Callable[[Any], None], hear: Callable[[int], bool]
+    ) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        heard, deadline = 0, math.inf
+        starts_until = time.monotonic() + START_SECONDS
+        while len(answers) < self.num_processes and time.monotonic() < deadline:
+            if self._problem is not None:
+                raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
+            if len(self._connections) < self.num_processes and time.monotonic() > starts_until:
+                missing = [rank for rank in range(self.num_processes) if rank not in self._connections]
+                raise RendezvousError(f"worker processes did not start within {START_SECONDS:g} s: ranks {missing}.")
+            event = self._next()
+            if isinstance(event, _Came):
+                self._connections[event.rank] = event.connection
+                self._tell(job, event.rank)
+            elif isinstance(event, _Wrote):
+                self._show(event)
+            elif isinstance(event, _Said):
+                message = event.message
+                if isinstance(message, Report):
+                    heed(message.value)
+                    continue
+                answers[event.rank] = message
+                if not message.can_go_on:
+                    deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
+            elif isinstance(event, Signal):
+                heard += 1
+                self._take_signal(event, goes_on=heard == 1 and hear(event.number))
+            elif isinstance(event, RankExit):
+                raise _lost(event)
+        return answers
+
+    def _drain(self) -> None:
+        """Shows what the workers have written until they answered."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._marks < 2 * self.num_processes and time.monotonic() < deadline:
+            event = self._next()
+            if isinstance(event, _Wrote):
+                self._show(event)
+            elif isinstance(event, RankExit):
+                return  # whoever runs the next job sees that it cannot
+
+    def _take_signal(self, signalled: Signal, *, goes_on: bool) -> None:
+        self._signals.remove(signalled.number)
+        if goes_on:
+            self._tell(signalled)
+        elif signalled.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + signalled.number)
+
+    def _next(self) -> _Event | None:
+        """Returns the next event, or None: there has been none for a while."""
+        try:
+            return self._events.get(timeout=_SLICE_SECONDS)
+        except queue.Empty:
+            return None
+
+    def _tell(self, message: Job | Done | Signal, rank: int | None = None) -> None:
+        for each, connection in self._connections.items():
+            if rank in (None, each):
+                with contextlib.suppress(OSError):  # its end is on the way to us, too
+                    connection.send(message)
+
+    def _show(self, wrote: _Wrote) -> None:
+        """Writes on what workers have written, without the name of rank 0: as if this process had written it."""
+        stream = sys.stderr if wrote.to_stderr else sys.stdout
+        for line in wrote.lines.splitlines(keepends=True):
+            text = line.removeprefix(b"[rank 0] ")
+            if text.endswith(self._mark):
+                self._marks += 1
+                text = text.removesuffix(self._mark)
+                text = b"" if re.fullmatch(rb"(\[rank \d+\] )?", text) else text + b"\n"
+            stream.write(text.decode(errors="replace"))
+        stream.flush()
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """Within, Ctrl-C and SIGTERM are for `run` alone; a notebook's SIGTERM stays what it is: the end."""
+        numbers = [signal.SIGINT] if runtime.is_interactive() else [signal.SIGINT, signal.SIGTERM]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # only the main thread hears signals
+        before = {number: signal.getsignal(number) for number in numbers}
+        heard = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
+
+        def post(number: int, _: FrameType | None) -> None:
+            self._signals.append(number)
+            self._events.put(Signal(number))
+
+        for number in heard:
+            signal.signal(number, post)
+        try:
+            yield
+        finally:
+            for number, handler in heard.items():
+                signal.signal(number, handler)
+            if signal.SIGTERM in self._signals:  # it came too late for a job, and is meant for us all the same
+                signal.raise_signal(signal.SIGTERM)
+
+    def _supervise(self) -> None:
+        try:
+            self._supervisor.run()
+        except OSError as error:
+            self._problem = error
+
+    def _note_exit(self, ended: RankExit) -> Reaction:
+        self._has_ended = True
+        self._events.put(ended)
+        return Reaction.STOP_ALL
+
+    def _let_in(self) -> None:
+        """Lets all workers in; in a thread, as is what listens to each."""
+        with contextlib.closing(self._door):
+            here = 0
+            while here < self.num_processes and not self._leaving:
+                try:
+                    connection = self._door.accept()
+                    rank = int(connection.recv())
+                except Exception:  # nobody, or one that has ended since
+                    continue
+                here += 1
+                threading.Thread(
+                    target=self._listen, args=(rank, connection), name=f"worker {rank}", daemon=True
+                ).start()
+
+    def _listen(self, rank: int, connection: Connection[Any, Any]) -> None:
+        self._events.put(_Came(rank, connection))
+        with connection, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._events.put(_Said(rank, connection.recv()))
+
+
+def _specs(num_processes: int, variables: Mapping[str, str], address: str, key: bytes) -> list[RankSpec]:
+    shared = {**variables, "CYXTRAIN_SECRET": variables.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
+    port, specs = str(find_free_port()), []
+    for rank in range(num_processes):
+        channel = {"address": address, "key": key.hex(), "rank": rank, "path": sys.path}
+        own = {**launch_environment(shared, rank, num_processes, port), environment.WORKER_CHANNEL: json.dumps(channel)}
+        words = (sys.executable, "-c", _START, NAME, f"{rank} of {num_processes}")
+        specs.append(RankSpec(f"rank {rank}", words, own))
+    return specs
+
+
+def _lost(ended: RankExit) -> PeerLostError:
+    return PeerLostError(
+        f"{ended.label} has ended: its worker process, with {ended.describe()}. What it wrote last is above; the next "
+        "call starts new workers.",
+        rank=ended.index,
+    )
