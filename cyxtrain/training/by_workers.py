@@ -162,15 +162,13 @@ class _Call:
         trainer, state = self._trainer, self._trainer._state
         known = parts_of(trainer, self._callbacks)
         everyone = [*trainer.callbacks, *self._callbacks]
-        value, attributes, changed, trained = read(answer.rest, known, mapped=os.name == "posix")
+        value, attributes, changed = read(answer.rest, known, mapped=os.name == "posix")
         if answer.state is not None:
             if changed["config"].sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model)
             what = "what the workers have trained"
             state.load(unpack_checkpoint(read_file(answer.state, what), what), what)
             state.callbacks = Callbacks(everyone)
-            for name, parameter in trainer.model.named_parameters():
-                parameter.requires_grad_(trained[name])
         for name, new in changed.items():
             setattr(state, name, new)
         for callback, own in zip(everyone, attributes, strict=True):

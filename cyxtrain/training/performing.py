@@ -229,15 +229,14 @@ def _written_rest(trainer: DistributedTrainer, value: Any, callbacks: Sequence[C
     """Writes what belongs to no checkpoint; of callbacks, attributes that cannot be sent are left out."""
     state, known = trainer._state, parts_of(trainer, callbacks)
     changed = {name: getattr(state, name) for name in ("complete_fits", "runs", "step_seconds", "config")}
-    trained = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
     everyone = [*trainer.callbacks, *callbacks]
     found = SharedFile()
     try:
-        write((value, [vars(callback) for callback in everyone], changed, trained), found, known)
+        write((value, [vars(callback) for callback in everyone], changed), found, known)
     except Exception:
         attributes = [{n: each for n, each in vars(one).items() if _can_go(each, known)} for one in everyone]
         found = SharedFile()
-        write((value, attributes, changed, trained), found, known)
+        write((value, attributes, changed), found, known)
     return found
 
 

@@ -1,0 +1,548 @@
+"""Claims about num_processes: workers train, and the caller's own objects are what was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import leaks
+import numpy as np
+import pytest
+import torch
+from fitting import CLASSES, FEATURES, fingerprint, make_model, make_rows, run_world
+from launching import SECONDS, runs, wait_until
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cyxtrain as cx
+from cyxtrain import environment
+from cyxtrain.training import by_workers
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
+    pytest.mark.usefixtures("rank_server", "workers"),
+]
+X, Y = make_rows(50)
+RANKS = 2
+SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 5, "verbose": False, "num_processes": RANKS}
+LIBRARY = Path(cx.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def workers(nothing_left_behind: None) -> Iterator[None]:
+    """Workers stay from test to test, and end after the last one."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = environment.to_pass_on
+        # pytest notes the running test there, and workers are started anew where the environment is another.
+        patch.setattr(environment, "to_pass_on", lambda: {k: v for k, v in own().items() if k != "PYTEST_CURRENT_TEST"})
+        yield
+        cx.finalize()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compares before and after all tests here: some end the workers, and the next one starts others."""
+    with leaks.nothing_left_behind(tmp_path_factory.mktemp("cwd")):
+        yield
+
+
+def trainer_of(model: nn.Module | None = None, **keywords: Any) -> cx.DistributedTrainer:
+    """Returns a trainer which has been told of workers."""
+    model = make_model() if model is None else model
+    keywords.setdefault("optimizer", torch.optim.Adam(model.parameters(), 1e-2))
+    trainer = cx.DistributedTrainer(model, "cross_entropy", **keywords)
+    trainer._state.config = cx.DistributedTrainingConfig(num_processes=RANKS)
+    return trainer
+
+
+def started() -> list[int]:
+    """The workers of this process, by rank, after they have been started where there were none."""
+    trainer_of().predict(X[:2])
+    return pids()
+
+
+def pids() -> list[int]:
+    """The workers of this process, by rank; none: they have ended."""
+    pool = by_workers._workers._pool
+    return [] if pool is None or not pool.is_usable else [rank._process.pid for rank in pool._supervisor._ranks]
+
+
+class Broken(nn.Sequential):
+    """Goes wrong in a training step on one rank, in a way that its user decides."""
+
+    def __init__(self, how: Callable[[], Any], rank: int = 1) -> None:
+        super().__init__(*make_model())
+        self.how = how
+        self.rank = rank
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if cx.get_rank() == self.rank and self.training and len(rows) > 2:
+            self.how()
+        return super().forward(rows)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def fit_in_world() -> list[Any]:
+    model = make_model()
+    trainer = cx.DistributedTrainer(
+        model, "cross_entropy", torch.optim.Adam(model.parameters(), 1e-2), scheduler="cosine", metrics="top_2"
+    )
+    found = [trainer.fit(X, Y, **SETTINGS).history for _ in range(2)]
+    return [fingerprint(model), found, list(trainer.evaluate(X, Y)), trainer.predict(X).numpy(), trainer.step]
+
+
+def test_numbers_are_those_of_launched_ranks_to_the_bit():
+    launched = run_world(RANKS, fit_in_world)[0]
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, scheduler="cosine", metrics="top_2")
+    found = [trainer.fit(X, Y, **SETTINGS).history for _ in range(2)]
+    assert trainer.model is model
+    assert found == launched[1]
+    assert fingerprint(model) == launched[0]
+    assert (list(trainer.evaluate(X, Y)), trainer.step) == (launched[2], launched[4])
+    assert (trainer.predict(X).numpy() == launched[3]).all()
+
+
+def test_everything_comes_back_into_the_callers_objects():
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9)
+    trainer = trainer_of(model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    before = fingerprint(model)
+    history = trainer.fit(X, Y, **SETTINGS)
+    assert fingerprint(model) != before
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), weights, strict=True))
+    assert optimizer.state[weights[0]]["momentum_buffer"].abs().sum() > 0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)  # after 10 steps
+    assert model[1].num_batches_tracked == 10
+    assert history is trainer.history
+    assert (history.world_size, len(history.train_losses), trainer.epoch, trainer.step) == (RANKS, 2, 2, 10)
+    assert trainer.config.num_processes == RANKS
+    assert {part for rank in trainer.step_seconds for part in rank} >= {"data", "forward", "backward"}
+    assert not cx.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "tensors", "loader", "dataset", "function"])
+def test_data_of_every_kind(kind):
+    loader = DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True)
+    given = {
+        "numpy": (X.numpy(), Y.numpy()),
+        "tensors": (X, Y),
+        "loader": (loader,),
+        "dataset": (TensorDataset(X, Y),),
+        "function": (lambda: iter([(X[i : i + 5], Y[i : i + 5]) for i in range(0, 50, 5)]),),
+    }[kind]
+    trainer = trainer_of()
+    settings = {name: value for name, value in SETTINGS.items() if name != "batch_size" or kind != "loader"}
+    assert len(trainer.fit(*given, **settings).train_losses) == 2
+    output = trainer.model(X)
+    here = nn.functional.cross_entropy(output, Y).item(), (output.argmax(1) == Y).float().mean().item()
+    assert list(trainer.evaluate(*given)) == pytest.approx(here)
+    if kind == "numpy":
+        assert isinstance(trainer.predict(given[0]), np.ndarray)
+
+
+class Noting(cx.callbacks.Callback):
+    """Keeps what it sees, as its user reads it afterwards."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.last: Any = None
+        self.lock: Any = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        self.last = (self.model, self.trainer, self.model[0].weight)
+        self.lock = (row for row in ())  # cannot be sent
+
+
+def test_callbacks_come_back_with_what_they_have_noted():
+    ours, of_fit = Noting(), Noting()
+    trainer = trainer_of(callbacks=[ours])
+    history = trainer.fit(X, Y, callbacks=[of_fit], **SETTINGS)
+    assert ours.losses == of_fit.losses == history.train_losses
+    assert ours.lock is None
+    model, who, weight = ours.last
+    assert (model, who, weight) == (trainer.model, trainer, trainer.model[0].weight)
+    assert weight is trainer.model[0].weight
+    trainer.fit(X, Y, **SETTINGS)
+    assert (len(ours.losses), len(of_fit.losses)) == (4, 2)
+
+
+def test_checkpoints_are_made_where_the_caller_is_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole, parts = trainer_of(), trainer_of()
+    whole.fit(X, Y, **{**SETTINGS, "epochs": 3})
+    parts.fit(X, Y, **SETTINGS, checkpoint_every_n_epochs=1, checkpoint_dir="kept")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["epoch-0001.ckpt", "epoch-0002.ckpt"]
+    again = trainer_of()
+    again.fit(X, Y, **{**SETTINGS, "epochs": 3}, checkpoint_dir="kept", resume="auto")
+    assert fingerprint(again.model) == fingerprint(whole.model)
+    again.save_checkpoint("now.ckpt")
+    other = trainer_of()
+    other.load_checkpoint("now.ckpt")
+    assert fingerprint(other.model) == fingerprint(whole.model)
+
+
+def test_settings_of_the_process_are_those_of_its_workers():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Linear(FEATURES, CLASSES)
+        trainer_of(model, optimizer="sgd").fit(X.double(), Y, **SETTINGS, callbacks=[Requiring(torch.float64)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    trainer_of().fit(X, Y, **SETTINGS, callbacks=[Requiring(torch.float32)])
+
+
+class Requiring(cx.callbacks.Callback):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        assert torch.zeros(1).dtype == self.dtype
+
+
+# --- workers stay -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_use_the_same_workers():
+    before = started()
+    trainer = trainer_of()
+    trainer.fit(X, Y, **SETTINGS)
+    trainer.evaluate(X, Y)
+    trainer.predict(X)
+    assert len(before) == RANKS
+    assert pids() == before
+
+
+def test_workers_are_named_in_the_list_of_processes():
+    for pid in started():
+        assert Path(f"/proc/{pid}/comm").read_text() == "cyxtrain worker\n"
+
+
+@pytest.mark.parametrize("change", ["variable", "number", "module"])
+def test_workers_are_started_anew_where_they_would_differ(change, tmp_path, monkeypatch):
+    trainer, before, settings = trainer_of(), started(), dict(SETTINGS)
+    if change == "variable":
+        monkeypatch.setenv("MY_SETTING", "1")
+    elif change == "number":
+        settings["num_processes"] = 3
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "edited_by_its_user.py").write_text("VALUE = 1\n")
+        __import__("edited_by_its_user")
+        trainer.predict(X)
+        assert pids() == before
+        (tmp_path / "edited_by_its_user.py").write_text("VALUE = 22\n")
+        os.utime(tmp_path / "edited_by_its_user.py", (1, 1))
+    trainer.fit(X, Y, **settings)
+    assert not set(pids()) & set(before)
+    assert len(pids()) == settings["num_processes"]
+    sys.modules.pop("edited_by_its_user", None)
+    monkeypatch.undo()
+
+
+def test_ranks_of_a_launcher_are_used_and_no_worker():
+    text, _ = run_world(RANKS, fit_shown)
+    assert "world      2 ranks, those that were launched: num_processes=4 is not used" in text
+
+
+def fit_shown() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True, "num_processes": 4, "epochs": 1})
+    assert by_workers._workers._pool is None
+    return out.getvalue()
+
+
+def test_data_are_in_memory_once():
+    class Measuring(cx.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            lines = Path("/proc/self/smaps_rollup").read_text()
+            self.private = 1024 * sum(int(kb) for kb in re.findall(r"Private_(?:Clean|Dirty): +(\d+)", lines))
+
+    def private(count: int) -> int:
+        measuring = Measuring()
+        rows = np.ones((count, 1000), "float32")
+        model = nn.Linear(1000, 2)
+        trainer_of(model).fit(rows, np.zeros(count, "int64"), callbacks=[measuring], **{**SETTINGS, "epochs": 1})
+        return measuring.private
+
+    few, many = private(100), private(25_000)  # 0.4 and 100 MB
+    assert many - few < 30e6
+
+
+# --- what is seen -----------------------------------------------------------------------------------------------------
+
+
+class Printing(cx.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        print(f"epoch {epoch} on {cx.get_rank()}")
+        print("no end", end="", file=sys.stderr)
+
+
+def test_what_workers_write_is_seen_before_the_call_returns():
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        trainer_of().fit(X, Y, callbacks=[Printing()], **{**SETTINGS, "epochs": 1})
+    assert sorted(out.getvalue().splitlines()) == ["[rank 1] epoch 0 on 1", "epoch 0 on 0"]
+    assert sorted(err.getvalue().splitlines()) == ["[rank 1] no end", "no end"]
+
+
+def test_the_caller_shows_how_far_it_is():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True})
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "world      2 ranks"
+    assert [line[:9] for line in lines[-2:]] == ["epoch 1/2", "epoch 2/2"]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_an_error_of_a_worker_is_raised_as_itself():
+    class CellError(ValueError):
+        pass
+
+    def fail() -> None:
+        raise CellError("banana")
+
+    trainer = trainer_of(Broken(fail))
+    before = fingerprint(trainer.model)
+    with pytest.raises(CellError, match=r"^banana") as caught:
+        trainer.fit(X, Y, **SETTINGS)
+    told = str(caught.value.__cause__)
+    assert "on rank 1 of 2:" in told
+    assert "in fail\n    raise CellError" in told
+    assert "cyxtrain/training/step.py" not in told
+    assert fingerprint(trainer.model) == before
+    assert pids() == []
+
+
+def fail_oddly() -> None:
+    raise OwnError(1, 2)
+
+
+def test_an_error_that_cannot_be_made_anew_is_told_all_the_same():
+    with pytest.raises(cx.DistributedTrainingError, match="rank 1 has failed: OwnError: 1 and 2") as caught:
+        trainer_of(Broken(fail_oddly)).fit(X, Y, **SETTINGS)
+    assert caught.value.rank == 1
+
+
+def test_what_is_refused_is_refused_as_ever_and_workers_stay():
+    before = started()
+    with pytest.raises(cx.ConfigError, match="X and y have different lengths: 50 and 10"):
+        trainer_of().fit(X, Y[:10], **SETTINGS)
+    with pytest.raises(cx.ConfigError, match="Did you mean 'epochs'"):
+        trainer_of().fit(X, Y, epoch=3, num_processes=RANKS)
+    with pytest.raises(cx.ConfigError, match="num_processes must be at least 1"):
+        trainer_of().fit(X, Y, num_processes=0)
+    trainer = trainer_of()
+    with pytest.raises(cx.NonFiniteError, match="The step was not taken"):
+        trainer.fit(X * float("nan"), Y, **SETTINGS)
+    assert pids() == before
+
+
+def test_what_one_rank_refuses_is_its_own_error():
+    with pytest.raises(cx.ConfigError, match=r"^the model cannot take X.*banana") as caught:
+        trainer_of(Refusing()).fit(X, Y, **SETTINGS)
+    assert "on rank 1 of 2" in str(caught.value.__cause__)
+
+
+class Refusing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if cx.get_rank() == 1:
+            raise ValueError("banana")
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (
+            {"X": (row for row in [(X, Y)])},
+            "X cannot be sent to worker processes: TypeError: cannot pickle 'generator'",
+        ),
+        ({"X": X, "y": Y, "callbacks": [Noting()]}, "the callback Noting cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(what, named):
+    for callback in what.get("callbacks", ()):
+        callback.lock = (row for row in ())
+    before = started()
+    with pytest.raises(cx.ConfigError, match=named):
+        trainer_of().fit(**what, **SETTINGS)
+    assert pids() == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
+    trainer = trainer_of(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL), rank))
+    with pytest.raises(
+        cx.PeerLostError, match=rf"^rank {rank} has ended: its worker process, .*137 \(SIGKILL"
+    ) as caught:
+        trainer.fit(X, Y, **SETTINGS)
+    assert caught.value.rank == rank
+    assert pids() == []
+    assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
+
+
+def test_a_worker_that_is_killed_between_two_calls_is_replaced():
+    before = started()
+    os.kill(before[1], signal.SIGKILL)
+    wait_until(lambda: by_workers._workers._pool._has_ended)
+    assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
+    assert not set(pids()) & set(before)
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+class Striking(cx.callbacks.Callback):
+    """Sends a signal to the process that has started the workers."""
+
+    def __init__(self, number: int = signal.SIGINT, step: int = 7) -> None:
+        self.number = number
+        self.step = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == self.step and cx.get_rank() == 0:
+            os.kill(os.getppid(), self.number)
+
+
+def test_an_interrupted_notebook_has_what_was_trained_and_no_process(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before, trainer = started(), trainer_of()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        history = trainer.fit(X, Y, callbacks=[Striking()], **{**SETTINGS, "epochs": 100})
+    assert "stopping after this step; interrupt again to stop at once" in told.getvalue()
+    assert history is trainer.history
+    assert len(history.train_losses) == trainer.epoch >= 1
+    assert 7 <= trainer.step < 500
+    assert not any(runs(pid) for pid in before)
+    assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
+
+
+def test_an_interrupted_program_has_what_was_trained_and_hears_of_it():
+    trainer = trainer_of()
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(KeyboardInterrupt):
+        trainer.fit(X, Y, callbacks=[Striking()], **{**SETTINGS, "epochs": 100})
+    assert trainer.step >= 7
+    assert pids() == []
+
+
+class Interrupting(nn.Linear):
+    """Interrupts the caller from rank 0, while no fit hears signals."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if cx.get_rank() == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("call", ["predict", "evaluate", "fit"])
+def test_what_has_nothing_to_keep_is_interrupted_at_once(call):
+    trainer, before = trainer_of(Interrupting()), started()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(trainer, call)(*((X,) if call == "predict" else (X, Y)), **(SETTINGS if call == "fit" else {}))
+    assert not any(runs(pid) for pid in before)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, torch
+from torch import nn
+import cyxtrain as cx
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    def forward(self, rows):
+        return self.layers(rows)
+
+torch.manual_seed(3)
+X, y, net = torch.randn(60, 4), torch.randint(3, (60,)), Net()
+trainer = cx.DistributedTrainer(net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters(), 1e-2))
+settings = dict(batch_size=4, verbose=False, num_processes=2)
+"""
+
+
+def program(source: str, *before: str, **options: Any) -> subprocess.Popen[bytes]:
+    script = Path.cwd() / "train.py"
+    script.write_text(PROGRAM + textwrap.dedent(source))
+    variables = {**os.environ, "PYTHONPATH": str(LIBRARY)}
+    command = [*before, sys.executable, str(script)]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_program_without_a_guard_gets_what_the_launcher_gets(folder):
+    source = """
+        trainer.fit(X, y, epochs=3, **settings)
+        if trainer.is_master():
+            print(torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes().hex())
+    """
+    launcher = [str(LIBRARY / "launch_distributed.sh"), "2"]
+    found = []
+    for before in ([], launcher):
+        out, errors = program(source, *before).communicate(timeout=2 * SECONDS)
+        assert out, errors.decode()
+        found.append(out.decode().split()[-1])
+    assert found[0] == found[1]
+
+
+FIGHT = """
+    class Here(cx.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3 and cx.get_rank() == 1:
+                print(os.getpid(), os.getppid(), flush=True)
+    trainer.fit(X, y, epochs=10**6, callbacks=[Here()], checkpoint_every_n_epochs=10**6, **settings)
+"""
+
+
+def test_workers_end_with_a_program_that_is_killed(folder):
+    with program(FIGHT) as run:
+        pid, parent = map(int, run.stdout.readline().split()[-2:])
+        assert parent == run.pid
+        os.kill(run.pid, signal.SIGKILL)
+        wait_until(lambda: not runs(pid))
+        run.communicate()
+
+
+def test_a_program_that_is_told_to_end_makes_a_checkpoint(folder):
+    with program(FIGHT) as run:
+        pid = int(run.stdout.readline().split()[-2])
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=SECONDS)
+        assert run.returncode == 128 + signal.SIGTERM
+        assert [path.suffix for path in (folder / "checkpoints").iterdir()] == [".ckpt"]
+        assert not runs(pid)
