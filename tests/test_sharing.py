@@ -91,6 +91,19 @@ def test_what_is_shared_stays_shared():
     assert x is same[0]
 
 
+def test_parameters_that_are_calculated_stay_so():
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.utils.parametrizations.weight_norm(nn.Linear(8, 2))
+    ).eval()
+    found, _ = sent(model, mapped=False)
+    rows = torch.rand(5, 4)
+    assert [type(part).__name__ for part in found] == ["ParametrizedLinear"] * 2
+    assert torch.equal(found(rows), model(rows))
+    assert found.state_dict().keys() == model.state_dict().keys()
+    found[1].weight = torch.ones(2, 8)
+    assert torch.allclose(found[1].weight, torch.ones(2, 8))
+
+
 def test_what_the_receiver_has_stays_its_own():
     model, optimizer = nn.Linear(3, 4), object()
     found, _ = sent([model, {"deep": [model, optimizer]}, NUMBERS.__class__], model=model, optimizer=optimizer)

@@ -26,7 +26,7 @@ from cyxtrain.errors import ConfigError, DistributedTrainingError
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.callbacks import Callbacks, checked_callbacks
 from cyxtrain.training.display import Display, make_display
-from cyxtrain.training.performing import BEGUN, FIT, Failed, Performed, Surroundings, parts_of, perform
+from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, Failed, Performed, Surroundings, parts_of, perform
 from cyxtrain.training.saving.checkpoint import unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.workers.machine import count_usable_cores
@@ -105,7 +105,7 @@ class _Call:
             with pool.hearing_signals():
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
-                    answers = pool.run(perform, (trainer.path, given.path), self._heed, self._hear)
+                    answers = pool.run(perform, (self._method, trainer.path, given.path), self._heed, self._hear)
                 return self._take_in(answers, pool.num_processes)
         finally:
             if self._display is not None:
@@ -116,10 +116,12 @@ class _Call:
                 pool.forget_answers()
 
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
-        call = (Surroundings.here(), self._method, self._arguments, self._keywords)
+        call = (Surroundings.here(), self._arguments, self._keywords)
+        parts = parts_of(self._trainer)
+        stays = () if self._method == FIT else OF_FITS
         try:
-            write(self._trainer, trainer, {})
-            write(call, given, parts_of(self._trainer), is_data=True)
+            write(self._trainer, trainer, {name: part for name, part in parts.items() if name in stays})
+            write(call, given, parts, is_data=True)
         except Exception as error:
             what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
             raise ConfigError(

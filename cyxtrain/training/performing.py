@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
 
 FIT = "fit"
+OF_FITS = ("optimizer", "rates", "scheduler")
+"""Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
 BEGUN = "begun"
 """A report: from here on a fit hears signals, and stops at a step."""
 SHOW = "show"
@@ -169,7 +171,7 @@ def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) ->
         "state": state,
         "optimizer": trainer.optimizer,
         "rates": state.rates,
-        "scheduler": state.rates.scheduler,
+        "scheduler": None if state.rates is None else state.rates.scheduler,
         "loss_fn": None if isinstance(trainer.loss_fn, str) else trainer.loss_fn,
     }
     parts |= {f"module {name}": module for name, module in model.named_modules()}
@@ -179,20 +181,21 @@ def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) ->
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def perform(trainer_path: str, call_path: str, report: Callable[[Any], None]) -> tuple[Performed, bool]:
+def perform(method: str, trainer_path: str, call_path: str, report: Callable[[Any], None]) -> tuple[Performed, bool]:
     """Makes a call of a trainer's on this rank.
 
     Args:
+        method: Its name.
         trainer_path: File with the trainer.
-        call_path: File with (surroundings, name of the method, arguments, named arguments).
+        call_path: File with (surroundings, arguments, named arguments).
         report: Takes what the notebook shall know meanwhile.
 
     Returns:
         What has become of it, and whether this rank can go on.
     """
     try:
-        trainer: DistributedTrainer = read(trainer_path, {}, mapped=False)
-        surroundings, method, arguments, keywords = read(call_path, parts_of(trainer), mapped=True)
+        trainer: DistributedTrainer = read(trainer_path, dict.fromkeys(OF_FITS), mapped=False)
+        surroundings, arguments, keywords = read(call_path, parts_of(trainer), mapped=True)
         surroundings.enter()
         callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
         is_master = runtime.is_master()

@@ -26,6 +26,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.serialization import config as serialization
 
 _SHARED_BYTES = 4096
@@ -93,6 +95,8 @@ def write(value: Any, file: SharedFile, known: Mapping[str, Any], *, is_data: bo
                 return _known_part, (names[id(obj)],)
             if isinstance(obj, np.ndarray):
                 return _reduced_array(obj) or super().reducer_override(obj)
+            if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+                return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
             if is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
                 return _same, (obj.detach().clone(),)
             return super().reducer_override(obj)
@@ -145,6 +149,18 @@ def _module(pickler: type) -> Any:
 
 def _known_part(name: str) -> Any:
     return _known.get()[name]
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _fill_parametrized(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Makes a module one whose parameters are calculated, as spectral norm does; PyTorch refuses to pickle those."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in attributes["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _same(value: Any) -> Any:
