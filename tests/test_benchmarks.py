@@ -82,6 +82,15 @@ def test_profile_tells_the_parts_of_a_step(tmp_path):
 
 
 @pytest.mark.nightly
+def test_a_notebooks_workers_are_timed_and_weighed(tmp_path):
+    printed, results = run_benchmark("notebook.py", tmp_path, "--launches", "1")
+    found = results["launches"][0]
+    assert found["first fit, to its first step, s"] > found["second fit, to its first step, s"] > 0
+    assert found["memory, array"] > 0.9 > found["memory, memory map"]
+    assert all(name in printed for name in found)
+
+
+@pytest.mark.nightly
 def test_steps_of_all_ways_are_compared(tmp_path):
     printed, results = run_benchmark(
         *("ddp_step.py", tmp_path, "--launches", "1", "--models", "convnet", "--batches", "4", "--floors"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -32,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
     pytest.mark.usefixtures("rank_server", "workers"),
 ]
+by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 X, Y = make_rows(50)
 RANKS = 2
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 5, "verbose": False, "num_processes": RANKS}
@@ -233,7 +235,7 @@ def test_workers_are_named_in_the_list_of_processes():
         assert Path(f"/proc/{pid}/comm").read_text() == "cyxtrain worker\n"
 
 
-@pytest.mark.parametrize("change", ["variable", "number", "module"])
+@pytest.mark.parametrize("change", ["variable", by_night("number"), by_night("module")])
 def test_workers_are_started_anew_where_they_would_differ(change, tmp_path, monkeypatch):
     trainer, before, settings = trainer_of(), started(), dict(SETTINGS)
     if change == "variable":
@@ -394,7 +396,7 @@ def test_what_cannot_be_sent_is_named(what, named):
     assert pids() == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [by_night(0), 1])
 def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
     trainer = trainer_of(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL), rank))
     with pytest.raises(
@@ -462,7 +464,7 @@ class Interrupting(nn.Linear):
         return super().forward(rows)
 
 
-@pytest.mark.parametrize("call", ["predict", "evaluate", "fit"])
+@pytest.mark.parametrize("call", ["predict", by_night("evaluate"), "fit"])
 def test_what_has_nothing_to_keep_is_interrupted_at_once(call):
     trainer, before = trainer_of(Interrupting()), started()
     with pytest.raises(KeyboardInterrupt):
