@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -168,7 +169,6 @@ class Noting(cx.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.losses.append(logs["loss"])
         self.last = (self.model, self.trainer, self.model[0].weight)
-        self.lock = (row for row in ())  # cannot be sent
 
 
 def test_callbacks_come_back_with_what_they_have_noted():
@@ -176,12 +176,151 @@ def test_callbacks_come_back_with_what_they_have_noted():
     trainer = trainer_of(callbacks=[ours])
     history = trainer.fit(X, Y, callbacks=[of_fit], **SETTINGS)
     assert ours.losses == of_fit.losses == history.train_losses
-    assert ours.lock is None
     model, who, weight = ours.last
     assert (model, who, weight) == (trainer.model, trainer, trainer.model[0].weight)
     assert weight is trainer.model[0].weight
     trainer.fit(X, Y, **SETTINGS)
     assert (len(ours.losses), len(of_fit.losses)) == (4, 2)
+
+
+class Counting(nn.Module):
+    """Keeps what no state_dict has: attributes, and a buffer that is not to be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.calls = {"count": 0}
+        self.note = "new"
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.calls["count"] += 1
+            self.note = "used"
+            self.seen += len(rows)
+        return self.layer(rows)
+
+    def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+        return {"layer.bias": self.layer.bias}  # as models do that keep what was trained alone
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.scale = 1.0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.steps += 1
+        self.scale *= 0.99
+        return nn.functional.cross_entropy(output, target) * self.scale
+
+
+class OwnSGD(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["lr"] * parameter.grad
+
+
+def fit_what_keeps_much() -> list[Any]:
+    torch.manual_seed(1)
+    model, loss = Counting(), CountingLoss()
+    model.layer.weight.register_hook(lambda gradient: gradient * 0.5)
+    optimizer = OwnSGD(model.parameters())
+    trainer = cx.DistributedTrainer(model, loss, optimizer)
+    for _ in range(2):
+        trainer.fit(X, Y, **SETTINGS)
+    kept = [model.calls["count"], model.note, float(model.seen), float(loss.steps), loss.scale, optimizer.count]
+    return [fingerprint(model), *kept]
+
+
+def test_what_no_state_dict_has_comes_back_too():
+    launched = run_world(RANKS, fit_what_keeps_much)[0]
+    assert fit_what_keeps_much() == launched
+
+
+def test_classes_and_functions_stay_the_callers_own():
+    class Best(cx.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.best = copy.deepcopy(self.model)
+            self.found = scale
+
+    class Scaled(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(rows) * scale()
+
+    def scale() -> float:
+        return 1.0
+
+    best, model, forward = Best(), Scaled(FEATURES, CLASSES), Scaled.forward
+    trainer_of(model).fit(X, Y, callbacks=[best], **SETTINGS)
+    assert type(best.best) is Scaled
+    assert Scaled.forward is forward
+    assert best.found is scale
+
+
+def test_who_refers_to_a_list_of_a_callback_sees_it_filled():
+    log: list[float] = []
+
+    class Logging(cx.callbacks.Callback):
+        def __init__(self, log: list[float]) -> None:
+            self.log = log
+            self.temporary = 1
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.log.append(logs["loss"])
+            if epoch == 0:
+                del self.temporary
+
+    logging = Logging(log)
+    history = trainer_of().fit(X, Y, callbacks=iter([logging]), **SETTINGS)
+    assert log == history.train_losses
+    assert logging.log is log
+    assert "temporary" not in vars(logging)
+
+
+class Keeping(cx.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs = epoch + 1
+        self.error = OwnError(1, 2)
+        self.rows = (row for row in ())
+
+
+def test_what_cannot_come_back_is_named_and_the_rest_comes():
+    keeping, trainer = Keeping(), trainer_of()
+    with pytest.warns(UserWarning, match=r"callback 0 \(Keeping\) has another .* which cannot be sent back") as told:
+        trainer.fit(X, Y, callbacks=[keeping], **SETTINGS)
+    assert {re.search(r"another \.(\w+) ", str(each.message))[1] for each in told} == {"error", "rows"}
+    assert (keeping.epochs, trainer.epoch) == (2, 2)
+
+
+def test_a_subclass_of_the_trainer_does_its_own_once():
+    class Halving(cx.DistributedTrainer):
+        def predict(self, X: Any, **keywords: Any) -> Any:  # noqa: N803
+            return super().predict(X / 2, **keywords)
+
+    model = make_model()
+    trainer = Halving(model, "cross_entropy")
+    trainer._state.config = cx.DistributedTrainingConfig(num_processes=RANKS)
+    assert torch.equal(trainer.predict(X), model(X / 2).detach())
+
+
+def test_a_forked_child_leaves_its_parents_workers_alone():
+    before = started()
+    child = os.fork()
+    if child == 0:
+        os._exit(len(pids()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
+    assert pids() == before
 
 
 def test_checkpoints_are_made_where_the_caller_is_and_resumed(tmp_path, monkeypatch):
@@ -316,6 +455,7 @@ def test_the_caller_shows_how_far_it_is():
 class OwnError(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
+        self.first = first
 
 
 def test_an_error_of_a_worker_is_raised_as_itself():
@@ -341,10 +481,10 @@ def fail_oddly() -> None:
     raise OwnError(1, 2)
 
 
-def test_an_error_that_cannot_be_made_anew_is_told_all_the_same():
-    with pytest.raises(cx.DistributedTrainingError, match="rank 1 has failed: OwnError: 1 and 2") as caught:
+def test_an_error_with_a_constructor_of_its_own_is_raised_as_itself():
+    with pytest.raises(OwnError, match="1 and 2") as caught:
         trainer_of(Broken(fail_oddly)).fit(X, Y, **SETTINGS)
-    assert caught.value.rank == 1
+    assert caught.value.first == 1
 
 
 def test_what_is_refused_is_refused_as_ever_and_workers_stay():
@@ -472,6 +612,32 @@ def test_what_has_nothing_to_keep_is_interrupted_at_once(call):
     assert not any(runs(pid) for pid in before)
 
 
+class Late:
+    """Is taken in, and meanwhile its user presses stop."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"made": os.getpid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if not environment.is_launched():
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Leaving(cx.callbacks.Callback):
+    def on_train_end(self, logs: Any = None) -> None:
+        self.late = Late()
+
+
+def test_an_interrupt_that_comes_when_all_is_done_loses_nothing_and_hits_no_other_call():
+    trainer, before = trainer_of(), started()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(X, Y, callbacks=[Leaving()], **SETTINGS)
+    assert (trainer.epoch, len(trainer.history.train_losses)) == (2, 2)
+    assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
+    assert pids() == before
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -538,6 +704,23 @@ def test_workers_end_with_a_program_that_is_killed(folder):
         os.kill(run.pid, signal.SIGKILL)
         wait_until(lambda: not runs(pid))
         run.communicate()
+
+
+CHILD = """
+trainer.config.num_processes = 2
+trainer.predict(X)
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+@pytest.mark.nightly
+def test_workers_end_with_a_program_whose_child_lives_on(folder):
+    with program(CHILD + textwrap.dedent(FIGHT), stdin=subprocess.PIPE) as run:
+        pid = int(run.stdout.readline().split()[-2])
+        os.kill(run.pid, signal.SIGKILL)
+        wait_until(lambda: not runs(pid))
 
 
 def test_a_program_that_is_told_to_end_makes_a_checkpoint(folder):

@@ -55,6 +55,50 @@ def two_groups(net, reverse=False):
     return [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.RAdam])
+def test_state_keeps_its_type_where_parameters_have_another(kind):
+    net = model().double()
+    optimizer = kind(net.parameters(), lr=0.01)
+    feed = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def steps(net, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(feed).square().mean().backward()
+            optimizer.step()
+
+    steps(net, optimizer)
+    saved, other = through_a_checkpoint(net, optimizer), model(1).double()
+    again = kind(other.parameters(), lr=0.01)
+    load_model_state(other, saved.model, "test")
+    load_optimizer_state_by_name(again, other, saved.optimizer, saved.optimizer_groups)
+    steps(net, optimizer)
+    steps(other, again)
+    assert bits(other) == bits(net)
+
+
+class Own(torch.optim.Optimizer):
+    """As people write them, without the options that PyTorch's own all have."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.Adafactor])
+def test_an_optimizer_with_few_options_is_loaded_again_and_again(kind):
+    net = model()
+    optimizer = kind(net.parameters())
+    for seed in range(3):
+        train(net, optimizer, 1, seed)
+        saved = through_a_checkpoint(net, optimizer)
+        load_optimizer_state_by_name(optimizer, net, saved.optimizer, saved.optimizer_groups)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_steps_are_bit_identical_in_any_order_of_parameters_and_groups(name):
     net = model()

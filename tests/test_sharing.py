@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from cyxtrain.workers.sharing import SharedFile, as_bytes, from_bytes, read, write
+from cyxtrain.workers.sharing import SharedFile, as_bytes, from_bytes, read, returning, write
 
 NUMBERS = np.random.default_rng(0).normal(size=(100, 100))
 
@@ -122,11 +123,52 @@ def test_classes_and_functions_of_no_module_go_along():
     assert sent(Own())[0](torch.ones(1)).item() == 3
 
 
-def test_a_class_that_comes_back_is_the_very_same():
+def test_what_comes_back_is_of_the_very_classes_and_functions_that_were_sent():
     class OwnError(ValueError):
-        pass
+        def method(self) -> int:
+            return 1
 
-    assert type(from_bytes(as_bytes(OwnError("x")))) is OwnError
+    def helper() -> int:
+        return 2
+
+    def wrapped() -> int:
+        return 3
+
+    (error, function, _), _ = sent((OwnError("x"), helper, wrapped))
+    method = OwnError.method
+    functools.update_wrapper(wrapped, function)  # takes over all that a function keeps, but is another one
+    found, own, other = from_bytes(as_bytes((error, [function], wrapped), returning({})))
+    assert type(found) is OwnError
+    assert OwnError.method is method
+    assert own[0] is helper
+    assert other() == 3
+
+
+def test_functions_that_look_at_gradients_go_along():
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.register_hook(lambda gradient: gradient * 0)
+    seen: list[int] = []
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(1))
+    found, _ = sent(layer, mapped=False)
+    found(torch.ones(1, 2)).sum().backward()
+    assert found.weight.grad.abs().sum() == 0
+    assert found.weight._post_accumulate_grad_hooks
+    assert type(found.weight) is nn.Parameter
+
+
+def test_an_optimizer_keeps_its_hooks_and_what_its_user_keeps_in_it():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "count", optimizer.count + 1))
+    optimizer.count = 5
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (model, found), _ = sent((layer, optimizer), mapped=False)
+    model(torch.ones(1, 2)).sum().backward()
+    found.step()
+    assert found.count == 7
+    assert found.state[model.weight]["step"] == 2
+    assert found.param_groups[0]["params"][0] is model.weight
 
 
 # --- nothing goes that need not ---------------------------------------------------------------------------------------
@@ -178,13 +220,16 @@ def test_a_memory_map_in_fortrans_order(tmp_path):
     assert (found == rows[3:, ::5]).all()
 
 
-@pytest.mark.parametrize("change", ["private", "removed", "calculated"])
+@pytest.mark.parametrize("change", ["private", "removed", "replaced", "calculated"])
 def test_a_memory_map_that_its_file_does_not_have_is_sent_whole(stored, change):
     rows = np.load(stored, mmap_mode="c" if change == "private" else "r")
     if change == "private":
         rows[0] = 7.0
     elif change == "removed":
         Path(stored).unlink()
+    elif change == "replaced":
+        Path(stored).rename(f"{stored}.old")
+        np.save(stored, np.zeros((1000, 400)))
     else:
         rows = rows + 1.0
     found, size = sent(rows)

@@ -18,17 +18,15 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError
 from cyxtrain.training.arguments import parse_fit
-from cyxtrain.training.callbacks import Callbacks, checked_callbacks
+from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.display import Display, make_display
-from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, Failed, Performed, Surroundings, parts_of, perform
-from cyxtrain.training.saving.checkpoint import unpack_checkpoint
-from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.mirroring import Changes, parts_of, take_in
+from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, Failed, Performed, Surroundings, perform
 from cyxtrain.workers.machine import count_usable_cores
 from cyxtrain.workers.pool import Pool
 from cyxtrain.workers.sharing import SharedFile, from_bytes, read, write
@@ -93,7 +91,9 @@ class _Call:
         self._method = method
         self._arguments = arguments
         self._keywords = keywords
-        self._callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
+        self._callbacks: list[Callback] = []
+        if method == FIT:
+            self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
         self._display: Display | None = None
         self._has_begun = self._is_interrupted = False
         if method == FIT:
@@ -150,7 +150,12 @@ class _Call:
     def _take_in(self, answers: dict[int, Performed], num_ranks: int) -> Any:
         """Changes the trainer's objects to what they have become, and returns the value of the call or raises."""
         failures = {rank: answer.failed for rank, answer in sorted(answers.items()) if answer.failed is not None}
-        value = self._take_in_trained(answers[0]) if 0 in answers and answers[0].rest is not None else None
+        value = None
+        if 0 in answers and answers[0].result is not None:
+            parts = parts_of(self._trainer, self._callbacks)
+            value = read(answers[0].result, parts, mapped=os.name == "posix" and self._method != FIT)
+            if isinstance(value, Changes):
+                take_in(value, self._trainer, parts)
         if failures:
             rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
             about = failures[rank].about
@@ -159,23 +164,6 @@ class _Call:
             if not (isinstance(error, KeyboardInterrupt) and runtime.is_interactive()):
                 raise error from error.__cause__
         return self._trainer.history if self._method == FIT else value
-
-    def _take_in_trained(self, answer: Performed) -> Any:
-        trainer, state = self._trainer, self._trainer._state
-        known = parts_of(trainer, self._callbacks)
-        everyone = [*trainer.callbacks, *self._callbacks]
-        value, attributes, changed = read(answer.rest, known, mapped=os.name == "posix")
-        if answer.state is not None:
-            if changed["config"].sync_batchnorm:
-                nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model)
-            what = "what the workers have trained"
-            state.load(unpack_checkpoint(read_file(answer.state, what), what), what)
-            state.callbacks = Callbacks(everyone)
-        for name, new in changed.items():
-            setattr(state, name, new)
-        for callback, own in zip(everyone, attributes, strict=True):
-            vars(callback).update(own)
-        return value
 
 
 def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
@@ -204,8 +192,11 @@ def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], key
 def _raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
     """Returns an error of a worker's as itself, with the traceback that it had over there."""
     try:
-        error: BaseException = from_bytes(failed.error or b"")
-    except Exception:  # its class cannot be made anew from what it keeps
+        kind, arguments, attributes = from_bytes(failed.error or b"")
+        # Its own __init__ may want other arguments than it passes on.
+        error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
+        vars(error).update(attributes)
+    except Exception:
         error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
     where = f"on rank {rank} of {num_ranks}"
     if sys.version_info >= (3, 11):
@@ -240,7 +231,7 @@ class _Workers:
         self._pool: Pool | None = None
         self._variables: dict[str, str] = {}
         self._sources: dict[str, int] = {}
-        self._owner = 0
+        self._is_heard = False
 
     def pool(self, count: int, trainer: DistributedTrainer) -> Pool:
         """Returns workers that are as if they had been started just now; the ones that are there, where they are so."""
@@ -251,19 +242,27 @@ class _Workers:
         pool, same = self._pool, variables == self._variables and not edited
         if pool is None or not pool.is_usable or pool.num_processes != count or not same:
             self.end()
-            if self._owner == 0:
+            if not self._is_heard:
+                self._is_heard = True
                 runtime.before_leaving(self.end)
-            self._owner = os.getpid()
+                if sys.platform != "win32":
+                    os.register_at_fork(after_in_child=_abandon_workers)
             self._pool = pool = Pool(count, variables)
             self._variables, self._sources = variables, {}
         self._sources |= sources
         return pool
 
     def end(self) -> None:
-        """Ends them, where there are any, and they are not those of a process that has forked this one."""
+        """Ends them, where there are any."""
         pool, self._pool = self._pool, None
-        if pool is not None and self._owner == os.getpid():
+        if pool is not None:
             pool.close()
+
+    def abandon(self) -> None:
+        """Forgets them, in a forked child: they are its parent's."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.abandon()
 
 
 def _own_sources() -> dict[str, int]:
@@ -281,6 +280,12 @@ def _own_sources() -> dict[str, int]:
             except OSError:
                 continue
     return found
+
+
+def _abandon_workers() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()  # another thread may have had it
+    _workers.abandon()
 
 
 _workers = _Workers()

@@ -34,17 +34,16 @@ from cyxtrain.errors import (
     PeerSilentError,
     is_on_all_ranks,
 )
-from cyxtrain.training.callbacks import Callback, checked_callbacks
+from cyxtrain.training.callbacks import checked_callbacks
 from cyxtrain.training.display import Display, LiveDisplay, displays_by
-from cyxtrain.training.saving.archive import write_archive
-from cyxtrain.training.saving.checkpoint import FORMAT, FORMAT_VERSION, entries_of
-from cyxtrain.workers.sharing import SharedFile, as_bytes, read, write
+from cyxtrain.training.mirroring import Marks, parts_of
+from cyxtrain.workers.sharing import SharedFile, as_bytes, read, returning, write
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
 
 FIT = "fit"
-OF_FITS = ("optimizer", "rates", "scheduler")
+OF_FITS = ("the optimizer", "rates")
 """Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
 BEGUN = "begun"
 """A report: from here on a fit hears signals, and stops at a step."""
@@ -107,7 +106,7 @@ class Failed:
     """An error of one rank.
 
     Attributes:
-        error: The exception, pickled; None: it cannot be.
+        error: (class, arguments, attributes) of the exception, pickled; None: they cannot be.
         name: Of its class.
         message: What it says.
         text: Its traceback.
@@ -125,10 +124,12 @@ class Failed:
     @classmethod
     def of(cls, error: BaseException) -> Failed:
         """Returns what travels of an error."""
-        try:
-            pickled = as_bytes(error)
-        except Exception:
-            pickled = None
+        pickled = None
+        for attributes in (vars(error), {}):
+            try:
+                pickled = pickled or as_bytes((type(error), error.args, attributes), returning({}))
+            except Exception:
+                continue
         text = "".join(traceback.format_exception(type(error), error, _from_users_code(error.__traceback__)))
         about = error.rank if isinstance(error, CyxtrainError) else None
         return cls(pickled, type(error).__name__, str(error), text, not isinstance(error, _OF_OTHERS), about)
@@ -148,37 +149,12 @@ class Performed:
 
     Attributes:
         failed: Its error, or None.
-        state: File with the trainer's state; None but on rank 0 after a fit that is the same on all ranks.
-        rest: File with (value of the call, attributes of each callback, what else has changed in the trainer); None
-            but on rank 0, where all ranks are still together.
+        result: File with the value of the call, or after a fit with the `Changes` of the trainer's parts; None but on
+            rank 0, where all ranks are still together.
     """
 
     failed: Failed | None
-    state: Any
-    rest: Any
-
-
-def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
-    """Returns what both sides have, by name: whatever refers to it refers to the own one over there.
-
-    Args:
-        trainer: Whose.
-        callbacks: Of a call of `fit`, beside the trainer's own.
-    """
-    model, state = trainer.model, trainer._state
-    parts: dict[str, Any] = {
-        "trainer": trainer,
-        "state": state,
-        "optimizer": trainer.optimizer,
-        "rates": state.rates,
-        "scheduler": None if state.rates is None else state.rates.scheduler,
-        "loss_fn": None if isinstance(trainer.loss_fn, str) else trainer.loss_fn,
-    }
-    parts |= {f"module {name}": module for name, module in model.named_modules()}
-    parts |= {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
-    parts |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    parts |= {f"callback {index}": callback for index, callback in enumerate([*trainer.callbacks, *callbacks])}
-    return {name: part for name, part in parts.items() if part is not None}
+    result: Any = None
 
 
 def perform(method: str, trainer_path: str, call_path: str, report: Callable[[Any], None]) -> tuple[Performed, bool]:
@@ -199,56 +175,42 @@ def perform(method: str, trainer_path: str, call_path: str, report: Callable[[An
         surroundings.enter()
         callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
         is_master = runtime.is_master()
+        marks = Marks(trainer, callbacks) if method == FIT and is_master else None
     except BaseException as error:
         return _failed(error)
     value, failed = None, None
     try:
         with displays_by(partial(_display, report)):
-            value = getattr(trainer, method)(*arguments, **keywords)
+            # A subclass's own method has been called where the call was made.
+            value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
     except BaseException as error:
         if not is_on_all_ranks(error):
             return _failed(error)
         failed = Failed.of(error)
-    if not is_master:
-        return Performed(failed, None, None), True
-    state = _written_state(trainer) if method == FIT else None
-    return Performed(failed, state, _written_rest(trainer, None if method == FIT else value, callbacks)), True
+    try:
+        return Performed(failed, _written(value, marks) if is_master else None), True
+    except Exception as error:  # the value of a call is made of tensors; this is an error of ours
+        return Performed(failed or Failed.of(error)), False
+
+
+def _base_of(trainer: DistributedTrainer, method: str) -> Any:
+    """Returns the class that has a method which workers make calls of."""
+    return next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
+
+
+def _written(value: Any, marks: Marks | None) -> SharedFile:
+    """Writes what a call has returned, or what it has changed."""
+    found = SharedFile()
+    result, parts = (value, {}) if marks is None else marks.changes()
+    write(result, found, parts, returns=True)
+    return found
 
 
 def _failed(error: BaseException) -> tuple[Performed, bool]:
     """Returns what becomes of an error of this rank's own, after the others have heard of it."""
-    runtime.tell(error, in_training=True)
-    return Performed(Failed.of(error), None, None), False
-
-
-def _written_state(trainer: DistributedTrainer) -> SharedFile:
-    found = SharedFile()
-    with open(found.path, "w+b") as file:
-        write_archive(file, FORMAT, FORMAT_VERSION, entries_of(trainer._state.to_checkpoint()))
-    return found
-
-
-def _written_rest(trainer: DistributedTrainer, value: Any, callbacks: Sequence[Callback]) -> SharedFile:
-    """Writes what belongs to no checkpoint; of callbacks, attributes that cannot be sent are left out."""
-    state, known = trainer._state, parts_of(trainer, callbacks)
-    changed = {name: getattr(state, name) for name in ("complete_fits", "runs", "step_seconds", "config")}
-    everyone = [*trainer.callbacks, *callbacks]
-    found = SharedFile()
-    try:
-        write((value, [vars(callback) for callback in everyone], changed), found, known)
-    except Exception:
-        attributes = [{n: each for n, each in vars(one).items() if _can_go(each, known)} for one in everyone]
-        found = SharedFile()
-        write((value, attributes, changed), found, known)
-    return found
-
-
-def _can_go(value: Any, known: dict[str, Any]) -> bool:
-    try:
-        write(value, SharedFile(), known)
-    except Exception:
-        return False
-    return True
+    told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
+    runtime.tell(told, in_training=True)
+    return Performed(Failed.of(error)), False
 
 
 class ReportingDisplay(LiveDisplay):

@@ -1,27 +1,29 @@
 """What a pool and its workers say to each other, over a local connection on which both prove who they are.
 
-    worker: its rank                        once, when it is there
+    worker: Here                            once, when it is there
     pool:   Job                             what to do; then
     worker: Report, Report, ... Answer      how it goes, how it went; then
     pool:   Done                            what the answer refers to is not needed any more
     pool:   Signal                          at any time: what a worker shall take for a signal
 
-The connection is the standard library's (`multiprocessing.connection`): a socket in a folder that only this user may
-enter, or a named pipe on Windows, and a challenge with a key (HMAC) in both directions.
+The connection is a pair of sockets (`multiprocessing.Pipe`), of which a worker inherits one end when it is started: it
+has no address, so there is nobody else who could come, and nothing is left of it however its processes end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, TypeAlias
 
-__all__ = ["Answer", "Client", "Connection", "Done", "Door", "Job", "Report", "Signal"]
+Channel: TypeAlias = "Connection[Any, Any]"
+
+
+@dataclass(frozen=True)
+class Here:
+    """A worker takes jobs."""
 
 
 @dataclass(frozen=True)
@@ -68,39 +70,15 @@ class Signal:
     number: int
 
 
-class Door:
-    """Where workers come in; nothing of it is left when the last one has.
+def pair() -> tuple[Channel, Channel]:
+    """Returns the two ends of a new connection: ours, and the one that a worker is given when it is started."""
+    return Pipe()
 
-    Args:
-        key: What they must know.
 
-    Attributes:
-        address: Where they find it.
-    """
+def open_end(handle: int) -> Channel:
+    """Returns a worker's end, by the number under which it has inherited it."""
+    if sys.platform == "win32":
+        from multiprocessing.connection import PipeConnection
 
-    def __init__(self, key: bytes) -> None:
-        self._folder = None if sys.platform == "win32" else tempfile.mkdtemp(prefix="cyxtrain-")
-        place = None if self._folder is None else os.path.join(self._folder, "door")
-        self._listener = Listener(place, "AF_PIPE" if place is None else "AF_UNIX", backlog=64, authkey=key)
-        self._key = key
-        self.address = self._listener.address
-
-    def accept(self) -> Connection[Any, Any]:
-        """Returns the next connection of somebody who knows the key.
-
-        Raises:
-            Exception: Somebody else came.
-        """
-        return self._listener.accept()
-
-    def wake(self) -> None:
-        """Lets somebody who waits in `accept` have one connection more, which has ended."""
-        with contextlib.suppress(Exception):
-            Client(self.address, authkey=self._key).close()
-
-    def close(self) -> None:
-        """Takes it away."""
-        self._listener.close()
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._folder)
+        return PipeConnection(handle)
+    return Connection(handle)

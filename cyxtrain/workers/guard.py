@@ -67,6 +67,11 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
+    def abandon(self) -> None:
+        """Closes a forked child's end of the pipe: the guard waits for the supervisor's end alone."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
     def add(self, group: int) -> None:
         """Notes a process group that must not outlive us."""
         self._note(f"+{group}\n")

@@ -12,15 +12,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 from cyxtrain import environment, runtime
 from cyxtrain.errors import PeerLostError, RendezvousError
-from cyxtrain.workers.channel import Answer, Done, Door, Job, Report, Signal
+from cyxtrain.workers.channel import Answer, Channel, Done, Here, Job, Report, Signal, pair
 from cyxtrain.workers.machine import find_free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
@@ -44,15 +43,9 @@ _START = (
 
 
 @dataclass(frozen=True)
-class _Came:
-    rank: int
-    connection: Connection[Any, Any]
-
-
-@dataclass(frozen=True)
 class _Said:
     rank: int
-    message: Report | Answer
+    message: Here | Report | Answer
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class _Wrote:
     lines: bytes
 
 
-_Event = _Came | _Said | _Wrote | Signal | RankExit
+_Event = _Said | _Wrote | Signal | RankExit
 
 
 class _Writer:
@@ -90,21 +83,19 @@ class Pool:
     def __init__(self, num_processes: int, variables: Mapping[str, str]) -> None:
         self.num_processes = num_processes
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._connections: dict[int, Connection[Any, Any]] = {}
         self._leaving = self._has_ended = False
         self._problem: OSError | None = None
+        self._here: set[int] = set()
         self._signals: list[int] = []
         self._marks = 0
         self._mark = f"\0{secrets.token_hex(8)}\n".encode()
-        key = secrets.token_bytes(32)
-        self._door = Door(key)
+        self._channels, self._ends = zip(*(pair() for _ in range(num_processes)), strict=True)
         terminal = Terminal(_Writer(self._events.put, to_stderr=False), _Writer(self._events.put, to_stderr=True))
-        specs = _specs(num_processes, variables, self._door.address, key)
-        self._supervisor = Supervisor(specs, terminal, self._note_exit, _ORPHAN_SECONDS)
-        self._threads = [
-            threading.Thread(target=self._let_in, name="workers come in", daemon=True),
-            threading.Thread(target=self._supervise, name="workers", daemon=True),
-        ]
+        self._supervisor = Supervisor(_specs(self._ends, variables), terminal, self._note_exit, _ORPHAN_SECONDS)
+        self._threads = [threading.Thread(target=self._supervise, name="workers", daemon=True)]
+        for rank, channel in enumerate(self._channels):
+            listens = threading.Thread(target=self._listen, args=(rank, channel), name=f"worker {rank}", daemon=True)
+            self._threads.append(listens)
         for thread in self._threads:
             thread.start()
 
@@ -156,12 +147,17 @@ class Pool:
     def close(self) -> None:
         """Ends all workers; when it returns nothing is left of them."""
         self._leaving = True
-        self._door.wake()
         self._supervisor.request_stop(signal.SIGTERM)
         self._supervisor.request_stop(signal.SIGTERM)  # nothing that they still do is worth waiting for
         for thread in self._threads:
             thread.join()
-        self._connections.clear()
+
+    def abandon(self) -> None:
+        """Lets go of what a forked child has inherited: the workers are its parent's, and end with that one."""
+        self._leaving = True
+        for channel in (*self._channels, *self._ends):
+            channel.close()
+        self._supervisor.abandon()
 
     def _wait_for_answers(
         self, job: Job, heed: Callable[[Any], None], hear: Callable[[int], bool]
@@ -172,24 +168,23 @@ class Pool:
         while len(answers) < self.num_processes and time.monotonic() < deadline:
             if self._problem is not None:
                 raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
-            if len(self._connections) < self.num_processes and time.monotonic() > starts_until:
-                missing = [rank for rank in range(self.num_processes) if rank not in self._connections]
+            if len(self._here) < self.num_processes and time.monotonic() > starts_until:
+                missing = [rank for rank in range(self.num_processes) if rank not in self._here]
                 raise RendezvousError(f"worker processes did not start within {START_SECONDS:g} s: ranks {missing}.")
             event = self._next()
-            if isinstance(event, _Came):
-                self._connections[event.rank] = event.connection
-                self._tell(job, event.rank)
-            elif isinstance(event, _Wrote):
+            if isinstance(event, _Wrote):
                 self._show(event)
             elif isinstance(event, _Said):
                 message = event.message
-                if isinstance(message, Report):
+                if isinstance(message, Here):
+                    self._here.add(event.rank)
+                elif isinstance(message, Report):
                     heed(message.value)
-                    continue
-                answers[event.rank] = message
-                if not message.can_go_on:
+                else:
+                    answers[event.rank] = message
+                if isinstance(message, Answer) and not message.can_go_on:
                     deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
-            elif isinstance(event, Signal):
+            elif isinstance(event, Signal) and event.number in self._signals:  # else it was an earlier call's
                 heard += 1
                 self._take_signal(event, goes_on=heard == 1 and hear(event.number))
             elif isinstance(event, RankExit):
@@ -222,11 +217,10 @@ class Pool:
         except queue.Empty:
             return None
 
-    def _tell(self, message: Job | Done | Signal, rank: int | None = None) -> None:
-        for each, connection in self._connections.items():
-            if rank in (None, each):
-                with contextlib.suppress(OSError):  # its end is on the way to us, too
-                    connection.send(message)
+    def _tell(self, message: Job | Done | Signal) -> None:
+        for channel in self._channels:
+            with contextlib.suppress(OSError):  # its end is on the way to us, too
+                channel.send(message)
 
     def _show(self, wrote: _Wrote) -> None:
         """Writes on what workers have written, without the name of rank 0: as if this process had written it."""
@@ -237,8 +231,11 @@ class Pool:
                 self._marks += 1
                 text = text.removesuffix(self._mark)
                 text = b"" if re.fullmatch(rb"(\[rank \d+\] )?", text) else text + b"\n"
-            stream.write(text.decode(errors="replace"))
-        stream.flush()
+            if stream is not None:
+                encoding = stream.encoding or "utf-8"
+                stream.write(text.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+        if stream is not None:
+            stream.flush()
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
@@ -260,50 +257,39 @@ class Pool:
         finally:
             for number, handler in heard.items():
                 signal.signal(number, handler)
-            if signal.SIGTERM in self._signals:  # it came too late for a job, and is meant for us all the same
-                signal.raise_signal(signal.SIGTERM)
+            late = list(self._signals)
+            self._signals.clear()
+            for each in late:  # too late for a job: as if it came now
+                signal.raise_signal(each)
 
     def _supervise(self) -> None:
         try:
             self._supervisor.run()
         except OSError as error:
             self._problem = error
+        finally:
+            for end in self._ends:  # whoever listens hears that nobody is there
+                end.close()
 
     def _note_exit(self, ended: RankExit) -> Reaction:
         self._has_ended = True
         self._events.put(ended)
         return Reaction.STOP_ALL
 
-    def _let_in(self) -> None:
-        """Lets all workers in; in a thread, as is what listens to each."""
-        with contextlib.closing(self._door):
-            here = 0
-            while here < self.num_processes and not self._leaving:
-                try:
-                    connection = self._door.accept()
-                    rank = int(connection.recv())
-                except Exception:  # nobody, or one that has ended since
-                    continue
-                here += 1
-                threading.Thread(
-                    target=self._listen, args=(rank, connection), name=f"worker {rank}", daemon=True
-                ).start()
-
-    def _listen(self, rank: int, connection: Connection[Any, Any]) -> None:
-        self._events.put(_Came(rank, connection))
-        with connection, contextlib.suppress(EOFError, OSError):
+    def _listen(self, rank: int, channel: Channel) -> None:
+        with channel, contextlib.suppress(EOFError, OSError):
             while True:
-                self._events.put(_Said(rank, connection.recv()))
+                self._events.put(_Said(rank, channel.recv()))
 
 
-def _specs(num_processes: int, variables: Mapping[str, str], address: str, key: bytes) -> list[RankSpec]:
+def _specs(ends: Sequence[Channel], variables: Mapping[str, str]) -> list[RankSpec]:
     shared = {**variables, "CYXTRAIN_SECRET": variables.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
-    port, specs = str(find_free_port()), []
-    for rank in range(num_processes):
-        channel = {"address": address, "key": key.hex(), "rank": rank, "path": sys.path}
-        own = {**launch_environment(shared, rank, num_processes, port), environment.WORKER_CHANNEL: json.dumps(channel)}
-        words = (sys.executable, "-c", _START, NAME, f"{rank} of {num_processes}")
-        specs.append(RankSpec(f"rank {rank}", words, own))
+    port, specs, path = str(find_free_port()), [], [place for place in sys.path if isinstance(place, str)]
+    for rank, end in enumerate(ends):
+        told = json.dumps({"channel": end.fileno(), "path": path})
+        own = {**launch_environment(shared, rank, len(ends), port), environment.WORKER_CHANNEL: told}
+        words = (sys.executable, "-c", _START, NAME, f"{rank} of {len(ends)}")
+        specs.append(RankSpec(f"rank {rank}", words, own, inherits=(end.fileno(),)))
     return specs
 
 

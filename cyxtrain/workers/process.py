@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
 from cyxtrain.workers.output import Terminal, read_output
@@ -36,6 +38,8 @@ class RankSpec:
     """All of its environment; nothing is inherited."""
     shares_terminal: bool = False
     """Give it our own stdin, stdout and stderr: no labels, no last words, and progress bars work."""
+    inherits: tuple[int, ...] = ()
+    """File descriptors (handles on Windows) that it is given, under the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,12 @@ class RankProcess:
 def _spawn(spec: RankSpec) -> subprocess.Popen[bytes]:
     """Starts the process; without our terminal, its stdin is empty and its output comes through pipes."""
     pipe = None if spec.shares_terminal else subprocess.PIPE
+    inherited: dict[str, Any] = {"pass_fds": spec.inherits}
+    if sys.platform == "win32":
+        handles = list(spec.inherits)
+        for handle in handles:
+            os.set_handle_inheritable(handle, True)
+        inherited = {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": handles})} if handles else {}
     return subprocess.Popen(
         spec.command,
         env=dict(spec.environment),
@@ -169,4 +179,5 @@ def _spawn(spec: RankSpec) -> subprocess.Popen[bytes]:
         bufsize=0,
         start_new_session=sys.platform != "win32",
         creationflags=_CREATION_FLAGS,
+        **inherited,
     )

@@ -2,61 +2,71 @@
 
 Where something is sent, classes and functions of a notebook go along as they are (cloudpickle), and what the arrays
 hold is written once, into a file without a name; each receiver maps it. Memory maps go by the name of their file. Parts
-that both sides have already, such as a trainer's model, go by name and stay what they are.
+that both sides have already, such as a trainer's model, go by name and stay what they are; so do, on the way back, the
+classes and functions that had been sent.
 
 Loading runs whatever the sender wants: only what `pool.py` and `worker.py` send each other is loaded here, over a
-channel on which both have proved who they are.
+connection that nobody else has.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import mmap
 import os
 import pickle
+import secrets
 import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
+from cloudpickle import cloudpickle
 from torch.utils.serialization import config as serialization
+
+from cyxtrain.workers import remaking
 
 _SHARED_BYTES = 4096
 """Smaller arrays go with the rest."""
 _KINDS = "biufc"
 """Of NumPy's dtypes: those that PyTorch has."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
+_TAG = "_cyxtrain_tag"
+"""Attribute by which a function is known when it comes back."""
+_here = secrets.token_hex(4)
+_tags = itertools.count()
+_functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
 
 
 class SharedFile:
     """A file in memory that other processes of this user open by its path, until it is closed.
 
     On Linux it has no name, so that nothing is left of it however its processes end, and a container's small /dev/shm
-    does not limit it; elsewhere it is a temporary file.
+    does not limit it; elsewhere it is a temporary file. It is pickled as its path.
 
     Attributes:
         path: Where others open it.
     """
 
     def __init__(self) -> None:
-        self._is_closed = False
+        self._is_closed = True
         if sys.platform == "linux":
             self._file = os.memfd_create("cyxtrain", os.MFD_CLOEXEC)
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         else:
             self._file, self.path = tempfile.mkstemp(prefix="cyxtrain-")
+        self._is_closed = False
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.path,)  # what others are given of it
+        return str, (self.path,)
 
     def __del__(self) -> None:
         self.close()
@@ -72,7 +82,35 @@ class SharedFile:
                 os.unlink(self.path)
 
 
-def write(value: Any, file: SharedFile, known: Mapping[str, Any], *, is_data: bool = False) -> None:
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what another process shall have."""
+
+    names: Mapping[int, str] = {}
+    """What the receiver has already: names by id."""
+    is_data = False
+    """Whether tensors are rows: then a view of a large one goes without what it does not show."""
+    returns = False
+    """Whether this goes back to who has sent the classes and functions that are here."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Says how an object is to be made anew."""
+        if id(obj) in self.names:
+            return _known_part, (self.names[id(obj)],)
+        if isinstance(obj, np.ndarray):
+            return _reduced_array(obj) or super().reducer_override(obj)
+        if isinstance(obj, type) and self.returns and (key := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)):
+            return _class_of, (key,)
+        if type(obj) is types.FunctionType and not cloudpickle._should_pickle_by_reference(obj):
+            tag = _tag_of(obj) if self.returns else _tagged(obj)
+            return (_function_of, (tag,)) if self.returns and tag else super().reducer_override(obj)
+        if self.is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
+            return remaking.same, (obj.detach().clone(),)
+        return remaking.reduced(obj) or super().reducer_override(obj)
+
+
+def write(
+    value: Any, file: SharedFile, known: Mapping[str, Any], *, is_data: bool = False, returns: bool = False
+) -> None:
     """Writes an object and all that it holds.
 
     Cost: the bytes of its arrays once, but for memory maps.
@@ -81,30 +119,17 @@ def write(value: Any, file: SharedFile, known: Mapping[str, Any], *, is_data: bo
         value: Anything.
         file: Empty.
         known: What the receiver has already, by name.
-        is_data: Whether tensors are rows: then a view of a large one goes without what it does not show.
+        is_data: As in `Pickler`.
+        returns: As in `Pickler`.
 
     Raises:
         Exception: It holds what cannot be sent, such as an open file.
     """
-    names = {id(part): name for name, part in known.items()}
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            """Says how an object is to be made anew; NotImplemented: as always."""
-            if id(obj) in names:
-                return _known_part, (names[id(obj)],)
-            if isinstance(obj, np.ndarray):
-                return _reduced_array(obj) or super().reducer_override(obj)
-            if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
-                return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
-            if is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
-                return _same, (obj.detach().clone(),)
-            return super().reducer_override(obj)
-
+    pickler = type("Pickler", (Pickler,), {"names": _by_id(known), "is_data": is_data, "returns": returns})
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arrays that are not to be written to
-        torch.save(value, file.path, pickle_module=_module(Pickler), pickle_protocol=5)
+        torch.save(value, file.path, pickle_module=_module(pickler), pickle_protocol=5)
 
 
 def read(path: str, known: Mapping[str, Any], *, mapped: bool) -> Any:
@@ -116,30 +141,47 @@ def read(path: str, known: Mapping[str, Any], *, mapped: bool) -> Any:
         mapped: Whether arrays stay in the memory of the file; what is written to them is this process's own. Else
             they are copies.
     """
-    token = _known.set(known)
-    try:
+    with _knowing(known):
         return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
-    finally:
-        _known.reset(token)
 
 
-def as_bytes(value: Any) -> bytes:
-    """Returns something small, such as an exception, pickled with its class.
+def returning(known: Mapping[str, Any]) -> type[Pickler]:
+    """Returns what pickles for who has sent what this process has; it may be used many times."""
+    return type("Pickler", (Pickler,), {"names": _by_id(known), "returns": True})
+
+
+def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
+    """Returns something small, such as an exception.
 
     Raises:
         Exception: As `write`.
     """
-    found: bytes = cloudpickle.dumps(value)
-    return found
+    target = io.BytesIO()
+    pickler(target, protocol=5).dump(value)
+    return target.getvalue()
 
 
-def from_bytes(data: bytes) -> Any:
+def from_bytes(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
     """Returns what `as_bytes` was given.
 
     Raises:
         Exception: It cannot be made anew from what it has said of itself.
     """
-    return pickle.loads(data)
+    with _knowing(known or {}):
+        return pickle.loads(data)
+
+
+def _by_id(known: Mapping[str, Any]) -> dict[int, str]:
+    return {id(part): name for name, part in known.items()}
+
+
+@contextlib.contextmanager
+def _knowing(known: Mapping[str, Any]) -> Iterator[None]:
+    token = _known.set(known)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def _module(pickler: type) -> Any:
@@ -151,20 +193,30 @@ def _known_part(name: str) -> Any:
     return _known.get()[name]
 
 
-def _bare(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _tagged(function: types.FunctionType) -> str:
+    """Gives a function a tag by which it will be known."""
+    tag = _tag_of(function)
+    if not tag or _functions.get(tag) is not function:
+        code = function.__code__
+        tag = f"{_here} {next(_tags)} {code.co_name} {code.co_firstlineno}"
+        vars(function)[_TAG] = tag
+        _functions[tag] = function
+    return tag
 
 
-def _fill_parametrized(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Makes a module one whose parameters are calculated, as spectral norm does; PyTorch refuses to pickle those."""
-    vars(module).update(attributes)
-    parametrize._inject_new_class(module)
-    for name in attributes["_modules"]["parametrizations"]:
-        parametrize._inject_property(module, name)
+def _tag_of(function: types.FunctionType) -> str:
+    """Returns the tag of a function, "" where it has none: a wrapper has that of what it wraps, which is another."""
+    tag, code = str(vars(function).get(_TAG, "")), function.__code__
+    return tag if tag.endswith(f" {code.co_name} {code.co_firstlineno}") else ""
 
 
-def _same(value: Any) -> Any:
-    return value
+def _function_of(tag: str) -> types.FunctionType:
+    return _functions[tag]
+
+
+def _class_of(key: str) -> type:
+    found: type = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[key]
+    return found
 
 
 def _reduced_array(array: np.ndarray[Any, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
@@ -191,15 +243,27 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
         root = mapping if isinstance(mapping, np.memmap) else root
         mapping = mapping.base
     name, private = root.filename, root.mode == "c"
-    if not isinstance(mapping, mmap.mmap) or name is None or private or not Path(name).is_file():
-        return None
-    if min(array.strides, default=0) < 0 or array.dtype.hasobject or array.size == 0:
+    if not isinstance(mapping, mmap.mmap) or name is None or private or array.dtype.hasobject or array.size == 0:
         return None
     begins = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+    if min(array.strides, default=0) < 0 or not _is_still(str(name), begins):
+        return None
     skipped = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY
     offset = skipped + array.__array_interface__["data"][0] - begins
     extent = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    return str(Path(name).resolve()), offset, extent, array.shape, array.strides, array.dtype
+    return os.path.realpath(name), offset, extent, array.shape, array.strides, array.dtype
+
+
+def _is_still(name: str, address: int) -> bool:
+    """Returns whether a path leads to the file that is mapped at an address, and to no other one of its name."""
+    try:
+        inode = os.stat(name).st_ino
+        if sys.platform != "linux":
+            return True
+        with open("/proc/self/maps") as maps:
+            return any(line.startswith(f"{address:x}-") and int(line.split()[4]) == inode for line in maps)
+    except OSError:
+        return False
 
 
 def _open_array(

@@ -91,7 +91,7 @@ class Supervisor:
         policy: Policy = stop_all_at_first_failure,
         orphan_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self._orphan_seconds = orphan_seconds
+        self._guard = Guard(orphan_seconds)
         self._specs = specs
         self._terminal = terminal
         self._policy = policy
@@ -107,6 +107,10 @@ class Supervisor:
         """Asks `run` to stop all ranks: by SIGINT for SIGINT, else by SIGTERM; the second request kills them."""
         self._events.put(_StopRequest(number))
 
+    def abandon(self) -> None:
+        """Lets a forked child of this process forget the ranks, which are its parent's."""
+        self._guard.abandon()
+
     def run(self) -> Outcome:
         """Starts all ranks, and returns when nothing of them is left.
 
@@ -114,7 +118,7 @@ class Supervisor:
             OSError: A command cannot be started; ranks that had started are stopped.
         """
         stopped_at = math.inf
-        with Guard(self._orphan_seconds) as guard:
+        with self._guard as guard:
             try:
                 for index, spec in enumerate(self._specs):
                     self._ranks.append(RankProcess(index, spec, self._terminal, guard, self._events.put))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
 import gc
 import json
@@ -15,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from cyxtrain import environment, runtime
-from cyxtrain.workers.channel import Answer, Client, Connection, Done, Job, Report, Signal
+from cyxtrain.workers.channel import Answer, Channel, Done, Here, Job, Report, Signal, open_end
 
 NAME = "cyxtrain worker"
 _PR_SET_NAME = 15
@@ -26,13 +27,13 @@ def main() -> None:
     """Joins the world of workers, and does what comes, until the other side is gone."""
     _call_myself(NAME)
     settings = json.loads(environment.take_worker_channel())
-    connection = Client(settings["address"], authkey=bytes.fromhex(settings["key"]))
-    connection.send(int(settings["rank"]))
+    connection = open_end(settings["channel"])
     jobs: queue.SimpleQueue[Job | Done] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, jobs), name="the notebook", daemon=True).start()
     # What is meant for a fit, it hears itself; what comes too late for it is nothing to anybody.
     signal.signal(signal.SIGINT, _ignore)
     runtime.init()
+    connection.send(Here())
     while True:
         try:
             message = jobs.get(timeout=_IDLE_SECONDS)
@@ -42,14 +43,16 @@ def main() -> None:
         _do(message, connection)
 
 
-def _do(message: Job | Done, connection: Connection[Any, Any]) -> None:
+def _do(message: Job | Done, connection: Channel) -> None:
     """Does a job, and keeps what the answer refers to until it has been taken in: by the next message."""
     if isinstance(message, Job):
         value, can_go_on = message.function(*message.arguments, lambda value: connection.send(Report(value)))
         _kept[:] = [value]
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            os.write(number, message.mark)
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # its user has closed it, or has none
+                stream.flush()
+            with contextlib.suppress(OSError):
+                os.write(number, message.mark)
         connection.send(Answer(value, can_go_on))
     else:
         _kept.clear()
@@ -58,7 +61,7 @@ def _do(message: Job | Done, connection: Connection[Any, Any]) -> None:
 _kept: list[Any] = []
 
 
-def _listen(connection: Connection[Any, Any], jobs: queue.SimpleQueue[Job | Done]) -> None:
+def _listen(connection: Channel, jobs: queue.SimpleQueue[Job | Done]) -> None:
     """Takes what the other side says; ends this process when that has ended, whatever goes on here."""
     try:
         while True:

@@ -91,7 +91,7 @@ def load_optimizer_state_by_name(
     new_groups = []
     for own, names in zip(current["param_groups"], name_groups, strict=True):
         saved = _hyper_parameters(matching[frozenset(names)])
-        _require_same_kind(optimizer, saved)
+        _require_same_kind(optimizer, own, saved)
         new_groups.append(
             {
                 **{name: _like(value, own.get(name)) for name, value in saved.items()},
@@ -101,6 +101,24 @@ def load_optimizer_state_by_name(
     indices = {name: index for index, name in _names_by_index(current["param_groups"], name_groups).items()}
     new_state = {indices[name]: dict(values) for name, values in state.items()}
     optimizer.load_state_dict({"state": new_state, "param_groups": new_groups})
+    _keep_types(optimizer, model, state)
+
+
+def _keep_types(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Gives state the types that it had, where PyTorch has made it the parameter's: NAdam's mu_product is float32.
+
+    Not where nothing had the parameter's type: then the model's is another than it was.
+    """
+    for name, parameter in plain_parameters(model):
+        saved = {key: value for key, value in state.get(name, {}).items() if isinstance(value, torch.Tensor)}
+        if all(value.dtype != parameter.dtype for value in saved.values()):
+            continue
+        for key, value in saved.items():
+            now = optimizer.state[parameter][key]
+            if key != "step" and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)
 
 
 def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
@@ -155,9 +173,9 @@ def _require_same_parameters(
         )
 
 
-def _require_same_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuses hyper-parameters of another optimizer: half of them would silently stay as they are."""
-    missing = sorted(set(optimizer.defaults) - set(saved) - set(_WAYS))
+    missing = sorted(set(_hyper_parameters(own)) - set(saved))
     if missing:
         raise CheckpointError(
             f"The checkpoint's optimizer has no {missing}, which {type(optimizer).__name__} needs: it was written with "

@@ -1,0 +1,243 @@
+"""What a call has changed in one process, done to the same objects in another.
+
+A trainer's parts have names that are the same on both sides: `parts_of`. One side notes what their attributes are
+before the call (`Marks`) and gathers afterwards what is another (`Changes`); the other puts it into its own objects, in
+place.
+
+Not a checkpoint: that keeps what a program needs to go on that builds everything anew. Here both sides are one program,
+whose objects hold more than a checkpoint can: attributes, buffers that are in no `state_dict`, numbers of any type.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from cyxtrain.errors import warn
+from cyxtrain.training.callbacks import Callback
+from cyxtrain.training.rates import parts_of as parts_of_schedule
+from cyxtrain.workers.sharing import as_bytes, from_bytes, returning
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers and children have names of their own; hooks stay."""
+_OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
+"""What is compared as it is, and sent as it is."""
+
+
+def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+    """Returns what both sides have, by name: whatever refers to it refers to the own one over there.
+
+    Args:
+        trainer: Whose.
+        callbacks: Of a call of `fit`, beside the trainer's own.
+    """
+    state, rates = trainer._state, trainer._state.rates
+    parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
+    schedules = [] if rates is None else parts_of_schedule(rates.scheduler)
+    parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
+    for what, module in _modules(trainer):
+        parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
+        parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
+        parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
+    everyone = enumerate([*trainer.callbacks, *callbacks])
+    parts |= {f"callback {number} ({type(each).__name__})": each for number, each in everyone}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
+    loss = [("loss", trainer.loss_fn)] if isinstance(trainer.loss_fn, nn.Module) else []
+    return [*loss, ("model", trainer.model)]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """An attribute, pickled by itself: where one cannot be made anew, the others can."""
+
+    data: bytes
+
+
+@dataclass
+class Changes:
+    """What has become of a trainer's parts.
+
+    Attributes:
+        tensors: Parameters and buffers by name, with whether they are trained.
+        optimizer: Its state by parameter, and its groups.
+        attributes: Those that are others than before, by part and name.
+        removed: (part, name) of those that are not there any more.
+        lost: (part, name, why) of those that cannot be sent.
+    """
+
+    tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+    optimizer: tuple[Any, Any] | None = None
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+class Marks:
+    """What the attributes of a trainer's parts are, as far as is needed to see that they have become others.
+
+    Args:
+        trainer: Whose.
+        callbacks: As `parts_of`.
+    """
+
+    def __init__(self, trainer: DistributedTrainer, callbacks: Sequence[Callback]) -> None:
+        self._trainer = trainer
+        self._parts = parts_of(trainer, callbacks)
+        self._pickler = returning(self._parts)
+        self._known = {id(part) for part in self._parts.values()}
+        self._before = {(part, name): self._mark(value)[0] for part, name, value in _attributes(self._parts)}
+
+    def changes(self) -> tuple[Changes, dict[str, Any]]:
+        """Returns what is another than it was, and the parts that it may refer to."""
+        found, now = Changes(), set()
+        for what, module in _modules(self._trainer):
+            for name, parameter in module.named_parameters():
+                found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
+            for name, buffer in module.named_buffers():
+                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False  # not itself: it would go by its name
+        optimizer = self._trainer.optimizer
+        found.optimizer = dict(optimizer.state), optimizer.param_groups
+        for part, name, value in _attributes(self._parts):
+            now.add((part, name))
+            mark, sent = self._mark(value)
+            if (part, name) in self._before and _same(self._before[part, name], mark):
+                continue
+            try:
+                if isinstance(sent, _Packed):
+                    from_bytes(sent.data, self._parts)
+                elif isinstance(sent, Exception):
+                    raise sent
+                found.attributes.setdefault(part, {})[name] = sent
+            except Exception as error:
+                found.lost.append((part, name, f"{type(error).__name__}: {error}"))
+        found.removed = [each for each in self._before if each not in now]
+        return found, self._parts
+
+    def _mark(self, value: Any) -> tuple[Any, Any]:
+        """Returns (what tells a value from another one, what is sent of it)."""
+        plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
+        if plain or id(value) in self._known:
+            return value, value
+        array = value.detach() if type(value) is Tensor and value.device.type == "cpu" else value
+        if isinstance(array, (np.ndarray, Tensor)) and _is_in_one_piece(array):
+            numbers = array.reshape(-1).view(torch.uint8).numpy() if isinstance(array, Tensor) else array
+            return (type(value), array.shape, array.dtype, xxhash.xxh3_128_digest(numbers.data)), value
+        try:
+            data = as_bytes(value, self._pickler)
+        except Exception as error:
+            return ("cannot be sent", id(value)), error
+        return xxhash.xxh3_128_digest(data), _Packed(data)
+
+
+def _is_in_one_piece(array: Any) -> bool:
+    if isinstance(array, Tensor):
+        return array.layout is torch.strided and array.is_contiguous() and array.numel() > 0 and not array.is_conj()
+    return type(array) is np.ndarray and array.flags.c_contiguous and not array.dtype.hasobject and array.size > 0
+
+
+def _same(before: Any, now: Any) -> bool:
+    return before is now or (type(before) is type(now) and type(now) in (*_PLAIN, tuple) and bool(before == now))
+
+
+def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Gives (part, name, value) of all that may be mirrored."""
+    for part, owner in parts.items():
+        hidden: frozenset[str] = frozenset()
+        if isinstance(owner, Tensor):
+            continue
+        if isinstance(owner, nn.Module):
+            hidden = _OF_MODULES
+        elif part == "trainer":
+            hidden = _OF_TRAINERS
+        elif part == "the optimizer":
+            hidden = _OF_OPTIMIZERS
+        for name, value in list(vars(owner).items()):
+            if name not in hidden:
+                yield part, name, value
+
+
+def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
+    """Does to a trainer's parts what was done to those of another process.
+
+    Args:
+        changes: Of its parts.
+        trainer: Whose.
+        parts: As `parts_of`.
+    """
+    modules = dict(_modules(trainer))
+    with torch.no_grad():
+        for name, (tensor, is_trained) in changes.tensors.items():
+            _take_in_tensor(modules, name, tensor, is_trained)
+    if changes.optimizer is not None:
+        state, groups = changes.optimizer
+        trainer.optimizer.state.update(_in_place(dict(trainer.optimizer.state), state))
+        for group, new in zip(trainer.optimizer.param_groups, groups, strict=False):
+            _in_place(group, new)
+        trainer.optimizer.param_groups.extend(groups[len(trainer.optimizer.param_groups) :])
+    for part, attributes in changes.attributes.items():
+        for name, sent in attributes.items():
+            try:
+                value = from_bytes(sent.data, parts) if isinstance(sent, _Packed) else sent
+            except Exception as error:
+                changes.lost.append((part, name, f"{type(error).__name__}: {error}"))
+                continue
+            own = vars(parts[part])
+            own[name] = _in_place(own[name], value) if name in own else value
+    for part, name in changes.removed:
+        vars(parts[part]).pop(name, None)
+    for part, name, why in changes.lost:
+        warn(f"{part} has another .{name} where it was trained, which cannot be sent back: {why}.")
+
+
+def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:
+    what, kind, path = name.split(" ", 2)
+    place, _, last = path.rpartition(".")
+    module = modules[what].get_submodule(place)
+    own = (module._parameters if kind == "parameter" else module._buffers).get(last)
+    if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+        new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
+        if kind == "parameter":
+            module._parameters[last] = nn.Parameter(new, is_trained)
+        else:
+            module._buffers[last] = new
+        return
+    own.copy_(tensor)
+    if kind == "parameter":
+        own.requires_grad_(is_trained)
+
+
+def _in_place(own: Any, new: Any) -> Any:
+    """Returns a value, in the object that was there before where that can take it: others may refer to it."""
+    if type(own) is not type(new) or own is new:
+        return new
+    if isinstance(own, dict):
+        values = {key: _in_place(own[key], value) if key in own else value for key, value in new.items()}
+        own.clear()
+        own.update(values)
+    elif isinstance(own, list):
+        own[:] = [*map(_in_place, own, new), *new[len(own) :]]
+    elif isinstance(own, set):
+        own.clear()
+        own.update(new)
+    elif type(own) is Tensor and own.shape == new.shape and own.dtype == new.dtype and not own.requires_grad:
+        own.copy_(new)
+    elif type(own) is np.ndarray and own.shape == new.shape and own.dtype == new.dtype and own.flags.writeable:
+        own[...] = new
+    else:
+        return new
+    return own

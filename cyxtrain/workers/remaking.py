@@ -1,0 +1,57 @@
+"""How PyTorch's objects are made anew in another process, where their own pickles leave something out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+_WRAPPED = "step"
+"""Attribute of an optimizer that a schedule puts there; `Rates` does so again."""
+
+
+def reduced(obj: Any) -> tuple[Any, ...] | None:
+    """Returns how an object is to be made anew, as pickle wants to know it; None: as its own pickle says."""
+    if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+        return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
+    if isinstance(obj, torch.optim.Optimizer):
+        # Its own pickle has neither hooks nor what its user keeps in it.
+        return _bare, (type(obj),), {name: value for name, value in vars(obj).items() if name != _WRAPPED}
+    if isinstance(obj, Tensor) and obj.is_leaf and (obj._backward_hooks or obj._post_accumulate_grad_hooks):
+        hooks = list((obj._backward_hooks or {}).values()), list((obj._post_accumulate_grad_hooks or {}).values())
+        plain = obj.__reduce_ex__(5)
+        assert isinstance(plain, tuple)
+        return _with_hooks, (*plain[:2], *hooks)
+    return None
+
+
+def same(value: Any) -> Any:
+    """Returns a value as it is."""
+    return value
+
+
+def _bare(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _fill_parametrized(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Makes a module one whose parameters are calculated, as spectral norm does; PyTorch refuses to pickle those."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in attributes["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
+
+
+def _with_hooks(
+    remake: Callable[..., Tensor], arguments: tuple[Any, ...], hooks: Sequence[Any], after: Sequence[Any]
+) -> Tensor:
+    """Returns a tensor whose gradient its user's functions see; hooks are no part of PyTorch's pickle."""
+    tensor = remake(*arguments)
+    for hook in hooks:
+        tensor.register_hook(hook)
+    for hook in after:
+        tensor.register_post_accumulate_grad_hook(hook)
+    return tensor
