@@ -20,7 +20,7 @@ import leaks
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, fingerprint, make_model, make_rows, run_world
+from fitting import CLASSES, FEATURES, fingerprint, make_model, make_rows, one_process, run_world
 from launching import SECONDS, runs, wait_until
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
@@ -359,6 +359,20 @@ class Requiring(cx.callbacks.Callback):
 # --- workers stay -----------------------------------------------------------------------------------------------------
 
 
+def test_a_fit_that_is_not_told_of_processes_has_none():
+    trainer = trainer_of()
+    with one_process():
+        trainer.fit(X, Y, epochs=1, verbose=False)
+    assert trainer.history.world_size == 1
+
+
+def test_more_processes_than_cores_are_warned_of(monkeypatch):
+    monkeypatch.setattr(by_workers, "count_usable_cores", lambda: 1)
+    cx.finalize()
+    with pytest.warns(UserWarning, match="num_processes=2, and this process may use 1 core"):
+        started()
+
+
 def test_calls_use_the_same_workers():
     before = started()
     trainer = trainer_of()
@@ -477,6 +491,30 @@ def test_an_error_of_a_worker_is_raised_as_itself():
     assert pids() == []
 
 
+class Failing(cx.callbacks.Callback):
+    def __init__(self, how: Callable[[], Any]) -> None:
+        self.how = how
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2 and cx.get_rank() == 1:
+            self.how()
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_what_was_trained_until_an_error_is_kept(how):
+    def fail() -> None:
+        if how == "raises":
+            raise ZeroDivisionError("a typo")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    whole, trainer = trainer_of(), trainer_of()
+    whole.fit(X, Y, **SETTINGS)
+    with pytest.raises(ZeroDivisionError if how == "raises" else cx.PeerLostError):
+        trainer.fit(X, Y, callbacks=[Failing(fail)], **{**SETTINGS, "epochs": 4})
+    assert (trainer.epoch, len(trainer.history.train_losses)) == (2, 2)
+    assert fingerprint(trainer.model) == fingerprint(whole.model)
+
+
 def fail_oddly() -> None:
     raise OwnError(1, 2)
 
@@ -489,8 +527,11 @@ def test_an_error_with_a_constructor_of_its_own_is_raised_as_itself():
 
 def test_what_is_refused_is_refused_as_ever_and_workers_stay():
     before = started()
-    with pytest.raises(cx.ConfigError, match="X and y have different lengths: 50 and 10"):
+    with pytest.raises(cx.ConfigError, match="X and y have different lengths: 50 and 10") as caught:
         trainer_of().fit(X, Y[:10], **SETTINGS)
+    assert caught.value.__cause__ is None  # all is said
+    with pytest.raises(TypeError, match="verbose"):
+        trainer_of().evaluate(X, Y, verbose=0)
     with pytest.raises(cx.ConfigError, match="Did you mean 'epochs'"):
         trainer_of().fit(X, Y, epoch=3, num_processes=RANKS)
     with pytest.raises(cx.ConfigError, match="num_processes must be at least 1"):
@@ -504,7 +545,10 @@ def test_what_is_refused_is_refused_as_ever_and_workers_stay():
 def test_what_one_rank_refuses_is_its_own_error():
     with pytest.raises(cx.ConfigError, match=r"^the model cannot take X.*banana") as caught:
         trainer_of(Refusing()).fit(X, Y, **SETTINGS)
-    assert "on rank 1 of 2" in str(caught.value.__cause__)
+    told = str(caught.value.__cause__)
+    assert "on rank 1 of 2" in told
+    assert "cyxtrain/training/" not in told
+    assert "contextlib" not in told
 
 
 class Refusing(nn.Linear):

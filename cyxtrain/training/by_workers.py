@@ -7,6 +7,7 @@ fit(num_processes=4) -> is there no launcher? -> workers, kept from call to call
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -21,14 +22,14 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import ConfigError, DistributedTrainingError
+from cyxtrain.errors import ConfigError, DistributedTrainingError, counted, warn
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.mirroring import Changes, parts_of, take_in
 from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, Failed, Performed, Surroundings, perform
 from cyxtrain.workers.machine import count_usable_cores
-from cyxtrain.workers.pool import Pool
+from cyxtrain.workers.pool import Answers, Pool
 from cyxtrain.workers.sharing import SharedFile, from_bytes, read, write
 
 if TYPE_CHECKING:
@@ -45,22 +46,27 @@ def by_workers(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(trainer: DistributedTrainer, *arguments: Any, **keywords: Any) -> Any:
-        count = _num_workers(trainer, arguments, keywords)
+        __tracebackhide__ = True
+        count = _num_workers(trainer, method.__name__, arguments, keywords)
         if count < 2:
             return method(trainer, *arguments, **keywords)
+        inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
         with _one_at_a_time:
             return _Call(trainer, method.__name__, arguments, keywords).made_by(_workers.pool(count, trainer))
 
     return call  # type: ignore[return-value]
 
 
-def _num_workers(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
+def _num_workers(
+    trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> int:
     """Returns how many processes shall make a call; below 2: this one."""
     launched = environment.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
     if launched or trainer._fit is not None or keywords.get("distributed") is False:
         return 1
     given = [each for each in (*arguments, keywords.get("config")) if isinstance(each, DistributedTrainingConfig)]
-    asked = keywords.get("num_processes", (given or [trainer.config])[0].num_processes)
+    given = given or [DistributedTrainingConfig() if method == FIT else trainer.config]
+    asked = keywords.get("num_processes", given[0].num_processes)
     if asked == "auto":
         on_gpus = _is_on_gpu(trainer)
         return torch.cuda.device_count() if on_gpus else min(count_usable_cores(), _MOST_CORES)
@@ -101,16 +107,19 @@ class _Call:
 
     def made_by(self, pool: Pool) -> Any:
         """Lets workers make the call, and returns what it returns."""
+        __tracebackhide__ = True
+        can_go_on = True
         try:
             with pool.hearing_signals():
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
                     answers = pool.run(perform, (self._method, trainer.path, given.path), self._heed, self._hear)
+                can_go_on = answers.can_go_on
                 return self._take_in(answers, pool.num_processes)
         finally:
             if self._display is not None:
                 self._display.close()
-            if self._is_interrupted:
+            if self._is_interrupted or not can_go_on:
                 pool.close()
             elif pool.is_usable:
                 pool.forget_answers()
@@ -147,15 +156,18 @@ class _Call:
             sys.stderr.write("stopping after this step; interrupt again to stop at once\n")
         return hears
 
-    def _take_in(self, answers: dict[int, Performed], num_ranks: int) -> Any:
+    def _take_in(self, answers: Answers, num_ranks: int) -> Any:
         """Changes the trainer's objects to what they have become, and returns the value of the call or raises."""
-        failures = {rank: answer.failed for rank, answer in sorted(answers.items()) if answer.failed is not None}
+        __tracebackhide__ = True
+        ranks: dict[int, Performed] = answers.by_rank
         value = None
-        if 0 in answers and answers[0].result is not None:
+        if 0 in ranks and ranks[0].result is not None:
             parts = parts_of(self._trainer, self._callbacks)
-            value = read(answers[0].result, parts, mapped=os.name == "posix" and self._method != FIT)
+            value = read(ranks[0].result, parts, mapped=os.name == "posix" and self._method != FIT)
             if isinstance(value, Changes):
                 take_in(value, self._trainer, parts)
+        answers.check()
+        failures = {rank: answer.failed for rank, answer in sorted(ranks.items()) if answer.failed is not None}
         if failures:
             rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
             about = failures[rank].about
@@ -200,8 +212,9 @@ def _raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
         error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
     where = f"on rank {rank} of {num_ranks}"
     if sys.version_info >= (3, 11):
-        error.add_note(f"({where}, in a worker process; its traceback is above)")
-    error.__cause__ = WorkerTraceback(f"{where}:\n{_with_sources(failed.text)}")
+        error.add_note(f"({where}, in a worker process)")
+    if failed.text:
+        error.__cause__ = WorkerTraceback(f"{where}:\n{_with_sources(failed.text)}")
     return error
 
 
@@ -247,6 +260,9 @@ class _Workers:
                 runtime.before_leaving(self.end)
                 if sys.platform != "win32":
                     os.register_at_fork(after_in_child=_abandon_workers)
+            cores = count_usable_cores()
+            if count > cores and not _is_on_gpu(trainer):
+                warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
             self._pool = pool = Pool(count, variables)
             self._variables, self._sources = variables, {}
         self._sources |= sources

@@ -11,6 +11,7 @@ an error                         <-       any rank, as itself
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -57,7 +58,8 @@ _OF_OTHERS = (
     DistributedTrainingError,
 )
 """What a rank raises because of another one."""
-_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+"""What leads to the user's code, in a traceback."""
 _FLAGS = (
     (torch.backends.cudnn, "benchmark"),
     (torch.backends.cudnn, "deterministic"),
@@ -109,7 +111,7 @@ class Failed:
         error: (class, arguments, attributes) of the exception, pickled; None: they cannot be.
         name: Of its class.
         message: What it says.
-        text: Its traceback.
+        text: Its traceback, as far as it is of the user's code.
         is_own: Whether it came about here, not because of another rank.
         about: The rank that it says it is about, or None.
     """
@@ -130,17 +132,32 @@ class Failed:
                 pickled = pickled or as_bytes((type(error), error.args, attributes), returning({}))
             except Exception:
                 continue
-        text = "".join(traceback.format_exception(type(error), error, _from_users_code(error.__traceback__)))
         about = error.rank if isinstance(error, CyxtrainError) else None
-        return cls(pickled, type(error).__name__, str(error), text, not isinstance(error, _OF_OTHERS), about)
+        return cls(pickled, type(error).__name__, str(error), _told(error), not isinstance(error, _OF_OTHERS), about)
+
+
+def _told(error: BaseException) -> str:
+    """Returns the traceback of an error and of those that led to it, without what is not the user's code.
+
+    An error of ours that no code of the user's led to says all that there is to say.
+    """
+    links: list[str] = []
+    link: BaseException | None = error
+    while link is not None:
+        place = _from_users_code(link.__traceback__)
+        if place is not None:
+            links.append("".join(traceback.format_exception(type(link), link, place, chain=False)))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    if not links and not isinstance(error, CyxtrainError):
+        return "".join(traceback.format_exception(error))
+    return "\nwhich led to:\n".join(reversed(links))
 
 
 def _from_users_code(found: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this package and of PyTorch that lead to the user's code."""
-    left = found
-    while left is not None and left.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
-        left = left.tb_next
-    return left or found
+    """Returns a traceback from the first frame on that is not in this package or in PyTorch; None: all are."""
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        found = found.tb_next
+    return found
 
 
 @dataclass(frozen=True)
@@ -149,8 +166,8 @@ class Performed:
 
     Attributes:
         failed: Its error, or None.
-        result: File with the value of the call, or after a fit with the `Changes` of the trainer's parts; None but on
-            rank 0, where all ranks are still together.
+        result: File with the value of the call, or after a fit, however it ended, with the `Changes` of the trainer's
+            parts; None but on rank 0.
     """
 
     failed: Failed | None
@@ -177,19 +194,20 @@ def perform(method: str, trainer_path: str, call_path: str, report: Callable[[An
         is_master = runtime.is_master()
         marks = Marks(trainer, callbacks) if method == FIT and is_master else None
     except BaseException as error:
-        return _failed(error)
-    value, failed = None, None
+        _tell(error)
+        return Performed(Failed.of(error)), False
+    value, failed, can_go_on = None, None, True
     try:
         with displays_by(partial(_display, report)):
             # A subclass's own method has been called where the call was made.
             value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
     except BaseException as error:
-        if not is_on_all_ranks(error):
-            return _failed(error)
-        failed = Failed.of(error)
+        failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
+        if not can_go_on:
+            _tell(error)
     try:
-        return Performed(failed, _written(value, marks) if is_master else None), True
-    except Exception as error:  # the value of a call is made of tensors; this is an error of ours
+        return Performed(failed, _written(value, marks) if is_master else None), can_go_on
+    except Exception as error:  # what a call returns is made of tensors, and attributes have been tried: ours
         return Performed(failed or Failed.of(error)), False
 
 
@@ -206,11 +224,10 @@ def _written(value: Any, marks: Marks | None) -> SharedFile:
     return found
 
 
-def _failed(error: BaseException) -> tuple[Performed, bool]:
-    """Returns what becomes of an error of this rank's own, after the others have heard of it."""
+def _tell(error: BaseException) -> None:
+    """Lets the other ranks know of an error that this one has alone."""
     told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
     runtime.tell(told, in_training=True)
-    return Performed(Failed.of(error)), False
 
 
 class ReportingDisplay(LiveDisplay):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -55,6 +55,36 @@ class _Wrote:
 
 
 _Event = _Said | _Wrote | Signal | RankExit
+
+
+@dataclass
+class Answers:
+    """What has become of a job.
+
+    Attributes:
+        by_rank: What workers have answered.
+        ended: Those that have ended instead, the first one first.
+        can_go_on: Whether all can be given another job; else whoever has read the answers shall close the pool.
+    """
+
+    by_rank: dict[int, Any] = field(default_factory=dict)
+    ended: list[RankExit] = field(default_factory=list)
+    can_go_on: bool = True
+
+    def check(self) -> None:
+        """Refuses to go on where a worker has ended.
+
+        Raises:
+            PeerLostError: With the first one that has.
+        """
+        if not self.ended:
+            return
+        first = self.ended[0]
+        raise PeerLostError(
+            f"{first.label} has ended: its worker process, with {first.describe()}. What it wrote last is above; the "
+            "next call starts new workers.",
+            rank=first.index,
+        )
 
 
 class _Writer:
@@ -110,35 +140,31 @@ class Pool:
         arguments: tuple[Any, ...],
         heed: Callable[[Any], None],
         hear: Callable[[int], bool],
-    ) -> dict[int, Any]:
-        """Lets all workers call a function, and returns what they answer, by rank.
+    ) -> Answers:
+        """Lets all workers call a function, and returns what they answer.
 
         What workers write appears on our stdout and stderr, in this thread; that of other ranks than 0 with the rank.
 
         Args:
-            function: As in `Job`. Where a worker says that it cannot go on, all are ended, and some answers may be
-                missing.
+            function: As in `Job`.
             arguments: As in `Job`.
             heed: Is called with each report.
             hear: Is called when a signal has come, within `hearing_signals`; returns whether the workers shall hear of
                 it. If not, and at the second signal, they are ended, and the signal does what it does.
 
         Raises:
-            PeerLostError: A worker has ended.
             RendezvousError: They did not come within `START_SECONDS`.
             KeyboardInterrupt, SystemExit: A signal has ended the workers.
         """
         job, self._marks = Job(function, arguments, self._mark), 0
         try:
             self._tell(job)
-            answers = self._wait_for_answers(job, heed, hear)
+            answers = self._wait_for_answers(heed, hear)
             self._drain()
         except BaseException:
             self.close()
             raise
-        if len(answers) < self.num_processes or not all(answer.can_go_on for answer in answers.values()):
-            self.close()
-        return {rank: answer.value for rank, answer in answers.items()}
+        return answers
 
     def forget_answers(self) -> None:
         """Lets the workers forget what they have answered."""
@@ -159,37 +185,38 @@ class Pool:
             channel.close()
         self._supervisor.abandon()
 
-    def _wait_for_answers(
-        self, job: Job, heed: Callable[[Any], None], hear: Callable[[int], bool]
-    ) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
-        heard, deadline = 0, math.inf
-        starts_until = time.monotonic() + START_SECONDS
-        while len(answers) < self.num_processes and time.monotonic() < deadline:
-            if self._problem is not None:
-                raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
-            if len(self._here) < self.num_processes and time.monotonic() > starts_until:
-                missing = [rank for rank in range(self.num_processes) if rank not in self._here]
-                raise RendezvousError(f"worker processes did not start within {START_SECONDS:g} s: ranks {missing}.")
+    def _wait_for_answers(self, heed: Callable[[Any], None], hear: Callable[[int], bool]) -> Answers:
+        answers = Answers()
+        heard, deadline, starts_until = 0, math.inf, time.monotonic() + START_SECONDS
+        while len(answers.by_rank) + len(answers.ended) < self.num_processes and time.monotonic() < deadline:
+            self._check_start(starts_until)
             event = self._next()
             if isinstance(event, _Wrote):
                 self._show(event)
+            elif isinstance(event, _Said) and isinstance(event.message, Answer):
+                answers.by_rank[event.rank] = event.message.value
+                answers.can_go_on &= event.message.can_go_on
+            elif isinstance(event, _Said) and isinstance(event.message, Report):
+                heed(event.message.value)
             elif isinstance(event, _Said):
-                message = event.message
-                if isinstance(message, Here):
-                    self._here.add(event.rank)
-                elif isinstance(message, Report):
-                    heed(message.value)
-                else:
-                    answers[event.rank] = message
-                if isinstance(message, Answer) and not message.can_go_on:
-                    deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
+                self._here.add(event.rank)
             elif isinstance(event, Signal) and event.number in self._signals:  # else it was an earlier call's
                 heard += 1
                 self._take_signal(event, goes_on=heard == 1 and hear(event.number))
             elif isinstance(event, RankExit):
-                raise _lost(event)
+                answers.ended.append(event)
+                answers.can_go_on = False
+            if not answers.can_go_on:
+                deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
         return answers
+
+    def _check_start(self, until: float) -> None:
+        """Refuses to wait for workers that cannot come."""
+        if self._problem is not None:
+            raise RendezvousError(f"worker processes cannot be started: {self._problem}.") from self._problem
+        if len(self._here) < self.num_processes and time.monotonic() > until:
+            missing = [rank for rank in range(self.num_processes) if rank not in self._here]
+            raise RendezvousError(f"worker processes did not start within {START_SECONDS:g} s: ranks {missing}.")
 
     def _drain(self) -> None:
         """Shows what the workers have written until they answered."""
@@ -274,7 +301,7 @@ class Pool:
     def _note_exit(self, ended: RankExit) -> Reaction:
         self._has_ended = True
         self._events.put(ended)
-        return Reaction.STOP_ALL
+        return Reaction.KEEP_GOING  # the others say first what they know
 
     def _listen(self, rank: int, channel: Channel) -> None:
         with channel, contextlib.suppress(EOFError, OSError):
@@ -291,11 +318,3 @@ def _specs(ends: Sequence[Channel], variables: Mapping[str, str]) -> list[RankSp
         words = (sys.executable, "-c", _START, NAME, f"{rank} of {len(ends)}")
         specs.append(RankSpec(f"rank {rank}", words, own, inherits=(end.fileno(),)))
     return specs
-
-
-def _lost(ended: RankExit) -> PeerLostError:
-    return PeerLostError(
-        f"{ended.label} has ended: its worker process, with {ended.describe()}. What it wrote last is above; the next "
-        "call starts new workers.",
-        rank=ended.index,
-    )
