@@ -16,18 +16,19 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import ConfigError, DistributedTrainingError, counted, warn
+from cyxtrain.errors import ConfigError, DistributedTrainingError, counted, shortened, warn
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.mirroring import Changes, parts_of, take_in
-from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, Failed, Performed, Surroundings, perform
+from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, SHOW, Failed, Performed, Surroundings, perform
 from cyxtrain.workers.machine import count_usable_cores
 from cyxtrain.workers.pool import Answers, Pool
 from cyxtrain.workers.sharing import SharedFile, from_bytes, read, write
@@ -52,7 +53,7 @@ def by_workers(method: _Method) -> _Method:
             return method(trainer, *arguments, **keywords)
         inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
         with _one_at_a_time:
-            return _Call(trainer, method.__name__, arguments, keywords).made_by(_workers.pool(count, trainer))
+            return _Call(trainer, method.__name__, arguments, keywords).made_by(*_workers.pool(count, trainer))
 
     return call  # type: ignore[return-value]
 
@@ -101,19 +102,33 @@ class _Call:
         if method == FIT:
             self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
         self._display: Display | None = None
-        self._has_begun = self._is_interrupted = False
-        if method == FIT:
-            parse_fit(arguments, dict(keywords))  # what is wrong with it is better heard before anything starts
+        self._has_begun = self._is_interrupted = self._verbose = False
+        self._problem: BaseException | None = None
+        if method == FIT:  # what is wrong with it is better heard before anything starts
+            self._verbose = parse_fit(arguments, dict(keywords)).config.verbose
+        self._parts = parts_of(trainer, self._callbacks)
+        stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
+        self._staying = {name: self._parts[name] for name in stays}
+        for callback in self._staying.values():
+            callback.set_trainer(trainer)
 
-    def made_by(self, pool: Pool) -> Any:
-        """Lets workers make the call, and returns what it returns."""
+    def made_by(self, pool: Pool, why_new: str) -> Any:
+        """Lets workers make the call, and returns what it returns.
+
+        Args:
+            pool: They.
+            why_new: Why they are just starting; "": they are not.
+        """
         __tracebackhide__ = True
         can_go_on = True
         try:
             with pool.hearing_signals():
+                if why_new and self._verbose:
+                    self._show("header", ([("workers", why_new)],))
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
-                    answers = pool.run(perform, (self._method, trainer.path, given.path), self._heed, self._hear)
+                    call = (self._method, trainer.path, given.path, list(self._staying))
+                    answers = pool.run(perform, call, partial(self._heed, pool), self._hear)
                 can_go_on = answers.can_go_on
                 return self._take_in(answers, pool.num_processes)
         finally:
@@ -126,11 +141,11 @@ class _Call:
 
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
         call = (Surroundings.here(), self._arguments, self._keywords)
-        parts = parts_of(self._trainer)
-        stays = () if self._method == FIT else OF_FITS
+        idle = () if self._method == FIT else OF_FITS
+        stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
         try:
-            write(self._trainer, trainer, {name: part for name, part in parts.items() if name in stays})
-            write(call, given, parts, is_data=True)
+            write(self._trainer, trainer, stays)
+            write(call, given, parts_of(self._trainer) | stays, is_data=True)
         except Exception as error:
             what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
             raise ConfigError(
@@ -139,12 +154,21 @@ class _Call:
                 "is given in its place. Or leave num_processes out."
             ) from error
 
-    def _heed(self, report: tuple[Any, ...]) -> None:
-        """Shows what the workers show."""
+    def _heed(self, pool: Pool, report: tuple[Any, ...]) -> None:
+        """Shows what the workers show, and calls the callbacks that have stayed."""
         if report[0] == BEGUN:
             self._has_begun = True
-            return
-        _, method, arguments = report
+        elif report[0] == SHOW:
+            self._show(*report[1:])
+        elif self._problem is None:
+            _, name, hook, arguments = report
+            try:
+                getattr(self._staying[name], hook)(*arguments)
+            except BaseException as error:  # the fit stops at a step, so that its work is not lost
+                self._problem = error
+                pool.interrupt()
+
+    def _show(self, method: str, arguments: Any) -> None:
         self._display = self._display or make_display(True)
         getattr(self._display, method)(*arguments)
 
@@ -162,10 +186,11 @@ class _Call:
         ranks: dict[int, Performed] = answers.by_rank
         value = None
         if 0 in ranks and ranks[0].result is not None:
-            parts = parts_of(self._trainer, self._callbacks)
-            value = read(ranks[0].result, parts, mapped=os.name == "posix" and self._method != FIT)
+            value = read(ranks[0].result, self._parts, mapped=os.name == "posix" and self._method != FIT)
             if isinstance(value, Changes):
-                take_in(value, self._trainer, parts)
+                take_in(value, self._trainer, self._parts)
+        if self._problem is not None:
+            raise self._problem
         answers.check()
         failures = {rank: answer.failed for rank, answer in sorted(ranks.items()) if answer.failed is not None}
         if failures:
@@ -246,14 +271,13 @@ class _Workers:
         self._sources: dict[str, int] = {}
         self._is_heard = False
 
-    def pool(self, count: int, trainer: DistributedTrainer) -> Pool:
-        """Returns workers that are as if they had been started just now; the ones that are there, where they are so."""
+    def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
+        """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
         variables, sources = environment.to_pass_on(), _own_sources()
         if _is_on_gpu(trainer):
             variables.setdefault("DISTRIBUTED_BACKEND", "nccl")
-        edited = any(sources.get(name, time) != time for name, time in self._sources.items())
-        pool, same = self._pool, variables == self._variables and not edited
-        if pool is None or not pool.is_usable or pool.num_processes != count or not same:
+        pool, why = self._pool, self._why_others(count, variables, sources)
+        if pool is None or why:
             self.end()
             if not self._is_heard:
                 self._is_heard = True
@@ -265,8 +289,24 @@ class _Workers:
                 warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
             self._pool = pool = Pool(count, variables)
             self._variables, self._sources = variables, {}
+            why = f"{count} processes are starting{why}; they stay for the next calls"
         self._sources |= sources
-        return pool
+        return pool, why
+
+    def _why_others(self, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
+        """Returns why the workers that are there cannot be used; "": they can, or there are none."""
+        pool = self._pool
+        if pool is None:
+            return ""
+        changed = [name for name, _ in sorted(variables.items() ^ self._variables.items())]
+        edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
+        if not pool.is_usable:
+            return ", because the earlier ones have ended"
+        if pool.num_processes != count:
+            return f", because there were {pool.num_processes}"
+        if edited:
+            return f", because {shortened(edited)} was edited: reload it here, too (importlib.reload)"
+        return f", because the environment has another {shortened(dict.fromkeys(changed))}" if changed else ""
 
     def end(self) -> None:
         """Ends them, where there are any."""

@@ -51,6 +51,10 @@ class Callback:
     belongs_on_all_ranks = False
     """Whether every rank must have one, because it changes the model or makes a call of all ranks: else it is refused
     before anything starts."""
+    stays_in_notebook = False
+    """Whether it stays where `fit` was called while worker processes train (`num_processes`), to draw or to ask: there
+    it is told of training, epochs and validation as rank 0 is, not of batches, and the weights come at the end. Without
+    workers it is called as any other."""
     ends_on_nonfinite = False
     """Whether a loss or a gradient that is not finite ends the fit in good order, instead of raising."""
 

@@ -51,8 +51,7 @@ def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) ->
         parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
         parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
         parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
-    everyone = enumerate([*trainer.callbacks, *callbacks])
-    parts |= {f"callback {number} ({type(each).__name__})": each for number, each in everyone}
+    parts |= {f"callback {number}": each for number, each in enumerate([*trainer.callbacks, *callbacks])}
     return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -201,7 +200,8 @@ def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, A
     for part, name in changes.removed:
         vars(parts[part]).pop(name, None)
     for part, name, why in changes.lost:
-        warn(f"{part} has another .{name} where it was trained, which cannot be sent back: {why}.")
+        what = f"{part} ({type(parts[part]).__name__})"
+        warn(f"{what} has another .{name} where it was trained, which cannot be sent back: {why}.")
 
 
 def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:

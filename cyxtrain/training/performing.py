@@ -35,7 +35,7 @@ from cyxtrain.errors import (
     PeerSilentError,
     is_on_all_ranks,
 )
-from cyxtrain.training.callbacks import checked_callbacks
+from cyxtrain.training.callbacks import Callback, Logs, checked_callbacks
 from cyxtrain.training.display import Display, LiveDisplay, displays_by
 from cyxtrain.training.mirroring import Marks, parts_of
 from cyxtrain.workers.sharing import SharedFile, as_bytes, read, returning, write
@@ -50,6 +50,8 @@ BEGUN = "begun"
 """A report: from here on a fit hears signals, and stops at a step."""
 SHOW = "show"
 """A report: a method of a display, and its arguments."""
+TELL = "tell"
+"""A report: a callback that has stayed, its hook, and the hook's arguments."""
 _OF_OTHERS = (
     PeerLostError,
     PeerSilentError,
@@ -174,24 +176,74 @@ class Performed:
     result: Any = None
 
 
-def perform(method: str, trainer_path: str, call_path: str, report: Callable[[Any], None]) -> tuple[Performed, bool]:
+class Relay(Callback):
+    """Stands in a worker for a callback that has stayed where `fit` was called, and tells it what it is told.
+
+    Args:
+        name: Of the callback, among the trainer's parts.
+        report: Takes what is told; None on other ranks than 0, which say nothing.
+    """
+
+    def __init__(self, name: str, report: Callable[[Any], None] | None) -> None:
+        self._name = name
+        self._report = report
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        if self._report is not None:
+            self._report((TELL, self._name, hook, arguments))
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Tells it."""
+        super().set_params(params)
+        self._tell("set_params", params)
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_train_begin", logs)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_train_end", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_epoch_end", epoch, logs)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_test_begin", logs)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Tells it."""
+        self._tell("on_test_end", logs)
+
+
+def perform(
+    method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
+) -> tuple[Performed, bool]:
     """Makes a call of a trainer's on this rank.
 
     Args:
         method: Its name.
         trainer_path: File with the trainer.
         call_path: File with (surroundings, arguments, named arguments).
+        staying: Names of callbacks that have stayed where the call is made.
         report: Takes what the notebook shall know meanwhile.
 
     Returns:
         What has become of it, and whether this rank can go on.
     """
     try:
-        trainer: DistributedTrainer = read(trainer_path, dict.fromkeys(OF_FITS), mapped=False)
-        surroundings, arguments, keywords = read(call_path, parts_of(trainer), mapped=True)
+        is_master = runtime.is_master()
+        relays = {name: Relay(name, report if is_master else None) for name in staying}
+        trainer: DistributedTrainer = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False)
+        surroundings, arguments, keywords = read(call_path, {**parts_of(trainer), **relays}, mapped=True)
         surroundings.enter()
         callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
-        is_master = runtime.is_master()
         marks = Marks(trainer, callbacks) if method == FIT and is_master else None
     except BaseException as error:
         _tell(error)

@@ -166,6 +166,10 @@ class Pool:
             raise
         return answers
 
+    def interrupt(self) -> None:
+        """Lets workers take it for Ctrl-C."""
+        self._tell(Signal(signal.SIGINT))
+
     def forget_answers(self) -> None:
         """Lets the workers forget what they have answered."""
         self._tell(Done())
