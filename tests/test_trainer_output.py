@@ -18,6 +18,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
+from cyxtrain.training.bars import CellDisplay, CellText
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -231,3 +232,32 @@ def test_a_folder_for_checkpoints_that_nobody_asks_for_is_said(settings, said, c
     with one_process():
         cx.DistributedTrainer(make_model(), "cross_entropy").fit(*make_rows(8), epochs=1, **settings)
     assert ("checkpoint_every_n_epochs is not" in capsys.readouterr().out) == said
+
+
+class Handle:
+    """What IPython's display() gives: it keeps every state of one output."""
+
+    def __init__(self) -> None:
+        self.states: list[CellText] = []
+
+    def update(self, shown: CellText) -> None:
+        self.states.append(shown)
+
+
+def test_a_notebooks_cell_has_one_output_that_is_rewritten():
+    handle = Handle()
+    display = CellDisplay(handle)
+    display.header([("world", "2 ranks")])
+    display.begin_epoch(1, 2, 10)
+    display.draw(5, "loss 0.5")
+    display.line("batch 5/10  a < b")
+    display.end_epoch("loss 0.4")
+    display.begin_epoch(2, 2, None)
+    display.draw(3, "loss 0.3")
+    display.close()
+    texts = [repr(state) for state in handle.states]
+    assert texts[0] == "world      2 ranks"
+    assert texts[2].splitlines()[1] == f"epoch 1/2  {'━' * 12}{'┄' * 12}  5/10  loss 0.5"
+    assert texts[-2].splitlines()[-1] == "epoch 2/2    3  loss 0.3"
+    assert texts[-1].splitlines() == ["world      2 ranks", "epoch 1/2  batch 5/10  a < b", "epoch 1/2  loss 0.4"]
+    assert "a &lt; b" in handle.states[-1]._repr_html_()
