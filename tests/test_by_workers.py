@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
 from cyxtrain import environment
-from cyxtrain.training import by_workers
+from cyxtrain.training.notebook import keeping
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
@@ -76,7 +76,7 @@ def started() -> list[int]:
 
 def pids() -> list[int]:
     """The workers of this process, by rank; none: they have ended."""
-    pool = by_workers._workers._pool
+    pool = keeping.workers._pool
     return [] if pool is None or not pool.is_usable else [rank._process.pid for rank in pool._supervisor._ranks]
 
 
@@ -413,7 +413,7 @@ def test_a_fit_that_is_not_told_of_processes_has_none():
 
 
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr(by_workers, "count_usable_cores", lambda: 1)
+    monkeypatch.setattr(keeping, "count_usable_cores", lambda: 1)
     cx.finalize()
     with pytest.warns(UserWarning, match="num_processes=2, and this process may use 1 core"):
         started()
@@ -464,7 +464,7 @@ def test_ranks_of_a_launcher_are_used_and_no_worker():
 def fit_shown() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True, "num_processes": 4, "epochs": 1})
-    assert by_workers._workers._pool is None
+    assert keeping.workers._pool is None
     return out.getvalue()
 
 
@@ -652,7 +652,7 @@ def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
 def test_a_worker_that_is_killed_between_two_calls_is_replaced():
     before = started()
     os.kill(before[1], signal.SIGKILL)
-    wait_until(lambda: by_workers._workers._pool._has_ended)
+    wait_until(lambda: keeping.workers._pool._has_ended)
     assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
     assert not set(pids()) & set(before)
 

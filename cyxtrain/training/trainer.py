@@ -25,7 +25,6 @@ from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.training.agreement import agree_on, raise_together, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
-from cyxtrain.training.by_workers import by_workers
 from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
 from cyxtrain.training.checks import checked_ddp_config, checked_device
 from cyxtrain.training.compiling import compiled
@@ -36,6 +35,7 @@ from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.named_metrics import named
+from cyxtrain.training.notebook.calls import by_workers
 from cyxtrain.training.opening import open_fit, open_rows
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Rows, Run, plan_fit, plan_rows, warn_of_data

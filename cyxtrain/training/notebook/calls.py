@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import os
-import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
@@ -23,18 +20,24 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import ConfigError, DistributedTrainingError, counted, shortened, warn
+from cyxtrain.errors import (
+    ConfigError,
+)
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.display import Display, make_display
-from cyxtrain.training.mirroring import Changes, parts_of, take_in
-from cyxtrain.training.performing import BEGUN, FIT, OF_FITS, SHOW, Failed, Performed, Surroundings, perform
+from cyxtrain.training.notebook.failures import raised
+from cyxtrain.training.notebook.keeping import is_on_gpu, workers
+from cyxtrain.training.notebook.mirroring import Changes, parts_of, take_in
+from cyxtrain.training.notebook.performing import FIT, OF_FITS, Performed, Surroundings, perform
+from cyxtrain.training.notebook.relaying import BEGUN, SHOW
 from cyxtrain.workers.machine import count_usable_cores
 from cyxtrain.workers.pool import Answers, Pool
-from cyxtrain.workers.sharing import SharedFile, from_bytes, read, write
+from cyxtrain.workers.sharing import SharedFile, read, write
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -52,8 +55,8 @@ def by_workers(method: _Method) -> _Method:
         if count < 2:
             return method(trainer, *arguments, **keywords)
         inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
-        with _one_at_a_time:
-            return _Call(trainer, method.__name__, arguments, keywords).made_by(*_workers.pool(count, trainer))
+        with workers.one_at_a_time:
+            return _Call(trainer, method.__name__, arguments, keywords).made_by(*workers.pool(count, trainer))
 
     return call  # type: ignore[return-value]
 
@@ -69,16 +72,9 @@ def _num_workers(
     given = given or [DistributedTrainingConfig() if method == FIT else trainer.config]
     asked = keywords.get("num_processes", given[0].num_processes)
     if asked == "auto":
-        on_gpus = _is_on_gpu(trainer)
+        on_gpus = is_on_gpu(trainer)
         return torch.cuda.device_count() if on_gpus else min(count_usable_cores(), _MOST_CORES)
     return asked if type(asked) is int else 1  # what else there is, the call itself refuses
-
-
-def _is_on_gpu(trainer: DistributedTrainer) -> bool:
-    device = trainer._device
-    parameter = next(trainer.model.parameters(), None)
-    on_gpu = parameter is not None and parameter.is_cuda
-    return on_gpu if device == "auto" else torch.device(device).type == "cuda"
 
 
 class _Call:
@@ -197,7 +193,7 @@ class _Call:
             rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
             about = failures[rank].about
             rank = about if about in failures else rank  # it was told of that one's
-            error = _raised(failures[rank], rank, num_ranks)
+            error = raised(failures[rank], rank, num_ranks)
             if not (isinstance(error, KeyboardInterrupt) and runtime.is_interactive()):
                 raise error from error.__cause__
         return self._trainer.history if self._method == FIT else value
@@ -224,125 +220,3 @@ def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], key
         except Exception:
             return name
     return "something of this call"
-
-
-def _raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
-    """Returns an error of a worker's as itself, with the traceback that it had over there."""
-    try:
-        kind, arguments, attributes = from_bytes(failed.error or b"")
-        # Its own __init__ may want other arguments than it passes on.
-        error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
-        vars(error).update(attributes)
-    except Exception:
-        error = DistributedTrainingError(f"rank {rank} has failed: {failed.name}: {failed.message}", rank=rank)
-    where = f"on rank {rank} of {num_ranks}"
-    if sys.version_info >= (3, 11):
-        error.add_note(f"({where}, in a worker process)")
-    if failed.text:
-        error.__cause__ = WorkerTraceback(f"{where}:\n{_with_sources(failed.text)}")
-    return error
-
-
-class WorkerTraceback(Exception):  # noqa: N818 - it is no error, but where one was
-    """Where in a worker an error came about."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{super().__str__()}"""'
-
-
-def _with_sources(text: str) -> str:
-    """Returns a traceback with the lines of cells in it, which a worker does not have."""
-    lines, found = text.splitlines(), []
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        found.append(line)
-        place = re.fullmatch(r'  File "(.+)", line (\d+), in .+', line)
-        if place and not following.startswith("    "):
-            source = linecache.getline(place[1], int(place[2])).strip()
-            found += [f"    {source}"] if source else []
-    return "\n".join(found) + "\n"
-
-
-class _Workers:
-    """The workers of this process, of which there is one set at a time."""
-
-    def __init__(self) -> None:
-        self._pool: Pool | None = None
-        self._variables: dict[str, str] = {}
-        self._sources: dict[str, int] = {}
-        self._is_heard = False
-
-    def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
-        """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
-        variables, sources = environment.to_pass_on(), _own_sources()
-        if _is_on_gpu(trainer):
-            variables.setdefault("DISTRIBUTED_BACKEND", "nccl")
-        pool, why = self._pool, self._why_others(count, variables, sources)
-        if pool is None or why:
-            self.end()
-            if not self._is_heard:
-                self._is_heard = True
-                runtime.before_leaving(self.end)
-                if sys.platform != "win32":
-                    os.register_at_fork(after_in_child=_abandon_workers)
-            cores = count_usable_cores()
-            if count > cores and not _is_on_gpu(trainer):
-                warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
-            self._pool = pool = Pool(count, variables)
-            self._variables, self._sources = variables, {}
-            why = f"{count} processes are starting{why}; they stay for the next calls"
-        self._sources |= sources
-        return pool, why
-
-    def _why_others(self, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
-        """Returns why the workers that are there cannot be used; "": they can, or there are none."""
-        pool = self._pool
-        if pool is None:
-            return ""
-        changed = [name for name, _ in sorted(variables.items() ^ self._variables.items())]
-        edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
-        if not pool.is_usable:
-            return ", because the earlier ones have ended"
-        if pool.num_processes != count:
-            return f", because there were {pool.num_processes}"
-        if edited:
-            return f", because {shortened(edited)} was edited: reload it here, too (importlib.reload)"
-        return f", because the environment has another {shortened(dict.fromkeys(changed))}" if changed else ""
-
-    def end(self) -> None:
-        """Ends them, where there are any."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-
-    def abandon(self) -> None:
-        """Forgets them, in a forked child: they are its parent's."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.abandon()
-
-
-def _own_sources() -> dict[str, int]:
-    """Returns when each imported file that belongs to no installed package was last written to.
-
-    A worker has imported its own copy; where one has been edited since, it is not what the notebook has.
-    """
-    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, str(os.path.dirname(torch.__file__))})
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not file.startswith(installed) and "site-packages" not in file:
-            try:
-                found[file] = os.stat(file).st_mtime_ns
-            except OSError:
-                continue
-    return found
-
-
-def _abandon_workers() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()  # another thread may have had it
-    _workers.abandon()
-
-
-_workers = _Workers()
-_one_at_a_time = threading.Lock()

@@ -1,0 +1,116 @@
+"""Workers that are kept from call to call, as long as they are what ones that start now would be."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from cyxtrain import environment, runtime
+from cyxtrain.errors import (
+    counted,
+    shortened,
+    warn,
+)
+from cyxtrain.workers.machine import count_usable_cores
+from cyxtrain.workers.pool import Pool
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+
+class Workers:
+    """The workers of this process, of which there is one set at a time.
+
+    Attributes:
+        one_at_a_time: Held by who uses them.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._variables: dict[str, str] = {}
+        self._sources: dict[str, int] = {}
+        self._is_heard = False
+        self.one_at_a_time = threading.Lock()
+
+    def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
+        """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
+        variables, sources = environment.to_pass_on(), _own_sources()
+        if is_on_gpu(trainer):
+            variables.setdefault("DISTRIBUTED_BACKEND", "nccl")
+        pool, why = self._pool, self._why_others(count, variables, sources)
+        if pool is None or why:
+            self.end()
+            if not self._is_heard:
+                self._is_heard = True
+                runtime.before_leaving(self.end)
+                if sys.platform != "win32":
+                    os.register_at_fork(after_in_child=self.abandon)
+            cores = count_usable_cores()
+            if count > cores and not is_on_gpu(trainer):
+                warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
+            self._pool = pool = Pool(count, variables)
+            self._variables, self._sources = variables, {}
+            why = f"{count} processes are starting{why}; they stay for the next calls"
+        self._sources |= sources
+        return pool, why
+
+    def _why_others(self, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
+        """Returns why the workers that are there cannot be used; "": they can, or there are none."""
+        pool = self._pool
+        if pool is None:
+            return ""
+        changed = [name for name, _ in sorted(variables.items() ^ self._variables.items())]
+        edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
+        if not pool.is_usable:
+            return ", because the earlier ones have ended"
+        if pool.num_processes != count:
+            return f", because there were {pool.num_processes}"
+        if edited:
+            return f", because {shortened(edited)} was edited: reload it here, too (importlib.reload)"
+        return f", because the environment has another {shortened(dict.fromkeys(changed))}" if changed else ""
+
+    def end(self) -> None:
+        """Ends them, where there are any."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def abandon(self) -> None:
+        """Forgets them, in a forked child: they are its parent's."""
+        self.one_at_a_time = threading.Lock()  # another thread may have had it
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.abandon()
+
+
+def _own_sources() -> dict[str, int]:
+    """Returns when each imported file that belongs to no installed package was last written to.
+
+    A worker has imported its own copy; where one has been edited since, it is not what the notebook has.
+    """
+    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, str(os.path.dirname(torch.__file__))})
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not file.startswith(installed) and "site-packages" not in file:
+            try:
+                found[file] = os.stat(file).st_mtime_ns
+            except OSError:
+                continue
+    return found
+
+
+def is_on_gpu(trainer: DistributedTrainer) -> bool:
+    """Returns whether a trainer computes on GPUs."""
+    device = trainer._device
+    parameter = next(trainer.model.parameters(), None)
+    on_gpu = parameter is not None and parameter.is_cuda
+    return on_gpu if device == "auto" else torch.device(device).type == "cuda"
+
+
+workers = Workers()

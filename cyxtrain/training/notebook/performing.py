@@ -1,0 +1,157 @@
+"""What a notebook's worker does: one call of a trainer's, as a rank among others, and what comes back of it.
+
+notebook                                  each worker
+the trainer, by value            ->       its own, with the notebook's weights
+arguments and data, mapped       ->       the call
+progress, for callbacks there    <-       rank 0: what `relaying.py` tells
+weights, optimizer, history      <-       rank 0: what the call has changed (`mirroring.py`)
+the call's value                 <-       rank 0
+an error                         <-       any rank, as itself (`failures.py`)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cyxtrain import runtime
+from cyxtrain.errors import (
+    DistributedTrainingError,
+    is_on_all_ranks,
+)
+from cyxtrain.training.callbacks import checked_callbacks
+from cyxtrain.training.display import displays_by
+from cyxtrain.training.notebook.failures import Failed
+from cyxtrain.training.notebook.mirroring import Marks, parts_of
+from cyxtrain.training.notebook.relaying import Relay, display_here
+from cyxtrain.workers.sharing import SharedFile, read, write
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+
+FIT = "fit"
+OF_FITS = ("the optimizer", "rates")
+"""Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
+_FLAGS = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process has set for all that it does, and numbers or messages depend on."""
+
+    folder: str
+    path: list[str]
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    flags: list[Any]
+    filters: list[Any]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Returns those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        flags = [getattr(owner, name) for owner, name in _FLAGS]
+        return cls(os.getcwd(), sys.path, torch.get_default_dtype(), deterministic, flags, list(warnings.filters))
+
+    def enter(self) -> None:
+        """Makes them those of this process."""
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        torch.set_default_dtype(self.dtype)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What has become of a call, on one rank.
+
+    Attributes:
+        failed: Its error, or None.
+        result: File with the value of the call, or after a fit, however it ended, with the `Changes` of the trainer's
+            parts; None but on rank 0.
+    """
+
+    failed: Failed | None
+    result: Any = None
+
+
+def perform(
+    method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
+) -> tuple[Performed, bool]:
+    """Makes a call of a trainer's on this rank.
+
+    Args:
+        method: Its name.
+        trainer_path: File with the trainer.
+        call_path: File with (surroundings, arguments, named arguments).
+        staying: Names of callbacks that have stayed where the call is made.
+        report: Takes what the notebook shall know meanwhile.
+
+    Returns:
+        What has become of it, and whether this rank can go on.
+    """
+    try:
+        is_master = runtime.is_master()
+        relays = {name: Relay(name, report if is_master else None) for name in staying}
+        trainer: DistributedTrainer = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False)
+        surroundings, arguments, keywords = read(call_path, {**parts_of(trainer), **relays}, mapped=True)
+        surroundings.enter()
+        callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
+        marks = Marks(trainer, callbacks) if method == FIT and is_master else None
+    except BaseException as error:
+        _tell(error)
+        return Performed(Failed.of(error)), False
+    value, failed, can_go_on = None, None, True
+    try:
+        with displays_by(partial(display_here, report)):
+            # A subclass's own method has been called where the call was made.
+            value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
+    except BaseException as error:
+        failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
+        if not can_go_on:
+            _tell(error)
+    try:
+        return Performed(failed, _written(value, marks) if is_master else None), can_go_on
+    except Exception as error:  # what a call returns is made of tensors, and attributes have been tried: ours
+        return Performed(failed or Failed.of(error)), False
+
+
+def _base_of(trainer: DistributedTrainer, method: str) -> Any:
+    """Returns the class that has a method which workers make calls of."""
+    return next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
+
+
+def _written(value: Any, marks: Marks | None) -> SharedFile:
+    """Writes what a call has returned, or what it has changed."""
+    found = SharedFile()
+    result, parts = (value, {}) if marks is None else marks.changes()
+    write(result, found, parts, returns=True)
+    return found
+
+
+def _tell(error: BaseException) -> None:
+    """Lets the other ranks know of an error that this one has alone."""
+    told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
+    runtime.tell(told, in_training=True)
