@@ -87,7 +87,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         patch.setenv("PYTHONPATH", str(PACKAGE))
         patch.chdir(tmp_path_factory.mktemp("notebook"))
         client = NotebookClient(nbformat.v4.new_notebook(), timeout=60, kernel_name="python3")
-        with client.setup_kernel(cleanup_kc=False):
+        with client.setup_kernel():
             found = Kernel(client)
             found.run(FIRST)
             yield found
