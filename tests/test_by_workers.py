@@ -303,6 +303,36 @@ def test_an_error_of_a_callback_that_stays_ends_the_fit_and_keeps_what_was_train
     assert len(trainer.history.train_losses) == trainer.epoch >= 2
 
 
+class Asking(Staying):
+    def __init__(self, ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(self.ask(self.trainer))
+
+
+def test_a_callback_that_stays_may_predict_by_itself_and_is_refused_the_workers():
+    trainer = trainer_of()
+    expected, asking = trainer.predict(X), Asking(lambda trainer: trainer.predict(X, distributed=False))
+    with one_process():
+        trainer.fit(X, Y, callbacks=[asking], **SETTINGS)
+    assert torch.equal(asking.calls[1], expected)
+    with pytest.raises(cx.ConfigError, match="predict was called by a callback that stays in the notebook"):
+        trainer.fit(X, Y, callbacks=[Asking(lambda trainer: trainer.predict(X))], **{**SETTINGS, "epochs": 10**6})
+
+
+class Choosy(Staying):
+    def set_params(self, params: dict[str, Any]) -> None:
+        raise cx.ConfigError("not with these")
+
+
+def test_a_callback_that_stays_may_refuse():
+    trainer = trainer_of()
+    with pytest.raises(cx.ConfigError, match="not with these"):
+        trainer.fit(X, Y, callbacks=[Choosy()], **{**SETTINGS, "epochs": 10**6})
+
+
 def stay_in_world() -> int:
     staying = Staying()
     trainer_of().fit(X, Y, callbacks=[staying], **SETTINGS)

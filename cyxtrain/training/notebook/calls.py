@@ -20,9 +20,7 @@ import torch
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import (
-    ConfigError,
-)
+from cyxtrain.errors import ConfigError
 from cyxtrain.training.arguments import parse_fit
 from cyxtrain.training.callbacks import Callback, checked_callbacks
 from cyxtrain.training.display import Display, make_display
@@ -55,7 +53,7 @@ def by_workers(method: _Method) -> _Method:
         if count < 2:
             return method(trainer, *arguments, **keywords)
         inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
-        with workers.one_at_a_time:
+        with workers.used_for(method.__name__):
             return _Call(trainer, method.__name__, arguments, keywords).made_by(*workers.pool(count, trainer))
 
     return call  # type: ignore[return-value]
@@ -154,6 +152,8 @@ class _Call:
         """Shows what the workers show, and calls the callbacks that have stayed."""
         if report[0] == BEGUN:
             self._has_begun = True
+            if self._problem is not None:  # there was nothing yet that could have heard of it
+                pool.interrupt()
         elif report[0] == SHOW:
             self._show(*report[1:])
         elif self._problem is None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from cyxtrain import environment, runtime
-from cyxtrain.errors import (
-    counted,
-    shortened,
-    warn,
-)
+from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.workers.machine import count_usable_cores
 from cyxtrain.workers.pool import Pool
 
@@ -24,18 +21,35 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The workers of this process, of which there is one set at a time.
-
-    Attributes:
-        one_at_a_time: Held by who uses them.
-    """
+    """The workers of this process, of which there is one set at a time."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
         self._variables: dict[str, str] = {}
         self._sources: dict[str, int] = {}
         self._is_heard = False
-        self.one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        self._user = 0
+
+    @contextlib.contextmanager
+    def used_for(self, method: str) -> Iterator[None]:
+        """Within, this thread has them for itself.
+
+        Raises:
+            ConfigError: It has them already: a callback that has stayed in the notebook makes a call.
+        """
+        if self._user == threading.get_ident():
+            raise ConfigError(
+                f"{method} was called by a callback that stays in the notebook, while the workers are in the middle of "
+                "a call: it can have them afterwards. With distributed=False evaluate and predict need none, and have "
+                "the weights from before that call."
+            )
+        with self._one_at_a_time:
+            self._user = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._user = 0
 
     def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
         """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
@@ -82,7 +96,7 @@ class Workers:
 
     def abandon(self) -> None:
         """Forgets them, in a forked child: they are its parent's."""
-        self.one_at_a_time = threading.Lock()  # another thread may have had it
+        self._one_at_a_time = threading.Lock()  # another thread may have had it
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.abandon()
