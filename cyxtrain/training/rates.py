@@ -70,10 +70,14 @@ class Rates:
         """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
         vars(self).update(state)
         if self.scheduler is not None:
+            groups = [dict(group) for group in self.optimizer.param_groups]
             rates = self.now()
             LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and has set rates of its own
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, before, rate in zip(self.optimizer.param_groups, groups, rates, strict=True):
+                group.clear()
+                group.update(before)
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
 
     @property
     def warmup_steps_left(self) -> int:

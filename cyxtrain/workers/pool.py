@@ -101,7 +101,7 @@ class _Writer:
 
 
 class Pool:
-    """Worker processes, ranks 0 to `num_processes` - 1 of a world of their own; they are started at once.
+    """Worker processes, ranks 0 to `num_processes` - 1 of a world of their own.
 
     One thread at a time uses it. When this process ends, however it ends, they end within a second.
 
@@ -126,8 +126,15 @@ class Pool:
         for rank, channel in enumerate(self._channels):
             listens = threading.Thread(target=self._listen, args=(rank, channel), name=f"worker {rank}", daemon=True)
             self._threads.append(listens)
-        for thread in self._threads:
-            thread.start()
+
+    def start(self) -> None:
+        """Starts them; it does not wait until they are there."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
 
     @property
     def is_usable(self) -> bool:
@@ -180,7 +187,8 @@ class Pool:
         self._supervisor.request_stop(signal.SIGTERM)
         self._supervisor.request_stop(signal.SIGTERM)  # nothing that they still do is worth waiting for
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def abandon(self) -> None:
         """Lets go of what a forked child has inherited: the workers are its parent's, and end with that one."""

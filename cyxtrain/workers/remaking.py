@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     """Returns how an object is to be made anew, as pickle wants to know it; None: as its own pickle says."""
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
+    if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, torch.optim.Optimizer):
         # Its own pickle has neither hooks nor what its user keeps in it.
         return _bare, (type(obj),), {name: value for name, value in vars(obj).items() if name != _WRAPPED}
@@ -31,6 +34,10 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
 def same(value: Any) -> Any:
     """Returns a value as it is."""
     return value
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _bare(kind: Any) -> Any:

@@ -23,7 +23,7 @@ import tempfile
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -89,6 +89,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """What the receiver has already: names by id."""
     is_data = False
     """Whether tensors are rows: then a view of a large one goes without what it does not show."""
+    storages: Mapping[int, str] = {}
+    """Tensors whose memory the receiver has already: names by address."""
     returns = False
     """Whether this goes back to who has sent the classes and functions that are here."""
 
@@ -102,7 +104,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _class_of, (key,)
         if type(obj) is types.FunctionType and not cloudpickle._should_pickle_by_reference(obj):
             tag = _tag_of(obj) if self.returns else _tagged(obj)
-            return (_function_of, (tag,)) if self.returns and tag else super().reducer_override(obj)
+            if self.returns and tag:
+                _functions.setdefault(tag, obj)
+                return _function_of, (tag,)
+            return super().reducer_override(obj)
+        if type(obj) is torch.Tensor and self.storages and (name := self.storages.get(address_of(obj))):
+            return _part_of_known, (name, obj.dtype, obj.size(), obj.stride(), obj.storage_offset())
         if self.is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
             return remaking.same, (obj.detach().clone(),)
         return remaking.reduced(obj) or super().reducer_override(obj)
@@ -147,7 +154,9 @@ def read(path: str, known: Mapping[str, Any], *, mapped: bool) -> Any:
 
 def returning(known: Mapping[str, Any]) -> type[Pickler]:
     """Returns what pickles for who has sent what this process has; it may be used many times."""
-    return type("Pickler", (Pickler,), {"names": _by_id(known), "returns": True})
+    tensors = {name: part for name, part in known.items() if isinstance(part, torch.Tensor)}
+    storages = {address_of(tensor): name for name, tensor in tensors.items() if address_of(tensor)}
+    return type("Pickler", (Pickler,), {"names": _by_id(known), "storages": storages, "returns": True})
 
 
 def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
@@ -189,8 +198,21 @@ def _module(pickler: type) -> Any:
     return types.SimpleNamespace(__name__="pickle", Pickler=pickler, Unpickler=pickle.Unpickler, load=pickle.load)
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where a tensor's memory is; 0: it has none here."""
+    on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return tensor.untyped_storage().data_ptr() if on_cpu else 0
+
+
 def _known_part(name: str) -> Any:
     return _known.get()[name]
+
+
+def _part_of_known(
+    name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    storage = _known.get()[name].untyped_storage()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(size), tuple(stride))
 
 
 def _tagged(function: types.FunctionType) -> str:

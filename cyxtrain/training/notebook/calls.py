@@ -96,15 +96,15 @@ class _Call:
         if method == FIT:
             self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
         self._display: Display | None = None
-        self._has_begun = self._is_interrupted = self._verbose = False
+        self._has_begun = self._is_interrupted = self._verbose = self._stops = False
         self._problem: BaseException | None = None
         if method == FIT:  # what is wrong with it is better heard before anything starts
             self._verbose = parse_fit(arguments, dict(keywords)).config.verbose
         self._parts = parts_of(trainer, self._callbacks)
         stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
         self._staying = {name: self._parts[name] for name in stays}
-        for callback in self._staying.values():
-            callback.set_trainer(trainer)
+        for callback in (*trainer.callbacks, *self._callbacks) if method == FIT else ():
+            callback.set_trainer(trainer)  # not that of an earlier fit, which would come along
 
     def made_by(self, pool: Pool, why_new: str) -> Any:
         """Lets workers make the call, and returns what it returns.
@@ -126,6 +126,8 @@ class _Call:
                 can_go_on = answers.can_go_on
                 return self._take_in(answers, pool.num_processes)
         finally:
+            for callback in self._staying.values():
+                callback.close()
             if self._display is not None:
                 self._display.close()
             if self._is_interrupted or not can_go_on:
@@ -134,12 +136,13 @@ class _Call:
                 pool.forget_answers()
 
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
-        call = (Surroundings.here(), self._arguments, self._keywords)
+        data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
+        call = (Surroundings.here(), self._arguments, data)
         idle = () if self._method == FIT else OF_FITS
         stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
         try:
-            write(self._trainer, trainer, stays)
-            write(call, given, parts_of(self._trainer) | stays, is_data=True)
+            write((self._trainer, self._callbacks), trainer, stays)
+            write(call, given, self._parts, is_data=True)
         except Exception as error:
             what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
             raise ConfigError(
@@ -152,7 +155,7 @@ class _Call:
         """Shows what the workers show, and calls the callbacks that have stayed."""
         if report[0] == BEGUN:
             self._has_begun = True
-            if self._problem is not None:  # there was nothing yet that could have heard of it
+            if self._problem is not None or self._stops:  # there was nothing yet that could have heard of it
                 pool.interrupt()
         elif report[0] == SHOW:
             self._show(*report[1:])
@@ -162,6 +165,9 @@ class _Call:
                 getattr(self._staying[name], hook)(*arguments)
             except BaseException as error:  # the fit stops at a step, so that its work is not lost
                 self._problem = error
+                pool.interrupt()
+            if self._trainer.stop_training or vars(self._trainer.model).pop("stop_training", False):
+                self._trainer.stop_training, self._stops = False, True
                 pool.interrupt()
 
     def _show(self, method: str, arguments: Any) -> None:
@@ -194,7 +200,8 @@ class _Call:
             about = failures[rank].about
             rank = about if about in failures else rank  # it was told of that one's
             error = raised(failures[rank], rank, num_ranks)
-            if not (isinstance(error, KeyboardInterrupt) and runtime.is_interactive()):
+            goes_on = self._stops or runtime.is_interactive()
+            if not (isinstance(error, KeyboardInterrupt) and goes_on):
                 raise error from error.__cause__
         return self._trainer.history if self._method == FIT else value
 

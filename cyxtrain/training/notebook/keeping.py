@@ -69,6 +69,7 @@ class Workers:
                 warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
             self._pool = pool = Pool(count, variables)
             self._variables, self._sources = variables, {}
+            pool.start()
             why = f"{count} processes are starting{why}; they stay for the next calls"
         self._sources |= sources
         return pool, why

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cyxtrain.errors import warn
 from cyxtrain.training.callbacks import Callback
 from cyxtrain.training.rates import parts_of as parts_of_schedule
-from cyxtrain.workers.sharing import as_bytes, from_bytes, returning
+from cyxtrain.workers.sharing import address_of, as_bytes, from_bytes, returning
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
@@ -32,6 +32,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: parameters, buffers and children have names of their own; hooks stay."""
 _OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
+_NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
 """What is compared as it is, and sent as it is."""
 
@@ -67,11 +68,20 @@ class _Packed:
     data: bytes
 
 
+@dataclass(frozen=True)
+class _Attribute:
+    """What has become of an attribute: a value, or one that is packed; and whether it is the object that it was."""
+
+    value: Any
+    is_same: bool
+
+
 @dataclass
 class Changes:
     """What has become of a trainer's parts.
 
     Attributes:
+        children: Modules that are new, by (module that has it, name in it).
         tensors: Parameters and buffers by name, with whether they are trained.
         optimizer: Its state by parameter, and its groups.
         attributes: Those that are others than before, by part and name.
@@ -79,9 +89,10 @@ class Changes:
         lost: (part, name, why) of those that cannot be sent.
     """
 
+    children: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
     tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
     optimizer: tuple[Any, Any] | None = None
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, _Attribute]] = field(default_factory=dict)
     removed: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -99,11 +110,17 @@ class Marks:
         self._parts = parts_of(trainer, callbacks)
         self._pickler = returning(self._parts)
         self._known = {id(part) for part in self._parts.values()}
-        self._before = {(part, name): self._mark(value)[0] for part, name, value in _attributes(self._parts)}
+        self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
+        self._values = {(part, name): value for part, name, value in _attributes(self._parts)}
+        self._before = {place: self._mark(value)[0] for place, value in self._values.items()}
 
     def changes(self) -> tuple[Changes, dict[str, Any]]:
         """Returns what is another than it was, and the parts that it may refer to."""
         found, now = Changes(), set()
+        for part, module in self._parts.items():
+            if isinstance(module, nn.Module):
+                new = {name: each for name, each in module.named_children() if id(each) not in self._known}
+                found.children |= {(part, name): each for name, each in new.items()}
         for what, module in _modules(self._trainer):
             for name, parameter in module.named_parameters():
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
@@ -114,6 +131,7 @@ class Marks:
         for part, name, value in _attributes(self._parts):
             now.add((part, name))
             mark, sent = self._mark(value)
+            is_same = value is self._values.get((part, name), _NOTHING)
             if (part, name) in self._before and _same(self._before[part, name], mark):
                 continue
             try:
@@ -121,7 +139,7 @@ class Marks:
                     from_bytes(sent.data, self._parts)
                 elif isinstance(sent, Exception):
                     raise sent
-                found.attributes.setdefault(part, {})[name] = sent
+                found.attributes.setdefault(part, {})[name] = _Attribute(sent, is_same)
             except Exception as error:
                 found.lost.append((part, name, f"{type(error).__name__}: {error}"))
         found.removed = [each for each in self._before if each not in now]
@@ -132,21 +150,25 @@ class Marks:
         plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
         if plain or id(value) in self._known:
             return value, value
-        array = value.detach() if type(value) is Tensor and value.device.type == "cpu" else value
-        if isinstance(array, (np.ndarray, Tensor)) and _is_in_one_piece(array):
-            numbers = array.reshape(-1).view(torch.uint8).numpy() if isinstance(array, Tensor) else array
-            return (type(value), array.shape, array.dtype, xxhash.xxh3_128_digest(numbers.data)), value
         try:
+            if type(value) in (np.ndarray, Tensor) and _is_in_one_piece(value) and not self._is_of_a_part(value):
+                array = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
+                return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(array.data)), value
             data = as_bytes(value, self._pickler)
         except Exception as error:
             return ("cannot be sent", id(value)), error
         return xxhash.xxh3_128_digest(data), _Packed(data)
 
+    def _is_of_a_part(self, value: Any) -> bool:
+        """Returns whether a tensor lies in the memory of a parameter or a buffer."""
+        return isinstance(value, Tensor) and address_of(value) in self._addresses
+
 
 def _is_in_one_piece(array: Any) -> bool:
     if isinstance(array, Tensor):
-        return array.layout is torch.strided and array.is_contiguous() and array.numel() > 0 and not array.is_conj()
-    return type(array) is np.ndarray and array.flags.c_contiguous and not array.dtype.hasobject and array.size > 0
+        plain = address_of(array) != 0 and not array.is_conj() and not array.is_neg() and not array.requires_grad
+        return plain and array.is_contiguous() and array.numel() > 0
+    return bool(array.flags.c_contiguous and array.dtype.kind in "biufc" and array.size > 0)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -179,24 +201,33 @@ def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, A
         parts: As `parts_of`.
     """
     modules = dict(_modules(trainer))
+    for (part, name), child in changes.children.items():
+        parts[part].add_module(name, child)
     with torch.no_grad():
         for name, (tensor, is_trained) in changes.tensors.items():
             _take_in_tensor(modules, name, tensor, is_trained)
+        for what, module in modules.items():
+            for name in [name for name, _ in module.named_buffers() if f"{what} buffer {name}" not in changes.tensors]:
+                place, _, last = name.rpartition(".")
+                module.get_submodule(place)._buffers[last] = None
+    trainer.model.zero_grad()
     if changes.optimizer is not None:
         state, groups = changes.optimizer
-        trainer.optimizer.state.update(_in_place(dict(trainer.optimizer.state), state))
+        merged = _in_place(dict(trainer.optimizer.state), state)
+        trainer.optimizer.state.clear()
+        trainer.optimizer.state.update(merged)
         for group, new in zip(trainer.optimizer.param_groups, groups, strict=False):
             _in_place(group, new)
         trainer.optimizer.param_groups.extend(groups[len(trainer.optimizer.param_groups) :])
     for part, attributes in changes.attributes.items():
         for name, sent in attributes.items():
             try:
-                value = from_bytes(sent.data, parts) if isinstance(sent, _Packed) else sent
+                value = from_bytes(sent.value.data, parts) if isinstance(sent.value, _Packed) else sent.value
             except Exception as error:
                 changes.lost.append((part, name, f"{type(error).__name__}: {error}"))
                 continue
             own = vars(parts[part])
-            own[name] = _in_place(own[name], value) if name in own else value
+            own[name] = _refilled(own[name], value) if sent.is_same and name in own else value
     for part, name in changes.removed:
         vars(parts[part]).pop(name, None)
     for part, name, why in changes.lost:
@@ -222,15 +253,21 @@ def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor,
 
 
 def _in_place(own: Any, new: Any) -> Any:
+    """Returns a value with all that it holds, in the objects that were there: of optimizers, which keep theirs."""
+    if isinstance(own, dict) and isinstance(new, dict):
+        return _refilled(own, {key: _in_place(own[key], each) if key in own else each for key, each in new.items()})
+    return _refilled(own, new) if isinstance(own, Tensor) else new
+
+
+def _refilled(own: Any, new: Any) -> Any:
     """Returns a value, in the object that was there before where that can take it: others may refer to it."""
     if type(own) is not type(new) or own is new:
         return new
     if isinstance(own, dict):
-        values = {key: _in_place(own[key], value) if key in own else value for key, value in new.items()}
         own.clear()
-        own.update(values)
+        own.update(new)
     elif isinstance(own, list):
-        own[:] = [*map(_in_place, own, new), *new[len(own) :]]
+        own[:] = new
     elif isinstance(own, set):
         own.clear()
         own.update(new)

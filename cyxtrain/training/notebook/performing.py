@@ -26,7 +26,6 @@ from cyxtrain.errors import (
     DistributedTrainingError,
     is_on_all_ranks,
 )
-from cyxtrain.training.callbacks import checked_callbacks
 from cyxtrain.training.display import displays_by
 from cyxtrain.training.notebook.failures import Failed
 from cyxtrain.training.notebook.mirroring import Marks, parts_of
@@ -115,10 +114,12 @@ def perform(
     try:
         is_master = runtime.is_master()
         relays = {name: Relay(name, report if is_master else None) for name in staying}
-        trainer: DistributedTrainer = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False)
-        surroundings, arguments, keywords = read(call_path, {**parts_of(trainer), **relays}, mapped=True)
+        trainer: DistributedTrainer
+        trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False)
+        surroundings, arguments, keywords = read(call_path, {**parts_of(trainer, callbacks), **relays}, mapped=True)
         surroundings.enter()
-        callbacks = checked_callbacks(keywords.get("callbacks")) if method == FIT else []
+        if method == FIT:
+            keywords["callbacks"] = callbacks
         marks = Marks(trainer, callbacks) if method == FIT and is_master else None
     except BaseException as error:
         _tell(error)
