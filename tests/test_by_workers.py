@@ -267,6 +267,103 @@ def test_classes_and_functions_stay_the_callers_own():
     assert best.found is scale
 
 
+def helper() -> int:
+    return 1
+
+
+class Keeper(cx.callbacks.Callback):
+    """Keeps things in the ways in which people do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.best = model.state_dict()  # in the model's own memory
+        self.first = self.last = {}
+        self.settings = {"function": helper, "count": 0}
+        self.dates = np.array(["2026-11-23"], dtype="datetime64[D]")
+        self.call = self.on_epoch_end
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.losses: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        self.settings["count"] += 1
+        if epoch == 0:
+            self.best, self.first = copy.deepcopy(self.model.state_dict()), {"epoch": 0}
+        else:
+            self.last = {"epoch": epoch}
+        self.live = self.model.state_dict()
+        self.empty = torch.empty(3, device="meta")
+
+
+def test_what_was_put_in_the_place_of_something_else_is_not_copied_into_it():
+    model = make_model()
+    keeper, trainer = Keeper(model), trainer_of(model)
+    trainer.fit(X, Y, callbacks=[keeper], **SETTINGS)
+    first = keeper.losses
+    assert fingerprint(model) != fingerprint(make_model())
+    assert any((keeper.best[name] != value).any() for name, value in model.state_dict().items())
+    assert (keeper.first, keeper.last) == ({"epoch": 0}, {"epoch": 1})
+    assert keeper.settings == {"function": helper, "count": 2}
+    assert keeper.live["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert keeper.call == keeper.on_epoch_end
+    trainer.fit(X, Y, callbacks=[keeper], **SETTINGS)
+    assert len(first) == 2
+    assert keeper.losses != first
+
+
+class Growing(nn.Module):
+    """Makes a layer when it first sees what it is given, and drops a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.normal: nn.Module | None = None
+        self.register_buffer("once", torch.ones(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.normal is None:
+            self.normal = nn.BatchNorm1d(FEATURES, affine=False)
+        self.once = None
+        return self.layer(self.normal(rows))
+
+
+def test_a_layer_that_training_has_made_comes_back():
+    model = Growing()
+    trainer_of(model).fit(X, Y, **SETTINGS)
+    assert isinstance(model.normal, nn.BatchNorm1d)
+    assert model.normal.num_batches_tracked >= 10
+    assert model.once is None
+
+
+def fit_by_a_rate_that_is_a_tensor() -> list[Any]:
+    model, rate = make_model(), torch.tensor(0.01)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    trainer = cx.DistributedTrainer(
+        model, "cross_entropy", optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    )
+    for _ in range(2):
+        trainer.fit(X, Y, **SETTINGS)
+    return [fingerprint(model), float(rate), type(optimizer.param_groups[0]["lr"]).__name__]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one():
+    assert fit_by_a_rate_that_is_a_tensor() == run_world(RANKS, fit_by_a_rate_that_is_a_tensor)[0]
+
+
+class Pair(cx.callbacks.Callback):
+    def __init__(self, log: list[int]) -> None:
+        self.log = log
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.log.append(epoch)
+
+
+def test_callbacks_of_the_trainer_and_of_the_fit_share_what_they_share():
+    log: list[int] = []
+    trainer_of(callbacks=[Pair(log)]).fit(X, Y, callbacks=[Pair(log)], **SETTINGS)
+    assert log == [0, 0, 1, 1]
+
+
 class Staying(cx.callbacks.Callback):
     """Draws, asks, or whatever needs the process of its user."""
 
@@ -320,6 +417,27 @@ def test_a_callback_that_stays_may_predict_by_itself_and_is_refused_the_workers(
     assert torch.equal(asking.calls[1], expected)
     with pytest.raises(cx.ConfigError, match="predict was called by a callback that stays in the notebook"):
         trainer.fit(X, Y, callbacks=[Asking(lambda trainer: trainer.predict(X))], **{**SETTINGS, "epochs": 10**6})
+
+
+class Enough(Staying):
+    def __init__(self, keras: bool) -> None:
+        super().__init__()
+        self.keras = keras
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        (self.model if self.keras else self.trainer).stop_training = True
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+@pytest.mark.parametrize("keras", [False, by_night(True)])
+def test_a_callback_that_stays_may_end_the_fit(keras):
+    trainer, enough = trainer_of(), Enough(keras)
+    history = trainer.fit(X, Y, callbacks=[enough], **{**SETTINGS, "epochs": 10**6})
+    assert 1 <= len(history.train_losses) == trainer.epoch
+    assert enough.calls[-1] == "closed"
+    assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
 
 
 class Choosy(Staying):

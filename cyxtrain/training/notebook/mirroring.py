@@ -202,7 +202,8 @@ def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, A
     """
     modules = dict(_modules(trainer))
     for (part, name), child in changes.children.items():
-        parts[part].add_module(name, child)
+        vars(parts[part]).pop(name, None)
+        parts[part]._modules[name] = child
     with torch.no_grad():
         for name, (tensor, is_trained) in changes.tensors.items():
             _take_in_tensor(modules, name, tensor, is_trained)
