@@ -350,6 +350,34 @@ def test_a_learning_rate_that_is_a_tensor_stays_one():
     assert fit_by_a_rate_that_is_a_tensor() == run_world(RANKS, fit_by_a_rate_that_is_a_tensor)[0]
 
 
+class Tally:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Tallying(cx.callbacks.Callback):
+    def __init__(self, tally: Tally, average: Any) -> None:
+        self.tally = tally
+        self.average = average
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.tally.count += 1
+        self.average.update_parameters(self.model)
+
+
+def test_objects_that_callbacks_have_are_the_callers_own():
+    model = make_model()
+    tally, average = Tally(), torch.optim.swa_utils.AveragedModel(model)
+    callbacks = [Tallying(tally, average), Tallying(tally, average)]
+    trainer = trainer_of(model)
+    for number in (1, 2):
+        trainer.fit(X, Y, callbacks=callbacks, **SETTINGS)
+        assert tally.count == 4 * number
+        assert average.n_averaged == 4 * number
+        assert all(each.tally is tally and each.average is average for each in callbacks)
+    assert any((average.module[0].weight != make_model()[0].weight).reshape(-1))
+
+
 class Pair(cx.callbacks.Callback):
     def __init__(self, log: list[int]) -> None:
         self.log = log

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +31,22 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
         assert isinstance(plain, tuple)
         return _with_hooks, (*plain[:2], *hooks)
     return None
+
+
+def is_plain(obj: Any) -> bool:
+    """Returns whether an object is no more than a class and its attributes, as most that people write are."""
+    kind = type(obj)
+    ways: tuple[Any, ...] = (kind.__reduce_ex__, kind.__reduce__)
+    if ways != (object.__reduce_ex__, object.__reduce__) or kind in copyreg.dispatch_table:
+        return False
+    if isinstance(obj, (type, types.ModuleType, types.FunctionType)) or not isinstance(_attributes_of(obj), dict):
+        return False
+    return bool(obj.__reduce_ex__(5)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
+
+
+def _attributes_of(obj: Any) -> Any:
+    """Returns an object's attributes; None: it has no place for any."""
+    return getattr(obj, "__dict__", None)
 
 
 def same(value: Any) -> Any:

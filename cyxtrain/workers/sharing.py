@@ -39,6 +39,7 @@ _SHARED_BYTES = 4096
 _KINDS = "biufc"
 """Of NumPy's dtypes: those that PyTorch has."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
+_objects: ContextVar[dict[str, Any]] = ContextVar("objects")
 _TAG = "_cyxtrain_tag"
 """Attribute by which a function is known when it comes back."""
 _here = secrets.token_hex(4)
@@ -91,6 +92,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Whether tensors are rows: then a view of a large one goes without what it does not show."""
     storages: Mapping[int, str] = {}
     """Tensors whose memory the receiver has already: names by address."""
+    objects: dict[str, Any] | None = None
+    """Where objects that are sent are noted by name, so that what becomes of each can be told of it; None: nowhere."""
     returns = False
     """Whether this goes back to who has sent the classes and functions that are here."""
 
@@ -112,11 +115,26 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _part_of_known, (name, obj.dtype, obj.size(), obj.stride(), obj.storage_offset())
         if self.is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
             return remaking.same, (obj.detach().clone(),)
-        return remaking.reduced(obj) or super().reducer_override(obj)
+        reduced = remaking.reduced(obj)
+        if reduced is None and self.objects is not None and remaking.is_plain(obj):
+            return self._noted(obj, self.objects)
+        return reduced or super().reducer_override(obj)
+
+    def _noted(self, obj: Any, objects: dict[str, Any]) -> tuple[Any, ...]:
+        name = f"object {len(objects)}"
+        objects[name] = obj
+        _, arguments, *rest = obj.__reduce_ex__(5)
+        return _noted_object, (name, *arguments), *rest
 
 
 def write(
-    value: Any, file: SharedFile, known: Mapping[str, Any], *, is_data: bool = False, returns: bool = False
+    value: Any,
+    file: SharedFile,
+    known: Mapping[str, Any],
+    *,
+    is_data: bool = False,
+    returns: bool = False,
+    objects: dict[str, Any] | None = None,
 ) -> None:
     """Writes an object and all that it holds.
 
@@ -128,18 +146,20 @@ def write(
         known: What the receiver has already, by name.
         is_data: As in `Pickler`.
         returns: As in `Pickler`.
+        objects: As in `Pickler`.
 
     Raises:
         Exception: It holds what cannot be sent, such as an open file.
     """
-    pickler = type("Pickler", (Pickler,), {"names": _by_id(known), "is_data": is_data, "returns": returns})
+    options = {"names": _by_id(known), "is_data": is_data, "returns": returns, "objects": objects}
+    pickler = type("Pickler", (Pickler,), options)
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arrays that are not to be written to
         torch.save(value, file.path, pickle_module=_module(pickler), pickle_protocol=5)
 
 
-def read(path: str, known: Mapping[str, Any], *, mapped: bool) -> Any:
+def read(path: str, known: Mapping[str, Any], *, mapped: bool, objects: dict[str, Any] | None = None) -> Any:
     """Returns what another process has written; its tensors are on the CPU.
 
     Args:
@@ -147,9 +167,18 @@ def read(path: str, known: Mapping[str, Any], *, mapped: bool) -> Any:
         known: What stands for the names that were given there.
         mapped: Whether arrays stay in the memory of the file; what is written to them is this process's own. Else
             they are copies.
+        objects: Takes those that were noted there, by name.
     """
     with _knowing(known):
-        return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
+        token = _objects.set({} if objects is None else objects)
+        try:
+            return _load(path, mapped=mapped)
+        finally:
+            _objects.reset(token)
+
+
+def _load(path: str, *, mapped: bool) -> Any:
+    return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
 
 
 def returning(known: Mapping[str, Any]) -> type[Pickler]:
@@ -202,6 +231,11 @@ def address_of(tensor: torch.Tensor) -> int:
     """Returns where a tensor's memory is; 0: it has none here."""
     on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
     return tensor.untyped_storage().data_ptr() if on_cpu else 0
+
+
+def _noted_object(name: str, kind: Any, *arguments: Any) -> Any:
+    found = _objects.get()[name] = kind.__new__(kind, *arguments)
+    return found
 
 
 def _known_part(name: str) -> Any:

@@ -141,7 +141,9 @@ class _Call:
         idle = () if self._method == FIT else OF_FITS
         stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
         try:
-            write((self._trainer, self._callbacks), trainer, stays)
+            objects: dict[str, Any] = {}
+            write((self._trainer, self._callbacks), trainer, stays, objects=objects)
+            self._parts = {**objects, **self._parts}
             write(call, given, self._parts, is_data=True)
         except Exception as error:
             what = _what_cannot_go(self._trainer, self._arguments, self._keywords)

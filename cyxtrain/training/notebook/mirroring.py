@@ -103,11 +103,14 @@ class Marks:
     Args:
         trainer: Whose.
         callbacks: As `parts_of`.
+        objects: What else came along, by name.
     """
 
-    def __init__(self, trainer: DistributedTrainer, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: DistributedTrainer, callbacks: Sequence[Callback], objects: Mapping[str, Any]) -> None:
         self._trainer = trainer
-        self._parts = parts_of(trainer, callbacks)
+        parts = parts_of(trainer, callbacks)
+        named = {id(part) for part in parts.values()}
+        self._parts = {**{name: each for name, each in objects.items() if id(each) not in named}, **parts}
         self._pickler = returning(self._parts)
         self._known = {id(part) for part in self._parts.values()}
         self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
@@ -118,7 +121,7 @@ class Marks:
         """Returns what is another than it was, and the parts that it may refer to."""
         found, now = Changes(), set()
         for part, module in self._parts.items():
-            if isinstance(module, nn.Module):
+            if isinstance(module, nn.Module) and " module " in part:
                 new = {name: each for name, each in module.named_children() if id(each) not in self._known}
                 found.children |= {(part, name): each for name, each in new.items()}
         for what, module in _modules(self._trainer):
@@ -181,7 +184,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         hidden: frozenset[str] = frozenset()
         if isinstance(owner, Tensor):
             continue
-        if isinstance(owner, nn.Module):
+        if isinstance(owner, nn.Module) and " module " in part:
             hidden = _OF_MODULES
         elif part == "trainer":
             hidden = _OF_TRAINERS

@@ -115,12 +115,15 @@ def perform(
         is_master = runtime.is_master()
         relays = {name: Relay(name, report if is_master else None) for name in staying}
         trainer: DistributedTrainer
-        trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False)
-        surroundings, arguments, keywords = read(call_path, {**parts_of(trainer, callbacks), **relays}, mapped=True)
+        objects: dict[str, Any] = {}
+        trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False, objects=objects)
+        surroundings, arguments, keywords = read(
+            call_path, {**objects, **parts_of(trainer, callbacks), **relays}, mapped=True
+        )
         surroundings.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
-        marks = Marks(trainer, callbacks) if method == FIT and is_master else None
+        marks = Marks(trainer, callbacks, objects) if method == FIT and is_master else None
     except BaseException as error:
         _tell(error)
         return Performed(Failed.of(error)), False
