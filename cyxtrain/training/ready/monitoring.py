@@ -45,7 +45,7 @@ class Monitoring(Callback):
         """
         super().set_params(params)
         name = self.monitor.removeprefix("val_")
-        if name != self.monitor and not params["validation"]:
+        if name != self.monitor and name in params["metrics"] and not params["validation"]:
             raise ConfigError(
                 f"{type(self).__name__} looks at {self.monitor!r}, and there are no validation data: give some, or "
                 f'monitor="{name}".'
