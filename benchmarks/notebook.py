@@ -77,7 +77,7 @@ def memory_of_all(parent: int) -> int:
     return total
 
 
-def session() -> None:
+def use() -> None:
     """What a user does, told step by step on stdout as JSON; the last step never ends."""
     torch.manual_seed(0)
     x, y = torch.randn(2000, 20), torch.randint(3, (2000,))
@@ -125,8 +125,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def launch() -> dict[str, float]:
-    """Runs a session, and kills it."""
-    with subprocess.Popen([sys.executable, __file__, "--session"], stdout=subprocess.PIPE, text=True) as run:
+    """Runs what a user does, and kills it."""
+    with subprocess.Popen([sys.executable, __file__, "--use"], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         found: dict[str, float] = json.loads(run.stdout.readline())
         pids = [int(run.stdout.readline().split()[-1]) for _ in range(RANKS)]
@@ -151,10 +151,10 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=5, help="programs, one after the other")
     parser.add_argument("--floors", action="store_true", help="fail where a figure is worse than it must be")
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--session", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--use", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.session:
-        session()
+    if given.use:
+        use()
     launches = [launch() for _ in range(given.launches)]
     table = Table(f"a notebook's {RANKS} workers, {given.launches} launches", ["what", "median", "worst", "at most"], 1)
     missed = 0
