@@ -161,6 +161,17 @@ class ReplicasDifferError(DistributedTrainingError):
     """Ranks hold different parameters, where all must hold the same; every rank raises it."""
 
 
+BLAMING_ANOTHER: tuple[type[CyxtrainError], ...] = (
+    PeerLostError,
+    PeerSilentError,
+    RendezvousError,
+    CollectiveTimeoutError,
+    CollectiveMismatchError,
+    DistributedTrainingError,
+)
+"""What a rank raises because of another one: whoever looks for the cause looks elsewhere first."""
+
+
 def shortened(names: Iterable[str]) -> str:
     """Returns the first few of many names, and how many more there are, for a message."""
     found = [*names]

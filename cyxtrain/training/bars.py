@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from cyxtrain.training.display import LiveDisplay
+from cyxtrain.training.display import LiveDisplay, lines_of
 
 _BAR_CHARACTERS = 24
 
@@ -79,7 +79,7 @@ class CellDisplay(LiveDisplay):
 
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         """Adds a line per fact."""
-        self._lines += [f"{what:<11}{how}" for what, how in facts]
+        self._lines += lines_of(facts)
         self._rewrite()
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:

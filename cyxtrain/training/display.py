@@ -44,8 +44,8 @@ class PlainDisplay(Display):
 
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         """Prints a line per fact."""
-        for what, how in facts:
-            print(f"{what:<11}{how}", flush=True)
+        for line in lines_of(facts):
+            print(line, flush=True)
 
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         """Remembers the numbers for the line."""
@@ -106,6 +106,11 @@ def make_display(shows: bool) -> Display:
     from cyxtrain.training.bars import live_display  # rich takes a third of the time of `import cyxtrain`
 
     return live_display() or PlainDisplay()
+
+
+def lines_of(facts: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns a line per fact, of (what, how)."""
+    return [f"{what:<11}{how}" for what, how in facts]
 
 
 def numbers(measured: Mapping[str, float], prefix: str = "") -> str:

@@ -190,14 +190,7 @@ def _lines_of(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
     return re.compile(rb"^(?:\[rank\d+\]: *)?(?:\w+\.)*(?:%s)\b" % names, re.MULTILINE)
 
 
-_BLAMES_ANOTHER = _lines_of(
-    errors.PeerLostError,
-    errors.PeerSilentError,
-    errors.RendezvousError,
-    errors.CollectiveTimeoutError,
-    errors.CollectiveMismatchError,
-    errors.DistributedTrainingError,
-)
+_BLAMES_ANOTHER = _lines_of(*errors.BLAMING_ANOTHER)
 _COMES_AGAIN = _lines_of(errors.ConfigError, errors.BackendUnavailableError, errors.NonFiniteError)
 
 

@@ -93,12 +93,11 @@ class _Call:
         self._arguments = arguments
         self._keywords = keywords
         self._callbacks: list[Callback] = []
-        if method == FIT:
-            self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
         self._display: Display | None = None
         self._has_begun = self._is_interrupted = self._verbose = self._stops = False
         self._problem: BaseException | None = None
         if method == FIT:  # what is wrong with it is better heard before anything starts
+            self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
             self._verbose = parse_fit(arguments, dict(keywords)).config.verbose
         self._parts = parts_of(trainer, self._callbacks)
         stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]

@@ -11,32 +11,12 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
-from cyxtrain.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CyxtrainError,
-    DistributedTrainingError,
-    PeerLostError,
-    PeerSilentError,
-)
+from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError
 from cyxtrain.workers.sharing import as_bytes, from_bytes, returning
 
-if TYPE_CHECKING:
-    pass
-
-
-_OF_OTHERS = (
-    PeerLostError,
-    PeerSilentError,
-    CollectiveTimeoutError,
-    CollectiveMismatchError,
-    DistributedTrainingError,
-)
-"""What a rank raises because of another one."""
 _LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """What leads to the user's code, in a traceback."""
 
@@ -71,7 +51,9 @@ class Failed:
             except Exception:
                 continue
         about = error.rank if isinstance(error, CyxtrainError) else None
-        return cls(pickled, type(error).__name__, str(error), _told(error), not isinstance(error, _OF_OTHERS), about)
+        return cls(
+            pickled, type(error).__name__, str(error), _told(error), not isinstance(error, BLAMING_ANOTHER), about
+        )
 
 
 def _told(error: BaseException) -> str:

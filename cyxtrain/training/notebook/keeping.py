@@ -108,7 +108,7 @@ def _own_sources() -> dict[str, int]:
 
     A worker has imported its own copy; where one has been edited since, it is not what the notebook has.
     """
-    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, str(os.path.dirname(torch.__file__))})
+    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(torch.__file__)})
     found = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

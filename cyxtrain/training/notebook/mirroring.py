@@ -102,13 +102,12 @@ class Marks:
 
     Args:
         trainer: Whose.
-        callbacks: As `parts_of`.
+        parts: As `parts_of`.
         objects: What else came along, by name.
     """
 
-    def __init__(self, trainer: DistributedTrainer, callbacks: Sequence[Callback], objects: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
         self._trainer = trainer
-        parts = parts_of(trainer, callbacks)
         named = {id(part) for part in parts.values()}
         self._parts = {**{name: each for name, each in objects.items() if id(each) not in named}, **parts}
         self._pickler = returning(self._parts)

@@ -22,10 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cyxtrain import runtime
-from cyxtrain.errors import (
-    DistributedTrainingError,
-    is_on_all_ranks,
-)
+from cyxtrain.errors import DistributedTrainingError, is_on_all_ranks
 from cyxtrain.training.display import displays_by
 from cyxtrain.training.notebook.failures import Failed
 from cyxtrain.training.notebook.mirroring import Marks, parts_of
@@ -117,13 +114,12 @@ def perform(
         trainer: DistributedTrainer
         objects: dict[str, Any] = {}
         trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False, objects=objects)
-        surroundings, arguments, keywords = read(
-            call_path, {**objects, **parts_of(trainer, callbacks), **relays}, mapped=True
-        )
+        parts = parts_of(trainer, callbacks)
+        surroundings, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
         surroundings.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
-        marks = Marks(trainer, callbacks, objects) if method == FIT and is_master else None
+        marks = Marks(trainer, parts, objects) if method == FIT and is_master else None
     except BaseException as error:
         _tell(error)
         return Performed(Failed.of(error)), False
