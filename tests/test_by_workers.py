@@ -437,6 +437,7 @@ class Asking(Staying):
         self.calls.append(self.ask(self.trainer))
 
 
+@pytest.mark.nightly
 def test_a_callback_that_stays_may_predict_by_itself_and_is_refused_the_workers():
     trainer = trainer_of()
     expected, asking = trainer.predict(X), Asking(lambda trainer: trainer.predict(X, distributed=False))
@@ -588,6 +589,7 @@ def test_a_fit_that_is_not_told_of_processes_has_none():
     assert trainer.history.world_size == 1
 
 
+@pytest.mark.nightly
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
     monkeypatch.setattr(keeping, "count_usable_cores", lambda: 1)
     cx.finalize()
@@ -670,6 +672,7 @@ class Printing(cx.callbacks.Callback):
         print("no end", end="", file=sys.stderr)
 
 
+@pytest.mark.nightly
 def test_why_workers_are_started_is_said(monkeypatch):
     started()
     monkeypatch.setenv("MY_OTHER_SETTING", "1")
@@ -733,7 +736,7 @@ class Failing(cx.callbacks.Callback):
             self.how()
 
 
-@pytest.mark.parametrize("how", ["raises", "is killed"])
+@pytest.mark.parametrize("how", ["raises", by_night("is killed")])
 def test_what_was_trained_until_an_error_is_kept(how):
     def fail() -> None:
         if how == "raises":
@@ -754,6 +757,7 @@ def fail_oddly() -> None:
     raise OwnError(1, 2)
 
 
+@pytest.mark.nightly
 def test_an_error_with_a_constructor_of_its_own_is_raised_as_itself():
     with pytest.raises(OwnError, match="1 and 2") as caught:
         trainer_of(Broken(fail_oddly)).fit(X, Y, **SETTINGS)
@@ -828,6 +832,7 @@ def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
     assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_between_two_calls_is_replaced():
     before = started()
     os.kill(before[1], signal.SIGKILL)
@@ -885,7 +890,7 @@ class Interrupting(nn.Linear):
         return super().forward(rows)
 
 
-@pytest.mark.parametrize("call", ["predict", by_night("evaluate"), "fit"])
+@pytest.mark.parametrize("call", ["predict", by_night("evaluate"), by_night("fit")])
 def test_what_has_nothing_to_keep_is_interrupted_at_once(call):
     trainer, before = trainer_of(Interrupting()), started()
     with pytest.raises(KeyboardInterrupt):
@@ -910,6 +915,7 @@ class Leaving(cx.callbacks.Callback):
         self.late = Late()
 
 
+@pytest.mark.nightly
 def test_an_interrupt_that_comes_when_all_is_done_loses_nothing_and_hits_no_other_call():
     trainer, before = trainer_of(), started()
     with pytest.raises(KeyboardInterrupt):
@@ -1004,6 +1010,7 @@ def test_workers_end_with_a_program_whose_child_lives_on(folder):
         wait_until(lambda: not runs(pid))
 
 
+@pytest.mark.nightly
 def test_a_program_that_is_told_to_end_makes_a_checkpoint(folder):
     with program(FIGHT) as run:
         pid = int(run.stdout.readline().split()[-2])

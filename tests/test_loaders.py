@@ -213,7 +213,7 @@ def check_resumed(kind: str, ranks: int, folder: Path, steps: int, kept: str) ->
         assert 0 < len(after["seen"]) < len(before["seen"])
 
 
-@pytest.mark.parametrize("kind", ["workers", by_night("kept workers"), "weighted", "own batches"])
+@pytest.mark.parametrize("kind", [by_night("workers"), by_night("kept workers"), "weighted", "own batches"])
 def test_two_ranks_go_on_in_the_middle_of_an_epoch_with_the_same_bits(kind, tmp_path):
     check_resumed(kind, 2, tmp_path, 6, "step-00000006.ckpt")
 

@@ -163,6 +163,7 @@ def test_no_worker_outlives_the_kernel(kernel):
     wait_until(lambda: not any(map(runs, workers)))
 
 
+@pytest.mark.nightly
 def test_the_quickstart_runs_and_has_its_outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
     monkeypatch.chdir(tmp_path)

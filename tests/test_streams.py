@@ -188,6 +188,7 @@ def fit_with_workers() -> dict[str, Any]:
     return trained(DataLoader(own, 4, shuffle=True, num_workers=1), sharded_data=True)
 
 
+@pytest.mark.nightly
 def test_loaders_of_each_ranks_own_rows_see_them_all_once():
     found = [row for each in everywhere(2, fit_with_workers) for row in each["seen"]]
     assert sorted(found) == sorted(2 * make_rows(ROWS)[0][:, 0].double().tolist())
