@@ -1,4 +1,4 @@
-"""The only reader of `os.environ`: what the launcher, torchrun or a shell says about this process.
+"""The only reader of `os.environ`: what a launcher, a scheduler or a shell says about this process.
 
     RANK, WORLD_SIZE              who this process is, and of how many
     LOCAL_RANK                    among those of its machine; default: RANK
@@ -15,7 +15,7 @@
     CYXTRAIN_RUN                  name of the launcher's run: its checkpoints are those to go on from after a restart
     CYXTRAIN_ATTEMPT              how often the launcher has started all ranks again; default 0
 
-torchrun sets these very names. Slurm, Open MPI and others come with clusters.
+torchrun sets these very names, and they rule. Where they are not set, a scheduler's are taken (`clusters.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from cyxtrain import clusters
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import ConfigError, warn
 
@@ -63,6 +64,8 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
     if "NCCL_TIMEOUT" in variables:
         warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")
     config = dataclasses.replace(config)
+    if config.rank is None and config.world_size is None:
+        variables = _with_scheduler(variables, asks_where=config.master_addr == DistributedConfig.master_addr)
     _complete_identity(config, variables)
     if config.master_addr == DistributedConfig.master_addr:
         config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
@@ -147,9 +150,24 @@ def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] |
 
 
 def is_launched(variables: Mapping[str, str] | None = None) -> bool:
-    """Returns whether somebody has started this process as one of several: a launcher, or a shell."""
+    """Returns whether somebody has started this process as one of several: a launcher, a scheduler or a shell."""
     variables = os.environ if variables is None else variables
-    return any(name in variables for name in (*_IDENTITY, *_SIGNS))
+    if any(name in variables for name in (*_IDENTITY, *_SIGNS)):
+        return True
+    place = clusters.detect(variables)
+    return place is not None and place.world_size > 1
+
+
+def started_by(rank: int, world_size: int, variables: Mapping[str, str] | None = None) -> str:
+    """Returns who has started this process as one of several, and how to override it; "" where that needs no words.
+
+    Args:
+        rank: Of this process.
+        world_size: How many there are.
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    return clusters.started_by(variables, rank, world_size)
 
 
 def to_pass_on() -> dict[str, str]:
@@ -178,6 +196,29 @@ def launched_run(variables: Mapping[str, str] | None = None) -> tuple[str, int]:
     variables = os.environ if variables is None else variables
     run = variables.get("CYXTRAIN_RUN", "")
     return run, _number(variables, "CYXTRAIN_ATTEMPT") if run and variables.get("CYXTRAIN_ATTEMPT") else 0
+
+
+def _with_scheduler(variables: Mapping[str, str], *, asks_where: bool) -> Mapping[str, str]:
+    """Returns the variables, where they do not say who this process is with those that a scheduler says.
+
+    Args:
+        variables: The environment.
+        asks_where: Whether nobody has said where rank 0 is.
+    """
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        clusters.check_pod(variables)
+        return variables
+    place = clusters.detect(variables)
+    if place is None:
+        return variables
+    if asks_where and place.world_size > 1 and not (variables.get("MASTER_ADDR") or place.master_addr):
+        raise ConfigError(
+            f"{place.by} has started {place.world_size} ranks and does not say where rank 0 is: set MASTER_ADDR to the "
+            "name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec -genv "
+            "MASTER_ADDR node1'; 127.0.0.1 where all are on one."
+        )
+    said = place.to_variables()
+    return {**said, **{name: value for name, value in variables.items() if value or name not in said}}
 
 
 def _complete_identity(config: DistributedConfig, variables: Mapping[str, str]) -> None:

@@ -14,16 +14,17 @@ PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
     {"errors"},
     {"settings"},
-    {"config"},
+    {"config", "clusters"},
     {"environment"},
     {"ring"},
     {"joining", "talking"},
     {"runtime"},
     {"data", "parallel", "models", "workers"},
     {"training"},
+    {"datasets", "callbacks"},
     {"experiment"},
     {"launch"},
-    {"datasets", "callbacks"},
+    {"__main__"},  # the command
     {"__init__"},  # the public names
     {"distributed"},  # the same names again
 ]
@@ -37,7 +38,8 @@ IMPORTS_UPWARDS = {
 }
 READERS_OF_THE_ENVIRONMENT = {
     "environment.py",
-    "launch/__main__.py",  # passes it on to the ranks that it starts
+    "__main__.py",  # passes it on to the ranks that it starts
+    "launch/__main__.py",
 }
 
 

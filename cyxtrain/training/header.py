@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cyxtrain import environment
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.tree import leaves
 from cyxtrain.errors import counted
@@ -41,7 +42,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     left = "no epoch left" if run.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
-        ("world", counted(world_size, "rank") + _not_used(run.config.num_processes, world_size)),
+        ("world", _world(run.config.num_processes)),
         ("backend", _backend() if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
@@ -58,9 +59,12 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     return facts
 
 
-def _not_used(num_processes: int | str | None, world_size: int) -> str:
-    used = num_processes in (None, "auto", 1, world_size)
-    return "" if used else f", those that were launched: num_processes={num_processes} is not used"
+def _world(num_processes: int | str | None) -> str:
+    world_size = dist.get_world_size()
+    said = [counted(world_size, "rank"), environment.started_by(dist.get_rank(), world_size)]
+    if num_processes not in (None, "auto", 1, world_size):
+        said.append(f"those that were launched: num_processes={num_processes} is not used")
+    return ", ".join(filter(None, said))
 
 
 def _converted(run: Run) -> str:
