@@ -38,6 +38,8 @@ from cyxtrain.errors import (
     RendezvousError,
     ReplicasDifferError,
 )
+from cyxtrain.experiment import Config, Experiment
+from cyxtrain.models import get_model, list_models, register_model
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.runtime import (
     all_gather,
@@ -102,6 +104,11 @@ __all__ = [  # noqa: RUF022
     "callbacks",
     "TrainingHistory",
     "DistributedTrainingHistory",
+    "Config",
+    "Experiment",
+    "register_model",
+    "get_model",
+    "list_models",
     "save_weights",
     "load_weights",
     "CyxtrainError",

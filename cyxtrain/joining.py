@@ -89,7 +89,10 @@ def _open_store(config: DistributedConfig, deadline: Deadline) -> dist.Store:
         store = host_store(config.master_addr, config.master_port, config.world_size, left)
     else:
         store = reach_store(config.rank, config.master_addr, config.master_port, config.world_size, left)
-    return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{_lives + 1}", store)
+    # Launchers of several machines start their ranks again one after the other: those of an earlier attempt, which have
+    # not ended yet, are not the ones to meet.
+    _, attempt = environment.launched_run()
+    return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{attempt}/{_lives + 1}", store)
 
 
 def _make_group(

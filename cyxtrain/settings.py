@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,10 +62,14 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
     place = next((place for cls, place in _PLACES.items() if name in _FIELDS[cls] and cls != owner), None)
     if place is not None and name not in known:
         return ConfigError(f"{owner} has no {what} '{name}': it belongs to {place.format(name)}.")
+    return ConfigError(f"{owner} has no {what} '{name}'. {nearest(name, known)}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Returns a sentence with the known name that may have been meant, or with all of them."""
     other = _OTHER_NAMES.get(name)
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
-    return ConfigError(f"{owner} has no {what} '{name}'. {hint}")
+    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."
 
 
 class _DocumentedFields:
@@ -116,6 +120,29 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
     made.__init__, made.__setattr__ = initialize, assign
     made.__doc__ = _DocumentedFields(made.__doc__)
     return cls
+
+
+def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str, Any], taken: int = 0) -> None:
+    """Refuses settings that a class or a function does not take by name, or too few of them.
+
+    Args:
+        owner: How errors call it: "the model 'mlp'".
+        function: The class or function.
+        given: Settings by name.
+        taken: How many of its first arguments it is given otherwise.
+
+    Raises:
+        ConfigError: With the nearest name that it takes, or what is missing.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[taken:]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    for name in given:
+        if name not in named:
+            raise unknown_name(owner, name, list(named), "setting")
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
+    require(not missing, f"{owner} needs {' and '.join(missing)}.")
 
 
 def require(condition: bool, message: str) -> None:

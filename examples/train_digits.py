@@ -7,7 +7,7 @@ Run it alone, on two processes, or under torchrun; the data travel with the pack
     torchrun --nproc-per-node 2 examples/train_digits.py
 
 Expect about 99 % after a few seconds, and `test accuracy: ...` as the last line. The batch over all ranks is
-fixed (configs/train_digits.yaml), so any number of ranks takes the same steps to the same model, up to rounding.
+fixed (configs/digits_cnn.yaml), so any number of ranks takes the same steps to the same model, up to rounding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import yaml
 from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
-SETTINGS = Path(__file__).resolve().parents[1] / "configs" / "train_digits.yaml"
+SETTINGS = Path(__file__).resolve().parents[1] / "configs" / "digits_cnn.yaml"
 
 
 def make_model() -> nn.Module:
@@ -37,8 +36,7 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     (x_train, y_train), (x_test, y_test) = load_digits()
-    settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
-    config = cx.DistributedTrainingConfig(**settings["training"])
+    config = cx.DistributedTrainingConfig(**cx.Config.from_file(SETTINGS).training)
 
     # More threads gain nothing on so small a model, and on a busy machine they would wait for each other.
     torch.set_num_threads(1)

@@ -265,16 +265,28 @@ def test_one_rank_alone_that_is_killed_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "NUM_RANKS"),
-        (("0", "true"), "at least 1 comes first, got '0'"),
-        (("-1", "true"), "at least 1 comes first, got '-1'"),
+        ((), "no command to start"),
+        (("0", "true"), "a whole number of at least 1, got '0'"),
+        (("-1", "true"), "No such option '-1'"),
+        (("-n", "-1", "true"), "a whole number of at least 1, got '-1'"),
         (("2.5", "true"), "got '2.5'"),
         (("²", "true"), "got '²'"),
-        (("python", "train.py"), "got 'python'"),
-        (("--ranks", "2"), "there is no option '--ranks': NUM_RANKS comes first"),
-        (("2",), "no command to start on 2 ranks"),
+        (("--ranks", "2"), "No such option '--ranks'"),
+        (("2",), "no command to start"),
         (("2", ""), "no command"),
-        (("2", "--restarts", "3", "train.py"), "got the option '--restarts'; it comes before the number"),
+        (("2", "--restarts", "3", "train.py"), "got the option '--restarts'; the launcher's own come before"),
+        (("-n", "2", "4", "true"), "cannot start '4'"),
+        (("--restarts", "-1", "2", "true"), "--restarts': -1 is not in the range"),
+        (("--nnodes", "2", "2", "true"), "with --nnodes 2 every machine needs --node-rank"),
+        (("--nnodes", "2", "--node-rank", "0", "2", "true"), "with --nnodes 2 every machine needs --master-addr"),
+        (("--nnodes", "2", "--node-rank", "2", "--master-addr", "h", "2", "true"), "there are 2"),
+        (("--nnodes", "0", "2", "true"), "--nnodes must be at least 1"),
+        (("--nnodes", "two", "2", "true"), "--nnodes must be a whole number, got 'two'"),
+        (("--nnodes", "1:4", "-n", "2", "true"), "with --nnodes 1:4 every machine needs --master-addr"),
+        (("--nnodes", "4:1", "--master-addr", "h", "-n", "2", "true"), "MIN:MAX such as 1:4, got '4:1'"),
+        (("--master-port", "70000", "2", "true"), "a number from 1 to 65535, got '70000'"),
+        (("--gpus", "all", "-n", "2", "true"), "give -n or --gpus"),
+        (("--logs", "/dev/null/logs", "2", "true"), "--logs /dev/null/logs: Not a directory"),
         (("2", "no_such_program"), "cannot start 'no_such_program': No such file"),
         (("2", "no_such_script.py"), "there is no file 'no_such_script.py'"),
         (("2", "/"), "cannot start '/': Permission denied"),
@@ -298,11 +310,11 @@ def test_a_missing_python_gets_a_hint() -> None:
 def test_help_shows_examples(option: str) -> None:
     done = run(option)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert b"python -m cyxtrain.launch 4 train.py\n" in done.stdout
+    assert b"cyxtrain launch -n 4 -- python train.py" in done.stdout
 
 
 def test_the_launcher_itself_needs_no_torch() -> None:
-    imports = QUICK_LAUNCH.replace("runpy.run_module", "import cyxtrain.launch.local; 0 and runpy.run_module")
+    imports = QUICK_LAUNCH.replace("runpy.run_module", "import cyxtrain.launch.command_line; 0 and runpy.run_module")
     code = f"{imports}\nassert not {{'torch', 'numpy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)
 
@@ -333,10 +345,10 @@ def test_the_shell_script_finds_python(tmp_path: Path, name: str) -> None:
         timeout=SECONDS,
         check=False,
     )
-    assert done.stdout.decode() == f"{fake} -m cyxtrain.launch 2 x\n"
+    assert done.stdout.decode() == f"{fake} -m cyxtrain launch 2 x\n"
 
 
 def test_the_batch_file_calls_the_same_python() -> None:
     batch = (ROOT / "launch_distributed.bat").read_bytes()
-    assert b" -m cyxtrain.launch %*\r\nexit /b %ERRORLEVEL%\r\n" in batch
+    assert b" -m cyxtrain launch %*\r\nexit /b %ERRORLEVEL%\r\n" in batch
     assert batch.count(b"\n") == batch.count(b"\r\n")

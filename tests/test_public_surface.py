@@ -28,6 +28,7 @@ TRAINING = [
     "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip
+EXPERIMENTS = ["Config", "Experiment", "register_model", "get_model", "list_models"]
 ERRORS = [
     "CyxtrainError", "NotInitializedError", "ConfigError", "BackendUnavailableError", "RendezvousError",
     "PeerLostError", "PeerSilentError", "CollectiveTimeoutError", "CollectiveMismatchError",
@@ -90,6 +91,16 @@ SIGNATURES = {
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",
+    "Config": "(values=None)",
+    "Config.from_file": "(path, overrides=())",
+    "Experiment": "(config, source='the config')",
+    "Experiment.from_file": "(path, overrides=())",
+    "Experiment.from_checkpoint": "(path, overrides=())",
+    "Experiment.fit": "(self, resume=None)",
+    "Experiment.evaluate": "(self)",
+    "register_model": "(name)",
+    "get_model": "(name)",
+    "list_models": "()",
     "save_weights": "(model, path)",
     "load_weights": "(model, path)",
 }
@@ -141,7 +152,7 @@ def public(name: str) -> object:
 
 
 def test_public_names_are_exactly_these():
-    assert sorted(cx.__all__) == sorted([*PROCESSES, *DATA, *GRADIENTS, *TRAINING, *ERRORS])
+    assert sorted(cx.__all__) == sorted([*PROCESSES, *DATA, *GRADIENTS, *TRAINING, *EXPERIMENTS, *ERRORS])
 
 
 def test_public_names_exist_and_star_gives_them():

@@ -1,1 +1,1 @@
-"""The command line: `python -m cyxtrain.launch 4 python train.py` starts four ranks on this machine."""
+"""The command line: `cyxtrain fit FILE`, `cyxtrain launch -n 4 -- python train.py`, and what helps with them."""

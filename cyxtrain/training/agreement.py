@@ -98,6 +98,25 @@ def raise_together(problem: Exception | None) -> None:
             raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))
 
 
+def on_master(action: Callable[[], object], *, together: bool) -> None:
+    """Lets rank 0 do something; what goes wrong there is raised on every rank that calls this.
+
+    Args:
+        action: What to do.
+        together: Whether every rank calls it, or rank 0 alone.
+    """
+    problem: Exception | None = None
+    if runtime.is_master():
+        try:
+            action()
+        except Exception as error:  # the others wait
+            problem = error
+    if together:
+        raise_together(problem)
+    elif problem is not None:
+        raise problem
+
+
 def _text(problem: Exception) -> str:
     return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
 

@@ -21,7 +21,7 @@ from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 
-_BY_NAME: dict[str, Callable[[], nn.Module]] = {
+LOSSES: dict[str, Callable[..., nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,
     "nll": nn.NLLLoss,
     "bce": nn.BCELoss,
@@ -267,9 +267,9 @@ class Loss:
 
 def _resolve(loss_fn: Any) -> Any:
     if isinstance(loss_fn, str):
-        if loss_fn not in _BY_NAME:
-            raise unknown_name("cyxtrain", loss_fn, list(_BY_NAME), "loss")
-        return _BY_NAME[loss_fn]()
+        if loss_fn not in LOSSES:
+            raise unknown_name("cyxtrain", loss_fn, list(LOSSES), "loss")
+        return LOSSES[loss_fn]()
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}().")
     if loss_fn is not None and not callable(loss_fn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from cyxtrain.settings import unknown_name
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
-_BY_NAME: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
 }
+"""By name, with Keras's learning rates."""
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
@@ -37,9 +39,9 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     if next(model.parameters(), None) is None:
         raise ConfigError("the model has no parameters: there is nothing to train.")
     if isinstance(optimizer, str):
-        if optimizer.lower() not in _BY_NAME:
-            raise unknown_name("cyxtrain", optimizer, list(_BY_NAME), "optimizer")
-        return _BY_NAME[optimizer.lower()](model.parameters())
+        if optimizer.lower() not in OPTIMIZERS:
+            raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
+        return OPTIMIZERS[optimizer.lower()](model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, nn.Module):

@@ -25,7 +25,7 @@ _PROGRESS = {
 """What of a state tells how far a schedule is, or has been said elsewhere, or is no setting."""
 
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None
-_BY_NAME = {"cosine": Cosine}
+SCHEDULERS = {"cosine": Cosine}
 
 
 def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
@@ -41,15 +41,15 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     """
     if scheduler is None:
         return None
-    if isinstance(scheduler, str) and scheduler not in _BY_NAME:
-        raise unknown_name("cyxtrain", scheduler, list(_BY_NAME), "scheduler")
+    if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
+        raise unknown_name("cyxtrain", scheduler, list(SCHEDULERS), "scheduler")
     if isinstance(scheduler, type) and not _can_be_called_with(scheduler, optimizer):
         name = scheduler.__name__
         raise ConfigError(
             f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
             f"lambda optimizer: {name}(optimizer, ...)."
         )
-    made: Any = _BY_NAME[scheduler](optimizer) if isinstance(scheduler, str) else scheduler
+    made: Any = SCHEDULERS[scheduler](optimizer) if isinstance(scheduler, str) else scheduler
     if not isinstance(made, LRScheduler):
         made = scheduler(optimizer) if callable(scheduler) else None
     if not isinstance(made, LRScheduler):

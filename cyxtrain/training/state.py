@@ -95,6 +95,7 @@ class TrainingState:
         complete_fits: Calls of `fit` in this program that are complete.
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
+        metadata: What its user keeps in checkpoints.
     """
 
     model: nn.Module
@@ -115,6 +116,7 @@ class TrainingState:
     complete_fits: int = 0
     runs: set[object] = field(default_factory=set)
     step_seconds: list[dict[str, float]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
         """Returns (number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped.
@@ -220,6 +222,7 @@ class TrainingState:
             config=dataclasses.asdict(self.config),
             run=self.run,
             arithmetic=self.arithmetic,
+            metadata=self.metadata,
             world_size=runtime.get_world_size(),
         )
 
@@ -241,6 +244,7 @@ class TrainingState:
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
         self.compression = state.others.get("compression", {})
         self.runs.add(self.run.get("id"))
+        self.metadata = {**state.metadata, **self.metadata}
         self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 
     def load_values(self, state: CheckpointState, source: str) -> None:

@@ -22,7 +22,7 @@ from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import Opened
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.training.agreement import agree_on, raise_together, telling
+from cyxtrain.training.agreement import agree_on, on_master, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
@@ -140,6 +140,11 @@ class DistributedTrainer:
         By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done.
         """
         return self._state.step_seconds
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What checkpoints keep for whoever reads them, JSON values by name; what one has is there after loading it."""
+        return self._state.metadata
 
     @property
     def history(self) -> TrainingHistory:
@@ -325,16 +330,7 @@ class DistributedTrainer:
         together = self._call_roll("save_checkpoint", works_alone=True)
         if together and self._fit is not None:
             self._fit.prepare_to_save()  # a callback calls this
-        problem: Exception | None = None
-        if runtime.is_master():
-            try:
-                write_checkpoint(path, self._state.to_checkpoint())
-            except Exception as error:  # the others wait
-                problem = error
-        if together:
-            raise_together(problem)
-        elif problem is not None:
-            raise problem
+        on_master(lambda: write_checkpoint(path, self._state.to_checkpoint()), together=together)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import time
@@ -107,8 +108,11 @@ class OutputReader:
     keep the pipe open for as long as it lives.
     """
 
-    def __init__(self, source: IO[bytes], label: str, write: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, source: IO[bytes], label: str, write: Callable[[bytes], None], log: Stream | None = None
+    ) -> None:
         self._source = source
+        self._log = log
         self._prefix = f"[{label}] ".encode()
         self._write = write
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
@@ -141,12 +145,17 @@ class OutputReader:
     def _show(self, lines: list[bytes]) -> None:
         self._kept.extend(line[:_KEPT_BYTES] for line in lines)
         if lines:
+            if self._log is not None:
+                with contextlib.suppress(OSError, ValueError):  # the disk is full; or it is closed: a daemon writes on
+                    self._log.write(b"".join(line + b"\n" for line in lines))
             self._showing = True
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
             self._showing = False
 
 
-def read_output(process: subprocess.Popen[bytes], label: str, terminal: Terminal) -> list[OutputReader]:
+def read_output(
+    process: subprocess.Popen[bytes], label: str, terminal: Terminal, log: Stream | None = None
+) -> list[OutputReader]:
     """Starts to show what a process writes; returns the readers of its stdout and stderr, or none without pipes."""
     pairs = ((process.stdout, terminal.write_out), (process.stderr, terminal.write_err))
-    return [OutputReader(source, label, write) for source, write in pairs if source is not None]
+    return [OutputReader(source, label, write, log) for source, write in pairs if source is not None]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cyxtrain.workers.guard import GRACE_SECONDS, Guard, end_groups, signal_group
@@ -40,6 +41,8 @@ class RankSpec:
     """Give it our own stdin, stdout and stderr: no labels, no last words, and progress bars work."""
     inherits: tuple[int, ...] = ()
     """File descriptors (handles on Windows) that it is given, under the same numbers."""
+    log: Path | None = None
+    """File to which its lines are added, without labels; not with `shares_terminal`."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,10 @@ class RankProcess:
         self._post = post
         self._told = False
         self._ended = False
+        self._log = None if spec.log is None else open(spec.log, "ab", buffering=0)  # noqa: SIM115 - _attend closes it
         self._process = _spawn(spec)
         guard.add(self._process.pid)
-        self._readers = read_output(self._process, spec.label, terminal)
+        self._readers = read_output(self._process, spec.label, terminal, self._log)
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
         self._thread.start()
 
@@ -158,6 +162,8 @@ class RankProcess:
         self._guard.remove(self._process.pid)
         for reader in self._readers:
             reader.join(DRAIN_SECONDS)
+        if self._log is not None:
+            self._log.close()
         self._post(RankGone(self.index))
 
 

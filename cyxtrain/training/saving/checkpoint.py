@@ -70,6 +70,8 @@ class CheckpointState:
     """Which run this is of: JSON values."""
     arithmetic: dict[str, Any] = field(default_factory=dict)
     """What decides the bits of the results, beside the versions: JSON values."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What its user keeps in it, such as the experiment that it is of: JSON values."""
     versions: dict[str, Any] = field(default_factory=library_versions)
     """Versions of the libraries that wrote it."""
     world_size: int = 1
@@ -78,7 +80,7 @@ class CheckpointState:
 
 # What state.json holds as it is; the others are spread over the tensor files.
 _PLAIN_FIELDS = {
-    **dict.fromkeys(("position", "history", "config", "run", "arithmetic", "versions"), dict),
+    **dict.fromkeys(("position", "history", "config", "run", "arithmetic", "metadata", "versions"), dict),
     "ranks": list,
     "world_size": int,
 }
@@ -136,7 +138,7 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
     """
     entries = read_archive(memoryview(data).cast("B").toreadonly(), name, FORMAT, FORMAT_VERSION, _CONTENT)
     with blaming(name, STATE):
-        values = json.loads(bytes(entries[STATE]))
+        values = {"metadata": {}, **json.loads(bytes(entries[STATE]))}  # older ones have none
         plain = {key: _typed(decode_tree(values[key]), kind) for key, kind in _PLAIN_FIELDS.items()}
         extra = _typed(decode_tree(values["model_values"]), dict)
         order = values["model_order"]

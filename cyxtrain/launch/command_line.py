@@ -1,0 +1,149 @@
+"""What `cyxtrain` can be told. Each command imports what it needs: starting processes needs no PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from cyxtrain.errors import ConfigError, CyxtrainError
+from cyxtrain.launch.starting import launch
+
+_USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
+_COMPLETE = "_CYXTRAIN_COMPLETE"  # click's variable: with it, this is not a call but a question of a shell
+
+_HELP = """\b
+examples:
+  cyxtrain fit configs/digits_mlp.yaml training.epochs=3
+  cyxtrain launch -n 4 -- cyxtrain fit configs/digits_mlp.yaml
+  cyxtrain launch -n 4 -- python train.py --lr 0.1
+  cyxtrain evaluate checkpoints/best.ckpt
+  cyxtrain launch -n 4 -- cyxtrain doctor
+
+Errors are one line; `cyxtrain --traceback fit ...` shows where they come from. Names that the shell completes:
+`eval "$(cyxtrain completion bash)"` (or zsh, fish) in its start file."""
+
+
+@click.group(epilog=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="cyxtrain", message="cyxtrain %(version)s")
+@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.option("--local-rank", "--local_rank", type=int, hidden=True)
+def cyxtrain(traceback: bool, local_rank: int | None) -> None:
+    """Trains PyTorch models on as many processes as there are: exact, fast, honest."""
+    del local_rank  # torch.distributed.launch gives it, and says the same in LOCAL_RANK
+    if not traceback:
+        sys.excepthook = _one_line
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # "module:name" means those of the folder, as with python -m
+
+
+cyxtrain.add_command(launch)
+
+
+def _complete_config(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
+@cyxtrain.command(
+    short_help="Train the experiment of a YAML file.",
+    epilog="""\b
+examples:
+  cyxtrain fit configs/digits_mlp.yaml
+  cyxtrain fit configs/digits_cnn.yaml training.epochs=3 optimizer.lr=1e-3 'model.channels=[16, 32]'
+  cyxtrain fit configs/digits_cnn.yaml training.num_processes=auto
+  cyxtrain launch -n 4 -- cyxtrain fit configs/digits_cnn.yaml --resume auto
+  torchrun --nproc-per-node 4 -m cyxtrain fit configs/digits_cnn.yaml
+  srun cyxtrain fit configs/digits_cnn.yaml
+
+The last lines are the measures of the test data, where there are some.""",
+)
+@click.argument("config", metavar="CONFIG", shell_complete=_complete_config)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--resume", metavar="auto|PATH", help="Go on from its newest checkpoint, or from one.")
+@click.option("--print-config", is_flag=True, help="Show the settings with all bases and overrides, and end.")
+def fit(config: str, overrides: tuple[str, ...], resume: str | None, print_config: bool) -> None:
+    """Trains the experiment of a YAML file.
+
+    KEY=VALUE overrides a setting, such as training.epochs=3; null, lists and numbers are YAML's. Under a launcher,
+    torchrun or a scheduler all of its ranks train together; alone it is one process, or training.num_processes of them.
+    """
+    from cyxtrain.experiment import Config, Experiment
+    from cyxtrain.launch.reporting import show_measures
+
+    if print_config:
+        click.echo(Config.from_file(config, overrides).to_yaml(), nl=False)
+        return
+    experiment = Experiment.from_file(config, overrides)
+    experiment.fit(resume)
+    show_measures(experiment)
+
+
+@cyxtrain.command(
+    short_help="Show the measures of a checkpoint.",
+    epilog="""\b
+examples:
+  cyxtrain evaluate checkpoints/best.ckpt
+  cyxtrain evaluate checkpoints
+  cyxtrain launch -n 4 -- cyxtrain evaluate checkpoints/best.ckpt
+  cyxtrain evaluate checkpoints/best.ckpt --config configs/digits_cnn.yaml data.path=other.npz""",
+)
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--config", metavar="FILE", help="The experiment; without it, the one that the checkpoint keeps.")
+def evaluate(checkpoint: str, overrides: tuple[str, ...], config: str | None) -> None:
+    """Shows the measures of the test data with a checkpoint: a file, or a folder of which the newest is taken."""
+    from cyxtrain.experiment import Experiment
+    from cyxtrain.launch.reporting import newest_of, show_measures
+
+    path = newest_of(Path(checkpoint))
+    if config is not None:
+        experiment = Experiment.from_file(config, overrides)
+    else:
+        experiment = Experiment.from_checkpoint(path, overrides)
+    if not experiment.data.test:
+        raise ConfigError(f"{config or path}: its data have no test part to evaluate.")
+    experiment.join()
+    experiment.trainer.load_checkpoint(path)
+    show_measures(experiment)
+
+
+@cyxtrain.command(short_help="Let a shell complete names.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Prints what lets a shell complete commands, options and files: eval "$(cyxtrain completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cyxtrain, {}, "cyxtrain", _COMPLETE).source())
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a command line and returns its exit code.
+
+    Args:
+        arguments: Without the name of the program.
+        environment: What processes that it starts begin with.
+    """
+    hook = sys.excepthook
+    try:
+        code = cyxtrain.main([*arguments], "cyxtrain", _COMPLETE, standalone_mode=False, obj=environment)
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        name = "cyxtrain" if context is None else context.command_path
+        print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
+        return _USAGE_ERROR
+    except click.Abort as error:  # what click makes of Ctrl-C
+        raise KeyboardInterrupt from error
+    sys.excepthook = hook
+    return code if isinstance(code, int) else 0
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an error that says for itself what is wrong, and where; others with their traceback."""
+    if isinstance(error, CyxtrainError):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    elif not isinstance(error, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)

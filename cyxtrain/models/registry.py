@@ -1,0 +1,102 @@
+"""Names for models, so that a file of settings can say which one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from cyxtrain.errors import ConfigError
+from cyxtrain.settings import check_arguments, unknown_name
+
+_Maker = TypeVar("_Maker", bound=Callable[..., nn.Module])
+_MODELS: dict[str, Callable[..., nn.Module]] = {}
+
+
+class ModelMaker:
+    """Makes one kind of model.
+
+    Args:
+        name: By which it is registered.
+        make: The class or function.
+    """
+
+    def __init__(self, name: str, make: Callable[..., nn.Module]) -> None:
+        self.name = name
+        self.make = make
+
+    def __call__(self, config: Mapping[str, Any] | None = None, /, **settings: Any) -> nn.Module:
+        """Returns a model.
+
+        Args:
+            config: Settings by name, such as `Config.from_file(...)`, whose section `model` is taken, or that section
+                itself; its "name" is no setting.
+            **settings: The same one by one; they rule.
+
+        Raises:
+            ConfigError: A setting that the model does not have, with the nearest one that it has; or one is missing,
+                or the model cannot be made of them.
+        """
+        owner, whole = f"the model '{self.name}'", {} if config is None else config
+        if next(iter(inspect.signature(self.make).parameters), None) == "config":
+            given, first = settings, [whole]
+        else:
+            section = whole.get("model", whole)
+            if not isinstance(section, Mapping):
+                raise ConfigError(f"the section 'model' must have settings by name, got {section!r}.")
+            given, first = {**{key: value for key, value in section.items() if key != "name"}, **settings}, []
+        check_arguments(owner, self.make, given, len(first))
+        try:
+            model = self.make(*first, **given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{owner} cannot be made of {given}: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{owner} must be a torch.nn.Module, and {self.make!r} returned {type(model).__name__}.")
+        return model
+
+
+def register_model(name: str) -> Callable[[_Maker], _Maker]:
+    """Gives a class or a function that returns a model a name: `@register_model("mlp")`.
+
+    Its keyword arguments are the settings of the section `model`; one whose first argument is called `config` is given
+    the whole config.
+
+    Args:
+        name: Not yet another's; the same module may register it again, as a notebook's cell does.
+
+    Raises:
+        ConfigError: Another one has that name.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'register_model takes a name, as in @cx.register_model("mlp"), got {name!r}.')
+
+    def register(make: _Maker) -> _Maker:
+        there = _MODELS.get(name)
+        if there is not None and _origin(there) != _origin(make):
+            raise ConfigError(f"the model '{name}' is {there!r} already: register {make!r} by another name.")
+        _MODELS[name] = make
+        return make
+
+    return register
+
+
+def get_model(name: str) -> ModelMaker:
+    """Returns what makes the models of a name: `get_model("mlp")(config)`, `get_model("mlp")(inputs=64, outputs=10)`.
+
+    Raises:
+        ConfigError: No model has that name, with the nearest that has one.
+    """
+    if name not in _MODELS:
+        raise unknown_name("cyxtrain", str(name), list_models(), "model")
+    return ModelMaker(name, _MODELS[name])
+
+
+def list_models() -> list[str]:
+    """Returns the names of all models, sorted."""
+    return sorted(_MODELS)
+
+
+def _origin(make: Callable[..., nn.Module]) -> tuple[str, str]:
+    return make.__module__, make.__qualname__

@@ -1,0 +1,158 @@
+"""YAML files: bases, overrides, variables and dots; and what is wrong is one line that says where and what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import cyxtrain as cx
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Writes files in the folder of the test, in which it is."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+    write(
+        base="model: {name: mlp, inputs: 64, outputs: 10}\noptimizer: adam\ntraining: {epochs: 3, seed: 1}\n",
+        own="_base_: base.yaml\nmodel:\n  hidden: [32, 16]\noptimizer: {name: sgd, lr: 1e-3}\n",
+    )
+    return write
+
+
+def test_settings_have_dots_and_brackets(files):
+    config = cx.Config.from_file("own.yaml")
+    assert config.model.hidden == config["model"]["hidden"] == [32, 16]
+    assert list(config) == ["model", "training", "optimizer"]
+    assert config.get("scheduler") is None
+    assert "lr" in config.optimizer
+    assert config.optimizer.lr == 0.001
+    assert isinstance(config.optimizer.lr, float)
+
+
+def test_a_base_is_taken_over_setting_by_setting_and_another_name_rules_whole(files):
+    config = cx.Config.from_file("own.yaml")
+    assert config.model.to_dict() == {"name": "mlp", "inputs": 64, "outputs": 10, "hidden": [32, 16]}
+    assert config.training.to_dict() == {"epochs": 3, "seed": 1}
+    files(other="_base_: own.yaml\nmodel: {name: cnn}\noptimizer: adam\n")
+    other = cx.Config.from_file("other.yaml")
+    assert other.model.to_dict() == {"name": "cnn"}
+    assert other.optimizer.to_dict() == {"name": "adam"}  # not with the rate of SGD
+
+
+def test_several_bases_rule_in_their_order_and_lie_beside_the_file_that_names_them(files, tmp_path, monkeypatch):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "long.yaml").write_text("_base_: ../base.yaml\ntraining: {epochs: 9}\n")
+    (tmp_path / "own2.yaml").write_text("_base_: [own.yaml, more/long.yaml]\ntraining: {seed: 2}\n")
+    monkeypatch.chdir(tmp_path / "more")
+    config = cx.Config.from_file("../own2.yaml")
+    assert config.training.to_dict() == {"epochs": 9, "seed": 2}
+    assert config.optimizer.name == "adam"
+
+
+def test_overrides_rule_the_later_over_the_earlier(files):
+    overrides = ["training.epochs=5", "model.hidden=[8, 8]", "training.epochs=7", "scheduler=cosine", "optimizer=null"]
+    config = cx.Config.from_file("own.yaml", [*overrides, "training.clip_norm=1e-3", "training.checkpoint_dir=a b"])
+    assert config.training.to_dict() == {"epochs": 7, "seed": 1, "clip_norm": 0.001, "checkpoint_dir": "a b"}
+    assert config.model.hidden == [8, 8]
+    assert config.scheduler.name == "cosine"
+    assert config.optimizer is None
+    assert config.with_overrides("training.seed=4").training.seed == 4
+    assert config.training.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "value"),
+    [
+        ("${FOLDER}/rows.npz", {"FOLDER": "/data"}, "/data/rows.npz"),
+        ("${FOLDER:./here}/rows.npz", {}, "./here/rows.npz"),
+        ("${FOLDER:./here}/rows.npz", {"FOLDER": ""}, "./here/rows.npz"),
+        ("${ENV:default}", {}, "default"),
+        ("${RATE:1e-3}", {}, 0.001),
+        ("${RATE:1e-3}", {"RATE": "0.5"}, 0.5),
+        ("${EPOCHS:3}", {"EPOCHS": "12"}, 12),
+        ("${HOST:http://a.b:80/c d}", {}, "http://a.b:80/c d"),
+        ("${EMPTY:}", {}, None),
+        ("${training.seed}", {}, 1),
+        ("${A:1}-${B:2}", {}, "1-2"),
+    ],
+)
+def test_variables_of_the_environment_and_other_settings(files, monkeypatch, text, variables, value):
+    for name in ("FOLDER", "ENV", "RATE", "EPOCHS", "HOST", "EMPTY", "A", "B"):
+        monkeypatch.delenv(name, raising=False)
+    for name, each in variables.items():
+        monkeypatch.setenv(name, each)
+    files(mine=f"_base_: base.yaml\ndata: {{name: npz, path: '{text}'}}\n")
+    found = cx.Config.from_file("mine.yaml").data.path
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_setting_can_be_assigned_also_in_a_section(files):
+    config = cx.Config.from_file("own.yaml")
+    config.training.epochs = 8
+    config["training"]["batch_size"] = 16
+    config.optimizer = "adam"
+    assert config.to_dict()["training"] == {"epochs": 8, "seed": 1, "batch_size": 16}
+    assert config.optimizer.name == "adam"
+
+
+def test_a_config_is_a_value(files):
+    config = cx.Config.from_file("own.yaml")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == cx.Config(config.to_dict()) == config
+    copied = config.to_dict()
+    copied["model"]["hidden"].append(1)
+    assert config.model.hidden == [32, 16]
+    files(again=config.to_yaml())
+    assert cx.Config.from_file("again.yaml") == config
+    assert "epochs" in dir(config.training)
+    assert not hasattr(config, "__array__")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("trainig: {}", [], r"mine.yaml has no section 'trainig'. Did you mean 'training'\?"),
+        ("_base: own.yaml", [], r"mine.yaml has no section '_base'. Did you mean '_base_'\?"),
+        ("training:\n  epochs: [1\n", [], "mine.yaml, line 3: no YAML: "),
+        ("training: {epochs: 1, epochs: 2}", [], "mine.yaml, line 1: no YAML: found duplicate key epochs"),
+        ("- 1\n", [], r"mine.yaml must have sections, such as 'training:', got \[1\]"),
+        ("_base_: mine.yaml", [], "mine.yaml: _base_ goes in a circle: mine.yaml -> mine.yaml"),
+        ("_base_: bose.yaml", [], r"there is no file bose.yaml. Did you mean base.yaml\?"),
+        ("_base_: far/base.yaml", [], "there is no file far/base.yaml. Nor is there a folder far."),
+        ("training: {seed: '${SEEED}'}", [], "mine.yaml: training.seed is .*, and the environment has no SEEED: set"),
+        ("training: {seed: '${model.size}'}", [], "mine.yaml: Interpolation key 'model.size' not found"),
+        ("_base_: base.yaml", ["training.epochs"], "an override is name=value, such as training.epochs=3; got 'train"),
+        ("_base_: base.yaml", ["=3"], "an override is name=value"),
+        ("_base_: base.yaml", ["optimiser.lr=3"], r"no section 'optimiser'. Did you mean 'optimizer'\?"),
+        ("_base_: base.yaml", ["model.hidden=[1"], r"the override model.hidden=\[1, line .*: no YAML"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_says_where(files, text, overrides, says):
+    files(mine=text)
+    with pytest.raises(cx.ConfigError, match=says) as caught:
+        cx.Config.from_file("mine.yaml", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_each_others_base_are_shown(files):
+    files(a="_base_: b.yaml", b="_base_: c.yaml", c="_base_: a.yaml")
+    with pytest.raises(cx.ConfigError, match=r"a.yaml -> b.yaml -> c.yaml -> a.yaml"):
+        cx.Config.from_file("a.yaml")
+
+
+def test_a_missing_file_names_those_that_are_there(files):
+    with pytest.raises(cx.ConfigError, match=r"there is no file settings.yaml. In . there are: base.yaml, own.yaml"):
+        cx.Config.from_file("settings.yaml")
+
+
+def test_a_missing_setting_names_the_nearest_one(files):
+    config = cx.Config.from_file("own.yaml")
+    with pytest.raises(AttributeError, match=r"the config has no 'epoch'. Did you mean 'epochs'\?"):
+        _ = config.training.epoch
+    assert getattr(config, "nothing", 3) == 3
