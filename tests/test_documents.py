@@ -16,7 +16,7 @@ import cyxtrain as cx
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FOLDERS = (".ci", "benchmarks", "configs", "cyxtrain", "examples", "tests")
+FOLDERS = (".ci", ".github", "benchmarks", "configs", "cyxtrain", "docs", "examples", "tests")
 
 
 def blocks(language):
@@ -62,6 +62,21 @@ def test_continuous_integration_is_a_script_that_bash_understands():
     subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=True)
 
 
+def test_workflow_on_github_runs_the_commands_of_readme():
+    # YAML 1.1 reads the key "on" as true.
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    assert set(workflow[True]) == {"push", "pull_request", "schedule", "workflow_dispatch"}
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    tests = blocks("sh")[1].strip()
+    assert commands == {"linux": [".ci/run"], "others": [tests], "nightly": [f"{tests} -m nightly"]}
+    assert all("timeout-minutes" in job for job in jobs.values())
+    assert {"windows-latest", "macos-latest"} == set(jobs["others"]["strategy"]["matrix"]["os"])
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
+
+
 @pytest.mark.parametrize("program", blocks("python"))
 def test_programs_in_readme_use_public_names(program):
     tree = ast.parse(program)
@@ -104,9 +119,9 @@ def test_errors_in_readme_say_what_they_say(error, words):
 
 
 def test_files_that_documents_name_exist():
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/clusters.md"):
         text = (ROOT / document).read_text(encoding="utf-8")
-        for name in re.findall(r"`((?:cyxtrain|examples|configs|tests|\.ci)/[\w./]*)`", text):
+        for name in re.findall(r"`((?:cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
             assert (ROOT / name).exists(), f"{document} names {name}"
 
 
