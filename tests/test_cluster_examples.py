@@ -289,6 +289,16 @@ def test_both_nodes_get_the_same_command_but_for_their_number():
     assert nodes[0].replace("--node-rank 0", "--node-rank 1") == nodes[1]
 
 
+def test_variables_of_schedulers_are_those_that_are_read():
+    table = CLUSTERS[CLUSTERS.index("## Who is who") : CLUSTERS.index("## Networks")]
+    names = {
+        name for row in re.findall(r"^\|.*\|$", table, flags=re.MULTILINE) for name in re.findall("`([A-Z_]+)`", row)
+    }
+    assert len(names) == 22
+    read = (ROOT / "cyxtrain" / "clusters.py").read_text(encoding="utf-8")
+    assert [name for name in sorted(names) if f'"{name}"' not in read] == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' PyTorch has no NCCL")
 def test_pytorch_knows_the_variables_that_are_its_own():
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
