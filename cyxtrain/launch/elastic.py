@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from cyxtrain.workers.machine import count_usable_cores
+
 if TYPE_CHECKING:
     from cyxtrain.launch.starting import Options
 
@@ -37,5 +39,6 @@ def torchrun(options: Options, num_ranks: int, command: Sequence[str], environme
         *([f"--log-dir={options.logs}", "--tee=3"] if options.logs is not None else []),
         "--no-python",
     ]
+    variables = {"OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)), **environment}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words, *command], dict(environment))
+    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words, *command], variables)
