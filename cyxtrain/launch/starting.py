@@ -44,7 +44,6 @@ an error that would come again (ConfigError, a missing backend, NaN), as far as 
 the terminal to itself is started again. On several machines give the same N to all: the ranks of one fail with those
 of another, and all begin again.
 
-\b
 exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
 stopped the launcher or a rank, or 2 for a command line that cannot be used."""
 
@@ -106,11 +105,11 @@ def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options:
     """Starts N processes of a command on this machine, which train together."""
     own = Options(**options).or_from(environment)  # type: ignore[arg-type]
     number, command = _split(words, own)
+    num_ranks, more = _num_ranks(number, own, environment)
     if own.nnodes is not None and ":" in own.nnodes:
         from cyxtrain.launch.elastic import torchrun
 
-        return torchrun(own, _num_ranks(number, own, environment)[0], command, environment)
-    num_ranks, more = _num_ranks(number, own, environment)
+        return torchrun(own, num_ranks, command, {**environment, **more})
     nnodes, node_rank = _nodes(own)
     master_addr = own.master_addr or (environment.get("MASTER_ADDR") if nnodes > 1 else "127.0.0.1")
     _require(
