@@ -33,6 +33,15 @@ WORKER_CHANNEL = "CYXTRAIN_WORKER"
 _IDENTITY = ("RANK", "WORLD_SIZE")
 _SIGNS = ("LOCAL_RANK", "MASTER_ADDR")
 """What nobody sets for a process that is alone."""
+_SECRET = "CYXTRAIN_SECRET"
+_READ = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("DISTRIBUTED_BACKEND", "DISTRIBUTED_TIMEOUT_MS", _SECRET, "CYXTRAIN_HEARTBEAT_TIMEOUT_MS"),
+    *("CYXTRAIN_CHECKSUMS", "CYXTRAIN_TRANSPORT", "CYXTRAIN_COMMUNICATION", "CYXTRAIN_RUN", "CYXTRAIN_ATTEMPT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT"),
+)
+"""What decides how ranks meet and talk, here and in the libraries below."""
 
 
 def read_config(variables: Mapping[str, str] | None = None) -> DistributedConfig:
@@ -168,6 +177,18 @@ def started_by(rank: int, world_size: int, variables: Mapping[str, str] | None =
     """
     variables = os.environ if variables is None else variables
     return clusters.started_by(variables, rank, world_size)
+
+
+def settings_found(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the variables that are set of those that decide how ranks meet and talk, for people to see.
+
+    The value of CYXTRAIN_SECRET is nobody's business: it is "set".
+
+    Args:
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    return {name: "set" if name == _SECRET else variables[name] for name in _READ if variables.get(name)}
 
 
 def to_pass_on() -> dict[str, str]:

@@ -220,3 +220,8 @@ def test_a_secret_is_not_pretended_where_the_backend_asks_for_none():
     config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True, backend="gloo")
     with pytest.raises(cx.ConfigError, match="the gloo backend lets in whoever"):
         environment.complete(config, {"CYXTRAIN_SECRET": "s"})
+
+
+def test_what_is_set_is_shown_and_the_secret_is_not():
+    variables = {"RANK": "1", "CYXTRAIN_SECRET": "s3cr3t", "MASTER_PORT": "", "HOME": "/root", "OMP_NUM_THREADS": "2"}
+    assert environment.settings_found(variables) == {"RANK": "1", "CYXTRAIN_SECRET": "set", "OMP_NUM_THREADS": "2"}

@@ -211,12 +211,12 @@ def test_rank_0_leaves_with_the_store_when_the_one_that_it_refuses_has_read_why(
 
 
 def test_two_versions_of_the_protocol_refuse_each_other_in_words_on_both_sides_within_a_second(monkeypatch):
-    made = rendezvous._entry
+    made = rendezvous.own_entry
 
     def entry(rank, *rest):
         return replace(made(rank, *rest), protocol=1 + rank)
 
-    monkeypatch.setattr(rendezvous, "_entry", entry)
+    monkeypatch.setattr(rendezvous, "own_entry", entry)
     for error, seconds in meet_all(dist.HashStore(), [0, 1], 2):
         assert "speaks version 1 of the ring's protocol" in str(error) or "speaks version 2" in str(error)
         assert "version 1" in str(error)

@@ -23,7 +23,7 @@ _PROOFS = 3
 _KNOCK_SECONDS = 1.0
 
 
-class _EndedError(Exception):
+class EndedError(Exception):
     """The other side closed the connection.
 
     Attributes:
@@ -56,10 +56,10 @@ def call(
     while True:
         where = f"rank {peer} at {entry.unix if near else f'{entry.host}:{entry.port}'}"
         try:
-            return _call_once(_address(entry, near=near), claim, key, roll.deadline, roll.look)
+            return call_once(socket_address(entry, near=near), claim, key, roll.deadline, roll.look)
         except RefusedError as refused:
             raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
-        except _EndedError as ended:
+        except EndedError as ended:
             _hear_why(roll)
             # Who was sent away before it could prove itself, or when its proof came late, had bad luck: it tries again.
             disbelieved += ended.proven
@@ -91,11 +91,11 @@ def call(
 
 def knock(entry: Entry, claim: Claim, key: bytes) -> None:
     """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
-    with contextlib.suppress(OSError, HandshakeError, RefusedError, _EndedError):
-        _call_once(_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
+    with contextlib.suppress(OSError, HandshakeError, RefusedError, EndedError):
+        call_once(socket_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
 
 
-def _address(entry: Entry, *, near: bool) -> tuple[int, Any]:
+def socket_address(entry: Entry, *, near: bool) -> tuple[int, Any]:
     """Returns the family and the address of the socket at which a rank listens."""
     if near:
         return socket.AF_UNIX, unix_address(entry.unix)
@@ -107,9 +107,24 @@ def unix_address(name: str) -> str:
     return "\0" + name.removeprefix("@")
 
 
-def _call_once(
+def call_once(
     address: tuple[int, Any], claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]
 ) -> socket.socket:
+    """Connects, and proves who we are.
+
+    Args:
+        address: As `socket_address` gives it.
+        claim: What we say of ourselves.
+        key: The run's secret.
+        deadline: When to give up.
+        look: Called again and again while it waits.
+
+    Raises:
+        RefusedError: It knows the secret, and does not let us in.
+        EndedError: It closed the connection.
+        HandshakeError: What answers there is no rank.
+        OSError: It cannot be reached.
+    """
     sock = socket.socket(address[0], socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -137,7 +152,7 @@ def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
     try:
         sock.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
-        raise _EndedError(proven) from None
+        raise EndedError(proven) from None
 
 
 def _hear(
@@ -153,7 +168,7 @@ def _hear(
         except ConnectionResetError:
             part = b""
         if not part:
-            raise _EndedError(proven)
+            raise EndedError(proven)
         heard += part
     return body
 

@@ -79,7 +79,7 @@ class Entry:
         """
         try:
             facts = json_object(text.encode() if isinstance(text, str) else text)
-            entry: Entry = _made(cls, facts | {"process": _made(Process, facts["process"])})
+            entry: Entry = made(cls, facts | {"process": made(Process, facts["process"])})
             if not (0 <= entry.port < 2**16 and 0 <= entry.process.pid < 2**31):
                 raise ValueError("a port or a pid that cannot be")
             if not 0.01 <= entry.heartbeat_timeout_seconds <= 1e9:  # others beat as often as it wants to hear
@@ -94,8 +94,8 @@ class Entry:
         return entry
 
 
-def _made(kind: type[Any], facts: dict[str, Any]) -> Any:
-    """Returns a dataclass with those facts that it knows.
+def made(kind: type[Any], facts: dict[str, Any]) -> Any:
+    """Returns a dataclass with those facts that it knows; its fields are of plain types.
 
     Raises:
         TypeError: One is missing, or of another type.

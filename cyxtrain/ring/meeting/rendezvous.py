@@ -133,7 +133,7 @@ def meet(
         with roll.taking_part():
             meeting.listener = listen(names[rank], store)
             meeting.near = listen_near(options.transport)
-            roll.answer(_entry(rank, len(names), meeting, options))
+            roll.answer(own_entry(rank, len(names), meeting, options))
             meeting.table = roll.table()
             _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
     except RankTakenError as taken:
@@ -328,7 +328,15 @@ def _key(options: RingOptions, first: Entry) -> bytes:
     return bytes.fromhex(first.key) if options.secret is None else options.secret.encode("utf-8", "surrogateescape")
 
 
-def _entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> Entry:
+def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> Entry:
+    """Returns what a rank says of itself.
+
+    Args:
+        rank: Which.
+        world_size: How many ranks it looks for.
+        meeting: That listens.
+        options: Of the ring.
+    """
     assert meeting.listener is not None
     host, port = meeting.listener.getsockname()[:2]
     near = b"" if meeting.near is None else os.fsencode(meeting.near.getsockname())

@@ -1,0 +1,258 @@
+"""One rank's part in trying every pair: each calls the other, the higher one measures, both look at memory.
+
+Both ways are tried: the ring's higher rank calls the lower one, other libraries do it the other way round, and which
+host is which rank can change from run to run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+
+from cyxtrain.launch.doctor import measuring
+from cyxtrain.launch.doctor.findings import Arrival, Cause, View, to_json
+from cyxtrain.launch.doctor.meeting import Roster, wait_for
+from cyxtrain.launch.doctor.schedule import partner, rounds
+from cyxtrain.ring.host import State, state_of
+from cyxtrain.ring.link import Deadline, watch_over
+from cyxtrain.ring.meeting.board import Board
+from cyxtrain.ring.meeting.calling import EndedError, call_once, socket_address
+from cyxtrain.ring.meeting.door import Door
+from cyxtrain.ring.meeting.handshake import Claim, HandshakeError, RefusedError, Role
+from cyxtrain.ring.meeting.rendezvous import Meeting
+from cyxtrain.ring.memory import PeerMemory
+
+CONNECT_SECONDS = 5.0
+"""For both ways of a pair together."""
+MEASURE_SECONDS = 8.0
+_SLACK_SECONDS = 2.0
+ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
+"""A pair takes no longer: whoever is not ready so many rounds after the beginning has ended, or is stopped."""
+_PROBE_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
+
+
+class Reception:
+    """Where this rank is called: it lets in who knows the token, and keeps them until they are asked for.
+
+    Args:
+        rank: This rank.
+        listening: With its sockets; they stay the caller's.
+        key: The token.
+        run: What rank 0 calls this meeting.
+    """
+
+    def __init__(self, rank: int, listening: Meeting, key: bytes, run: str) -> None:
+        self._run = run
+        self._selector = selectors.DefaultSelector()
+        self._here: dict[tuple[int, Role], socket.socket] = {}
+        listeners = [listener for listener in (listening.listener, listening.near) if listener is not None]
+        self._door = Door(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
+
+    def serve(self, seconds: float = 0.0) -> None:
+        """Takes who comes, for so long at most."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        self._door.expire(time.monotonic())
+
+    def has(self, rank: int, role: Role) -> bool:
+        """Returns whether a rank has called."""
+        return (rank, role) in self._here
+
+    def take(self, rank: int, role: Role) -> socket.socket | None:
+        """Returns the connection that a rank has made, which is the caller's from now on; None: it made none."""
+        return self._here.pop((rank, role), None)
+
+    def close(self) -> None:
+        """Closes every connection that nobody has taken."""
+        self._door.close()
+        for sock in self._here.values():
+            sock.close()
+        self._here.clear()
+        self._selector.close()
+
+    def _judge(self, claim: Claim) -> str:
+        return "" if claim.run == self._run else "it belongs to another run"
+
+    def _admit(self, claim: Claim, sock: socket.socket) -> None:
+        before = self._here.pop((claim.rank, claim.role), None)
+        if before is not None:
+            before.close()
+        self._here[claim.rank, claim.role] = sock
+
+
+class Visits:
+    """One rank's visits to all others, one at a time.
+
+    Args:
+        board: The store.
+        rank: This rank.
+        roster: Who is there.
+        arrivals: What they said of themselves.
+        listening: This rank's sockets, which others call.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Meeting
+    ) -> None:
+        self._board = board
+        self._rank = rank
+        self._roster = roster
+        self._arrivals = arrivals
+        self._own = arrivals[rank].entry
+        self._key = bytes.fromhex(roster.token)
+        self._run = arrivals[0].entry.run  # rank 0, which called the roster, is in it
+        self._reception = Reception(rank, listening, self._key, self._run)
+        self._began = time.monotonic()
+
+    def make(self) -> None:
+        """Tries every pair of this rank, and says at the store what it found."""
+        for number, pairs in enumerate(rounds(self._roster.ranks)):
+            peer = partner(self._rank, pairs)
+            if peer is not None:
+                self._board.set(f"view/{self._rank}/{peer}", to_json(self._visit(peer, number)))
+
+    def close(self) -> None:
+        """Closes every socket."""
+        self._reception.close()
+
+    def await_word(self, key: str, peer: int, deadline: Deadline) -> Cause:
+        """Waits until a rank has said something at the store; returns why it has not: it has ended, say."""
+        entry, probe, cause = self._arrivals[peer].entry, Deadline(_PROBE_SECONDS), Cause.ABSENT
+
+        def is_decided() -> bool:
+            nonlocal probe, cause
+            self._reception.serve()
+            if self._board.has(key):
+                cause = Cause.NONE
+            elif state_of(entry.process, self._own.process) is State.GONE:
+                cause = Cause.BROKE
+            elif probe.passed() and entry.machine != self._own.machine:
+                probe = Deadline(_PROBE_SECONDS)
+                cause = Cause.REFUSED if _is_refused(entry.host, entry.port) else cause
+            return cause is not Cause.ABSENT
+
+        wait_for(is_decided, deadline)
+        return cause
+
+    def _visit(self, peer: int, number: int) -> View:
+        """Returns what this rank finds of one other, in the round of that number."""
+        self._board.set(f"ready/{self._rank}/{peer}", "")
+        until = self._began + number * ROUND_SECONDS + _SLACK_SECONDS
+        cause = self.await_word(f"ready/{peer}/{self._rank}", peer, Deadline(until - time.monotonic()))
+        if cause is not Cause.NONE:
+            return View(self._rank, peer, cause.value, _WORDS[cause])
+        deadline = Deadline(CONNECT_SECONDS)
+        called, cause, detail = self._call(peer, Role.COLLECTIVES, deadline)
+        near = self._may_be_near(peer)
+        near_call = self._call(peer, Role.MESSAGES, deadline)[0] if near and self._rank > peer else None
+        wanted = [Role.COLLECTIVES, Role.MESSAGES] if near and self._rank < peer else [Role.COLLECTIVES]
+        while not deadline.passed() and not all(self._reception.has(peer, role) for role in wanted):
+            self._reception.serve(_LOOK_SECONDS)
+        came, near_came = (self._reception.take(peer, role) for role in (Role.COLLECTIVES, Role.MESSAGES))
+        transport = self._transport(peer, near_call or near_came)
+        try:
+            view = View(self._rank, peer, cause.value, detail, transport)
+            if cause is Cause.NONE and self._rank > peer and called is not None:
+                return _measured(view, called)
+            if came is not None and self._rank < peer:
+                _follow(came)
+            return view
+        finally:
+            for sock in (called, came, near_call, near_came):
+                if sock is not None:
+                    sock.close()
+
+    def _call(self, peer: int, role: Role, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
+        """Returns (connection or None, why there is none, the same in words)."""
+        entry = self._arrivals[peer].entry
+        claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False)
+        address = socket_address(entry, near=role is Role.MESSAGES)
+        try:
+            return call_once(address, claim, self._key, deadline, self._reception.serve), Cause.NONE, ""
+        except (RefusedError, HandshakeError) as error:
+            return None, Cause.STRANGER, f"what answers there is not this rank ({error})"
+        except EndedError:
+            return None, Cause.BROKE, "it closed the connection"
+        except OSError as error:
+            return None, *_cause_of(error)
+
+    def _may_be_near(self, peer: int) -> bool:
+        """Returns whether both are on one machine, where the ring would try Unix sockets."""
+        entry = self._arrivals[peer].entry
+        return entry.machine == self._own.machine and bool(entry.unix) and bool(self._own.unix)
+
+    def _transport(self, peer: int, near: socket.socket | None) -> str:
+        """Returns what the ring would take from this rank; "" between machines."""
+        entry = self._arrivals[peer].entry
+        if entry.machine != self._own.machine:
+            return ""
+        if near is None:
+            return "tcp"
+        return "cma" if entry.memory and PeerMemory(entry.process.pid).can_be_read(entry.memory) else "unix"
+
+
+_WORDS = {
+    Cause.ABSENT: "it did not come to be tried, though it runs or cannot be asked: is it stopped, or cut off?",
+    Cause.BROKE: "its process has ended meanwhile",
+    Cause.REFUSED: "connection refused",
+}
+
+
+def _measured(view: View, sock: socket.socket) -> View:
+    """Returns a view with what was measured, or why it was not."""
+    watch_over(sock)
+    try:
+        figures = measuring.lead(sock, MEASURE_SECONDS)
+    except measuring.LargeLostError:
+        detail = f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
+        return _failed(view, Cause.LARGE, detail)
+    except TimeoutError:
+        return _failed(view, Cause.BROKE, f"connected, and then no answer within {MEASURE_SECONDS:g} s")
+    except (measuring.EndedError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
+        return _failed(view, Cause.BROKE, f"the connection ended in the middle ({reason.lower()})")
+    return View(
+        view.rank,
+        view.peer,
+        transport=view.transport,
+        round_trip_seconds=figures.round_trip_seconds,
+        bytes_per_second=figures.bytes_per_second,
+        skew_seconds=figures.skew_seconds,
+    )
+
+
+def _failed(view: View, cause: Cause, detail: str) -> View:
+    return View(view.rank, view.peer, cause.value, detail, view.transport)
+
+
+def _follow(sock: socket.socket) -> None:
+    """Answers the rank that measures, which also says what goes wrong."""
+    watch_over(sock)
+    try:
+        measuring.follow(sock, MEASURE_SECONDS)
+    except (measuring.EndedError, OSError):
+        return
+
+
+def _cause_of(error: OSError) -> tuple[Cause, str]:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return Cause.SILENT, f"no answer within {CONNECT_SECONDS:g} s"
+    if isinstance(error, ConnectionRefusedError):
+        return Cause.REFUSED, "connection refused"
+    reason = os.strerror(error.errno).lower() if error.errno else str(error)
+    return Cause.NO_WAY, f"its own system does not send there ({reason})"
+
+
+def _is_refused(host: str, port: int) -> bool:
+    """Returns whether nobody listens there any more; False where that cannot be told."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
