@@ -13,8 +13,8 @@ from cyxtrain.launch import bench
 from cyxtrain.launch.bench import Row
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MB/s": 1e6, "GB/s": 1e9}
-ROW = re.compile(r"^ *(\d+ \w+)  +([\d.]+) (\w+)  +([\d.]+) (\w+)  +([\d.]+)  +([\d.]+) ([MG]B/s)$", re.M)
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+ROW = re.compile(r"^ *(\d+ \w+)  +([\d.]+) (\w+)  +([\d.]+) (\w+)  +([\d.]+)  +([\d.]+) ([kMG]B/s)$", re.M)
 
 
 def parsed(out):
@@ -44,7 +44,7 @@ def test_ratios_are_those_of_the_two_times_and_the_bus_bandwidth_is_that_of_nccl
 
 def test_where_there_is_no_gloo_the_ring_is_measured_alone():
     row = bench.lines_of([Row(4, 1e-4, None)], 2)[2]
-    assert re.fullmatch(r" *4 B  0\.10 ms  none +0\.04 MB/s", row)
+    assert re.fullmatch(r" *4 B  100 us  none +40\.0 kB/s", row)
 
 
 def test_alone_there_is_nothing_to_measure(capsys):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import socket
 import threading
 import time
-from signal import SIGSTOP
 
 import hosts
 import pytest
 import torch.distributed as dist
-from doctor_ranks import examine_among_strangers, examine_and_die, examine_here, examine_with_one_way_closed
+from doctor_ranks import (
+    examine_among_strangers,
+    examine_and_die,
+    examine_and_stop,
+    examine_here,
+    examine_with_one_way_closed,
+)
 from rank_processes import (
     Ended,
     environment,
@@ -87,7 +91,7 @@ def test_skew_is_that_of_the_shortest_exchange():
     ("found", "text"),
     [
         (tables.duration(83.2e-6), "83.2 us"),
-        (tables.duration(0.00013), "0.13 ms"),
+        (tables.duration(0.00013), "130 us"),
         (tables.duration(0.0249), "24.9 ms"),
         (tables.duration(1.25), "1.25 s"),
         (tables.size(4), "4 B"),
@@ -96,6 +100,7 @@ def test_skew_is_that_of_the_shortest_exchange():
         (tables.rate(1.204e9), "1.20 GB/s"),
         (tables.rate(84.6e6), "84.6 MB/s"),
         (tables.rate(831.2e6), "831 MB/s"),
+        (tables.rate(46_000), "46.0 kB/s"),
     ],
 )
 def test_figures_are_written_as_people_write_them(found, text):
@@ -258,7 +263,7 @@ def test_of_many_pairs_only_what_stands_out_is_shown():
     found = world(16, [(4, 9)])
     pairs = [Pair(3, 15, (View(3, 15), slow)) if (pair.low, pair.high) == (3, 15) else pair for pair in found.pairs]
     found = dataclasses.replace(found, pairs=pairs)
-    assert "120 pairs, of which 119 are well. Round trip: 80.0 us to 2.00 ms (3 - 15);" in text(found)
+    assert "120 pairs, of which 119 are well round trip 80.0 us to 2.00 ms (ranks 3 - 15) bandwidth" in text(found)
     assert rows("\n".join(report.lines_of(found))) == {"4 - 9": "BROKEN", "3 - 15": "ok"}
     assert not rows("\n".join(report.lines_of(world(16))))
 
@@ -480,26 +485,28 @@ def test_four_ranks_on_two_hosts_are_well():
 
 @needs_hosts
 @pytest.mark.nightly
+def test_hosts_between_which_large_packets_are_lost_are_told_to_look_at_their_mtu():
+    with hosts.hosts(3) as network:
+        for host in network.hosts[1:]:  # what they send each other is larger than the bridge takes
+            for setting, value in (("mtu", "9000"), ("gso_max_segs", "1")):
+                host.run("ip", "link", "set", "eth0", setting, value)
+        found = on_hosts(network, [0, 1, 2])
+    assert rows(found["out"]) == {"0 - 1": "ok", "0 - 2": "ok", "1 - 2": "BROKEN"}
+    said = squeezed(found["out"])
+    assert re.search(r"rank 2 \([\d.]+\) reaches only in part rank 1 \([\d.:]+\): short messages arrive, and 256", said)
+    assert "Is the MTU the same on both machines" in said
+
+
+@needs_hosts
+@pytest.mark.nightly
 def test_a_rank_that_is_stopped_on_another_host_is_named_and_all_others_are_tried():
-    with hosts.hosts(3, own_processes=True) as network:
-        network.start([0, 1, 2], stop_when_visited, 2)
-        wait_until((network.folder / "stopping").exists, 60.0)
-        results = network.results(90.0)
-    out = results[0].value["out"]
-    assert rows(out) == {"0 - 1": "ok", "0 - 2": "BROKEN", "1 - 2": "BROKEN"}
-    assert [result.returncode for result in results[:2]] == [0, 0]
-
-
-def stop_when_visited(rank):
-    """One rank stops itself before it tries anybody."""
-    from pathlib import Path
-
-    from cyxtrain.launch.doctor import pairs
-
-    def stop(self: pairs.Visits) -> None:
-        (Path(os.environ["TEST_FOLDER"]) / "stopping").touch()
-        os.kill(os.getpid(), SIGSTOP)
-
-    if int(os.environ["RANK"]) == rank:
-        pairs.Visits.make = stop
-    return examine_here()
+    with hosts.hosts(3) as network:
+        network.start([0, 1, 2], examine_and_stop, 2)
+        wait_until(lambda: all((network.folder / f"value{rank}").exists() for rank in (0, 1)), 60.0)
+        first, second, _ = network.results(0.1)
+    assert (first.value["code"], second.value) == (1, {"code": 0, "out": ""})
+    assert rows(first.value["out"]) == {"0 - 1": "ok", "0 - 2": "BROKEN", "1 - 2": "BROKEN"}
+    said = squeezed(first.value["out"])
+    assert (
+        len(re.findall(r"waited in vain for rank 2 \([\d.:]+\): it did not come to be tried. Is it stopped", said)) == 2
+    )

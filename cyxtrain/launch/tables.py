@@ -47,8 +47,8 @@ def shortened(text: str, length: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as "12.3 us", "0.80 ms" or "1.25 s"."""
-    unit = " us" if seconds < 1e-4 else " ms" if seconds < 1 else " s"
+    """Returns seconds as "12.3 us", "8.02 ms" or "1.25 s": three digits that mean something."""
+    unit = " us" if seconds < 1e-3 else " ms" if seconds < 1 else " s"
     return _figure(seconds / _SMALLER[unit]) + unit
 
 
@@ -59,8 +59,9 @@ def size(count: int) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Returns bytes per second as "85 MB/s" or "1.20 GB/s", in powers of ten as networks have them."""
-    factor, unit = (1e9, "GB/s") if bytes_per_second >= 1e9 else (1e6, "MB/s")
+    """Returns bytes per second as "85.1 MB/s" or "1.20 GB/s", in powers of ten as networks have them."""
+    steps = ((1e9, "GB/s"), (1e6, "MB/s"))
+    factor, unit = next((step for step in steps if bytes_per_second >= step[0]), (1e3, "kB/s"))
     return f"{_figure(bytes_per_second / factor)} {unit}"
 
 

@@ -83,13 +83,12 @@ def _meet(
 ) -> meeting.Roster:
     """Says that this rank is there, and returns who else is."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    patience = meeting.others_patience(config)
-    board = Board(store, f"rank {rank}", patience)
+    board = Board(store, f"rank {rank}", meeting.AnswerDeadline())
     try:
         entry = own_entry(rank, world_size, listening, options)
         meeting.arrive(board, rank, entry, this_machine(entry.host))
         if rank:
-            return meeting.hear_roster(board, rank, world_size, patience)
+            return meeting.hear_roster(board, rank, world_size, meeting.others_patience(config))
         roster = meeting.Roster(meeting.await_all(board, world_size, deadline), world_size, secrets.token_hex(32))
         meeting.call_roster(board, roster)
         return roster
@@ -104,7 +103,7 @@ def _visit_all(
     rank = config.rank or 0
     seconds = len(rounds(roster.ranks)) * pairs.ROUND_SECONDS + _READING_SECONDS
     limit = Deadline(seconds)
-    board = Board(store, f"rank {rank}", Deadline(seconds + _READING_SECONDS + _LEAVING_SECONDS))
+    board = Board(store, f"rank {rank}", meeting.AnswerDeadline())
     visits = None
     try:
         arrivals = meeting.read_arrivals(board, roster.ranks)

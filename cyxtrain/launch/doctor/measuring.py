@@ -27,6 +27,8 @@ _FIRST_BYTES = 256 << 10
 _BYTES = 8 << 20
 _QUICK_SECONDS = 0.05
 _PIECE_BYTES = 256 << 10
+_STALLED_SECONDS = 4.0
+"""After which an end is no sudden one: the kernel there has given up on what never arrived (`watch_over`)."""
 
 
 class EndedError(Exception):
@@ -101,11 +103,14 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
     deadline = Deadline(seconds)
     exchanges = [_ping(sock, deadline) for _ in range(_ROUND_TRIPS + 1)][1:]  # the first waits for who follows
     trip = statistics.median(exchange.round_trip_seconds for exchange in exchanges)
+    begin = time.monotonic()
     try:
         there = _bytes_per_second(sock, b"g", trip, deadline)
         back = _bytes_per_second(sock, b"t", trip, deadline)
-    except TimeoutError:
-        raise LargeLostError from None
+    except (EndedError, OSError) as error:
+        if isinstance(error, TimeoutError) or time.monotonic() - begin > _STALLED_SECONDS:
+            raise LargeLostError from None
+        raise
     _ask(sock, b"e", 0, deadline)
     return Figures(trip, min(there, back), skew_of(exchanges))
 

@@ -6,6 +6,7 @@
                  roster       rank 0: who came in time, and a token that only they know
                  ready/R/P    R is ready to be tried with P
                  view/R/P     what R found of P
+    pulse/R      counts up while R works
                  proof/R      R knows which secret
                  done/R       R has tried all
                  over         rank 0 has read all
@@ -33,8 +34,25 @@ from cyxtrain.ring.meeting.rollcall import naps
 from cyxtrain.ring.meeting.store import host_store, reach_store
 
 _PREFIX = "/cyxtrain/doctor"
+_ANSWER_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 """How much longer than rank 0, which decides, the others wait for its word."""
+
+
+class AnswerDeadline(Deadline):
+    """For every answer of the store as long, from when it is asked: one that lives answers at once.
+
+    Where rank 0 is stopped, or the network to it is cut, that must not take until the end of everything.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_ANSWER_SECONDS)
+
+    def left(self) -> float:
+        """Returns the same at any time."""
+        return _ANSWER_SECONDS
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ MEASURE_SECONDS = 8.0
 _SLACK_SECONDS = 2.0
 ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
 """A pair takes no longer: whoever is not ready so many rounds after the beginning has ended, or is stopped."""
-_PROBE_SECONDS = 1.0
+_TICK_SECONDS = 1.0
+"""How often a rank gives a sign of life, and looks for that of the one for which it waits."""
+_SILENT_SECONDS = MEASURE_SECONDS + 4.0
+"""Without a sign of life a rank is stopped, or cut off: it gives none while it measures."""
 _LOOK_SECONDS = 0.02
 
 
@@ -107,6 +110,7 @@ class Visits:
         self._run = arrivals[0].entry.run  # rank 0, which called the roster, is in it
         self._reception = Reception(rank, listening, self._key, self._run)
         self._began = time.monotonic()
+        self._beat = Deadline(0.0)
 
     def make(self) -> None:
         """Tries every pair of this rank, and says at the store what it found."""
@@ -120,23 +124,44 @@ class Visits:
         self._reception.close()
 
     def await_word(self, key: str, peer: int, deadline: Deadline) -> Cause:
-        """Waits until a rank has said something at the store; returns why it has not: it has ended, say."""
-        entry, probe, cause = self._arrivals[peer].entry, Deadline(_PROBE_SECONDS), Cause.ABSENT
+        """Waits until a rank has said something at the store; returns why it has not.
+
+        Args:
+            key: Where.
+            peer: Who shall say it.
+            deadline: When to give up in any case; whoever shows no sign of life is given up before.
+        """
+        entry, cause, pulse = self._arrivals[peer].entry, Cause.NONE, b""
+        tick, silence = Deadline(_TICK_SECONDS), Deadline(_SILENT_SECONDS)
 
         def is_decided() -> bool:
-            nonlocal probe, cause
-            self._reception.serve()
+            nonlocal tick, silence, pulse, cause
+            self._serve()
             if self._board.has(key):
-                cause = Cause.NONE
-            elif state_of(entry.process, self._own.process) is State.GONE:
+                return True
+            if state_of(entry.process, self._own.process) is State.GONE:
                 cause = Cause.BROKE
-            elif probe.passed() and entry.machine != self._own.machine:
-                probe = Deadline(_PROBE_SECONDS)
-                cause = Cause.REFUSED if _is_refused(entry.host, entry.port) else cause
-            return cause is not Cause.ABSENT
+            elif tick.passed():
+                tick = Deadline(_TICK_SECONDS)
+                if entry.machine != self._own.machine and _is_refused(entry.host, entry.port):
+                    cause = Cause.REFUSED
+                if (now := self._pulse_of(peer)) != pulse:
+                    pulse, silence = now, Deadline(_SILENT_SECONDS)
+            return cause is not Cause.NONE or silence.passed()
 
         wait_for(is_decided, deadline)
-        return cause
+        return cause if cause is not Cause.NONE or self._board.has(key) else Cause.ABSENT
+
+    def _serve(self) -> None:
+        """Takes who comes, and gives a sign of life now and then."""
+        self._reception.serve()
+        if self._beat.passed():
+            self._beat = Deadline(_TICK_SECONDS)
+            self._board.add(f"pulse/{self._rank}", 1)
+
+    def _pulse_of(self, peer: int) -> bytes:
+        key = f"pulse/{peer}"
+        return self._board.get(key) if self._board.has(key) else b""
 
     def _visit(self, peer: int, number: int) -> View:
         """Returns what this rank finds of one other, in the round of that number."""
@@ -172,7 +197,7 @@ class Visits:
         claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False)
         address = socket_address(entry, near=role is Role.MESSAGES)
         try:
-            return call_once(address, claim, self._key, deadline, self._reception.serve), Cause.NONE, ""
+            return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
         except (RefusedError, HandshakeError) as error:
             return None, Cause.STRANGER, f"what answers there is not this rank ({error})"
         except EndedError:
@@ -196,7 +221,7 @@ class Visits:
 
 
 _WORDS = {
-    Cause.ABSENT: "it did not come to be tried, though it runs or cannot be asked: is it stopped, or cut off?",
+    Cause.ABSENT: "it did not come to be tried",
     Cause.BROKE: "its process has ended meanwhile",
     Cause.REFUSED: "connection refused",
 }
@@ -250,7 +275,7 @@ def _cause_of(error: OSError) -> tuple[Cause, str]:
 def _is_refused(host: str, port: int) -> bool:
     """Returns whether nobody listens there any more; False where that cannot be told."""
     try:
-        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+        socket.create_connection((host, port), timeout=_TICK_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

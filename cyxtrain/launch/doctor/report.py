@@ -33,11 +33,11 @@ _REMEDIES = {
     Cause.REFUSED: "Has its process ended (look at its output), or does a firewall refuse?",
     Cause.NO_WAY: "Is the other machine up, and do the routes of this one (ip route) lead there?",
     Cause.STRANGER: "Does another program use that port, or change what goes through?",
-    Cause.ABSENT: "Look at its output.",
+    Cause.ABSENT: "Is it stopped, or cut off from rank 0? Look at its output.",
     Cause.BROKE: "Look at its output; a firewall may let in connections, and not what they carry.",
     Cause.LARGE: "Is the MTU the same on both machines, and on all between them?",
 }
-_UNREACHED = (Cause.SILENT, Cause.REFUSED, Cause.NO_WAY, Cause.STRANGER)
+_VERBS = {Cause.ABSENT: "waited in vain for", Cause.BROKE: "lost", Cause.LARGE: "reaches only in part"}
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def verdict(world: World) -> str:
     if broken:
         names = ", ".join(f"{pair.low} - {pair.high}" for pair in broken[:_SHOWN_AT_MOST])
         more = f" and {len(broken) - _SHOWN_AT_MOST} more" if len(broken) > _SHOWN_AT_MOST else ""
-        text = f"broken: {names}{more}; the other {counted(len(world.pairs) - len(broken), 'pair')} are well"
-        if len(broken) == len(world.pairs):
-            text = f"broken: {names}{more}; no pair is well"
+        well = len(world.pairs) - len(broken)
+        others = "no pair is well" if not well else "the other pair is well" if well == 1 else ""
+        text = f"broken: {names}{more}; {others or f'the other {well} pairs are well'}"
     else:
         text = f"all {counted(len(world.pairs), 'pair')} are well" if len(world.pairs) > 1 else "the pair is well"
         text = text if world.pairs else "there is no pair to try"
@@ -160,11 +160,11 @@ def _pairs(world: World) -> list[str]:
     shown = world.pairs
     before: list[str] = []
     if len(world.pairs) > _SHOWN_PAIRS:
-        before = [*wrapped(_summary(world), "  "), ""]
+        before = [*_summary(world), ""]
         outstanding = [*world.broken, *_slow(world.pairs)]
         shown = outstanding[:_SHOWN_AT_MOST]
         if len(outstanding) > len(shown):
-            before.insert(1, f"of {len(outstanding)} pairs that are broken or slow the first {len(shown)}:")
+            before.insert(-1, f"of {len(outstanding)} pairs that are broken or slow the first {len(shown)}:")
     if not shown:
         return before[:-1]
     return [*before, *aligned([_PAIR_TITLES, *(_row(world, pair) for pair in shown)], right=(4, 5, 6))]
@@ -180,20 +180,25 @@ def _row(world: World, pair: Pair) -> Sequence[str]:
     return (f"{pair.low} - {pair.high}", hosts, state, pair.transport, *figures)
 
 
-def _summary(world: World) -> str:
+def _summary(world: World) -> list[str]:
     """Returns what all pairs that were measured have in common."""
     found = [(view, pair) for pair in world.pairs if (view := pair.measured) is not None]
-    text = f"{counted(len(world.pairs), 'pair')}, of which {len(world.pairs) - len(world.broken)} are well"
+    lines = [f"{counted(len(world.pairs), 'pair')}, of which {len(world.pairs) - len(world.broken)} are well"]
     if not found:
-        return text
+        return lines
     trips = sorted(found, key=lambda each: each[0].round_trip_seconds)
-    rates = sorted(found, key=lambda each: each[0].bytes_per_second)
-    return (
-        f"{text}. Round trip: {duration(trips[0][0].round_trip_seconds)} to "
-        f"{duration(trips[-1][0].round_trip_seconds)} ({trips[-1][1].low} - {trips[-1][1].high}); bandwidth: "
-        f"{rate(rates[-1][0].bytes_per_second)} down to {rate(rates[0][0].bytes_per_second)} "
-        f"({rates[0][1].low} - {rates[0][1].high})"
+    rates = sorted(found, key=lambda each: -each[0].bytes_per_second)
+    (best, _), (worst, last) = trips[0], trips[-1]
+    lines.append(
+        f"  round trip  {duration(best.round_trip_seconds)} to {duration(worst.round_trip_seconds)} "
+        f"(ranks {last.low} - {last.high})"
     )
+    (best, _), (worst, last) = rates[0], rates[-1]
+    lines.append(
+        f"  bandwidth   {rate(best.bytes_per_second)} down to {rate(worst.bytes_per_second)} "
+        f"(ranks {last.low} - {last.high})"
+    )
+    return lines
 
 
 def _slow(pairs: list[Pair]) -> list[Pair]:
@@ -266,8 +271,7 @@ def _fault(world: World, view: View) -> str:
     cause = Cause(view.cause)
     who = f"rank {view.rank} ({world.address(view.rank)})"
     whom = f"rank {view.peer} ({world.address(view.peer, port=True)})"
-    verb = "cannot reach" if cause in _UNREACHED else "lost"
-    return f"{who} {verb} {whom}: {view.detail}. {_remedy(world, view, cause)}"
+    return f"{who} {_VERBS.get(cause, 'cannot reach')} {whom}: {view.detail}. {_remedy(world, view, cause)}"
 
 
 def _remedy(world: World, view: View, cause: Cause) -> str:
