@@ -101,8 +101,7 @@ def _visit_all(
 ) -> report.World | None:
     """Tries all pairs of this rank; returns what all ranks have found, on rank 0."""
     rank = config.rank or 0
-    seconds = len(rounds(roster.ranks)) * pairs.ROUND_SECONDS + _READING_SECONDS
-    limit = Deadline(seconds)
+    limit = Deadline((len(rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
     board = Board(store, f"rank {rank}", meeting.AnswerDeadline())
     visits = None
     try:

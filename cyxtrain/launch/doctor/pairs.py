@@ -30,7 +30,7 @@ CONNECT_SECONDS = 5.0
 MEASURE_SECONDS = 8.0
 _SLACK_SECONDS = 2.0
 ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
-"""A pair takes no longer: whoever is not ready so many rounds after the beginning has ended, or is stopped."""
+"""A pair takes no longer: whoever has fallen behind by more than one round does not come any more."""
 _TICK_SECONDS = 1.0
 """How often a rank gives a sign of life, and looks for that of the one for which it waits."""
 _SILENT_SECONDS = MEASURE_SECONDS + 4.0
@@ -55,7 +55,7 @@ class Reception:
         listeners = [listener for listener in (listening.listener, listening.near) if listener is not None]
         self._door = Door(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
 
-    def serve(self, seconds: float = 0.0) -> None:
+    def serve(self, seconds: float) -> None:
         """Takes who comes, for so long at most."""
         for key, _ in self._selector.select(seconds):
             key.data()
@@ -123,13 +123,15 @@ class Visits:
         """Closes every socket."""
         self._reception.close()
 
-    def await_word(self, key: str, peer: int, deadline: Deadline) -> Cause:
+    def await_word(self, key: str, peer: int, deadline: Deadline, *, knocks: bool = False) -> Cause:
         """Waits until a rank has said something at the store; returns why it has not.
 
         Args:
             key: Where.
             peer: Who shall say it.
             deadline: When to give up in any case; whoever shows no sign of life is given up before.
+            knocks: Whether to give up, too, where nobody listens at its port: where that matters anyway. It finds
+                sooner that a process on another machine has ended, or that a firewall refuses.
         """
         entry, cause, pulse = self._arrivals[peer].entry, Cause.NONE, b""
         tick, silence = Deadline(_TICK_SECONDS), Deadline(_SILENT_SECONDS)
@@ -143,7 +145,7 @@ class Visits:
                 cause = Cause.BROKE
             elif tick.passed():
                 tick = Deadline(_TICK_SECONDS)
-                if entry.machine != self._own.machine and _is_refused(entry.host, entry.port):
+                if knocks and entry.machine != self._own.machine and _is_refused(entry.host, entry.port):
                     cause = Cause.REFUSED
                 if (now := self._pulse_of(peer)) != pulse:
                     pulse, silence = now, Deadline(_SILENT_SECONDS)
@@ -152,9 +154,9 @@ class Visits:
         wait_for(is_decided, deadline)
         return cause if cause is not Cause.NONE or self._board.has(key) else Cause.ABSENT
 
-    def _serve(self) -> None:
-        """Takes who comes, and gives a sign of life now and then."""
-        self._reception.serve()
+    def _serve(self, seconds: float = 0.0) -> None:
+        """Takes who comes, for so long at most, and gives a sign of life now and then."""
+        self._reception.serve(seconds)
         if self._beat.passed():
             self._beat = Deadline(_TICK_SECONDS)
             self._board.add(f"pulse/{self._rank}", 1)
@@ -166,8 +168,9 @@ class Visits:
     def _visit(self, peer: int, number: int) -> View:
         """Returns what this rank finds of one other, in the round of that number."""
         self._board.set(f"ready/{self._rank}/{peer}", "")
-        until = self._began + number * ROUND_SECONDS + _SLACK_SECONDS
-        cause = self.await_word(f"ready/{peer}/{self._rank}", peer, Deadline(until - time.monotonic()))
+        until = self._began + (number + 1) * ROUND_SECONDS + _SLACK_SECONDS
+        patience = Deadline(until - time.monotonic())
+        cause = self.await_word(f"ready/{peer}/{self._rank}", peer, patience, knocks=True)
         if cause is not Cause.NONE:
             return View(self._rank, peer, cause.value, _WORDS[cause])
         deadline = Deadline(CONNECT_SECONDS)
@@ -176,7 +179,7 @@ class Visits:
         near_call = self._call(peer, Role.MESSAGES, deadline)[0] if near and self._rank > peer else None
         wanted = [Role.COLLECTIVES, Role.MESSAGES] if near and self._rank < peer else [Role.COLLECTIVES]
         while not deadline.passed() and not all(self._reception.has(peer, role) for role in wanted):
-            self._reception.serve(_LOOK_SECONDS)
+            self._serve(_LOOK_SECONDS)
         came, near_came = (self._reception.take(peer, role) for role in (Role.COLLECTIVES, Role.MESSAGES))
         transport = self._transport(peer, near_call or near_came)
         try:

@@ -37,7 +37,7 @@ _REMEDIES = {
     Cause.BROKE: "Look at its output; a firewall may let in connections, and not what they carry.",
     Cause.LARGE: "Is the MTU the same on both machines, and on all between them?",
 }
-_VERBS = {Cause.ABSENT: "waited in vain for", Cause.BROKE: "lost", Cause.LARGE: "reaches only in part"}
+_VERBS = {Cause.ABSENT: "waited in vain for", Cause.BROKE: "lost", Cause.LARGE: "barely reaches"}
 
 
 @dataclass(frozen=True)
