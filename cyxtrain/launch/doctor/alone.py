@@ -21,6 +21,7 @@ from cyxtrain.launch.doctor import machine
 from cyxtrain.launch.doctor.transports import Way, try_ways
 
 _OK, _NO, _BROKEN = "ok", "no", "BROKEN"
+_ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def facts_alone(config: DistributedConfig) -> list[Fact]:
     except ConfigError as error:
         failure = str(error)
     found = [*_versions(), *_machine(), *_backends(config), *_gpus(), *_ways(try_ways(), asked), _port(config)]
-    found += [Fact("environment", name, "", value) for name, value in environment.settings_found().items()]
+    found += [Fact(_ENVIRONMENT, name, "", value) for name, value in environment.settings_found().items()]
     if failure:
-        found.append(Fact("environment", "", _BROKEN, failure))
+        found.append(Fact(_ENVIRONMENT, "", _BROKEN, failure))
     return found
 
 
@@ -65,26 +66,27 @@ def is_healthy(facts: Sequence[Fact]) -> bool:
 
 def lines_of(facts: Sequence[Fact]) -> list[str]:
     """Returns the report."""
-    rows: list[tuple[str, str, str]] = []
-    before = ""
-    for fact in facts:
-        rows.append(("" if fact.part == before else fact.part, fact.name, fact.state))
-        before = fact.part
-    found = []
-    for start, fact in zip(_padded(rows), facts, strict=True):
-        found += tables.wrapped(f"{start}{fact.text}", " " * len(start))
+    apart = [fact for fact in facts if fact.part == _ENVIRONMENT]  # names of variables are long
+    found = [line for group in ([fact for fact in facts if fact not in apart], apart) for line in _table(group)]
     broken = [fact for fact in facts if fact.state == _BROKEN]
     names = ", ".join(fact.name or fact.part for fact in broken)
     last = f"broken: {names}" if broken else "nothing is broken here"
     more = "; cyxtrain launch -n 2 -- cyxtrain doctor also tries the way between processes"
-    return [*found, "", last if broken else last + more]
+    return [*found, "", *tables.wrapped(last if broken else last + more, "  ")]
 
 
-def _padded(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Returns the first columns of each line, all equally long; the last cells may be empty."""
-    found = tables.aligned(rows)
-    width = max(map(len, found)) + 2
-    return [line.ljust(width) for line in found]
+def _table(facts: Sequence[Fact]) -> list[str]:
+    """Returns facts with their columns aligned; a heading stands at its first fact."""
+    if not facts:
+        return []
+    before = ["", *(fact.part for fact in facts)]
+    parts = [fact.part if fact.part != last else "" for last, fact in zip(before[:-1], facts, strict=True)]
+    starts = tables.aligned([(part, fact.name, fact.state) for part, fact in zip(parts, facts, strict=True)])
+    width = max(map(len, starts)) + 2
+    found = []
+    for start, fact in zip(starts, facts, strict=True):
+        found += tables.wrapped(f"{start.ljust(width)}{fact.text}", " " * width)
+    return found
 
 
 def _versions() -> list[Fact]:
