@@ -210,10 +210,30 @@ def test_a_port_that_is_taken_and_a_rank_0_that_is_not_there_are_one_line_each()
     assert re.match(rf"RendezvousError: rank 1 could not reach rank 0 at 127.0.0.1:{port}", text)
 
 
+# --- what helps ----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_and_bench_are_commands_with_their_exit_codes():
+    code, text = alone("doctor")
+    assert code == 0
+    assert "nothing is broken here" in text
+    code, text = alone("bench")
+    assert (code, text.count("\n")) == (2, 1)
+    assert "cyxtrain launch -n 2 -- cyxtrain bench" in text
+    port = free_port()
+    (code, first), (other, rest) = on_ranks([launched(rank, port) for rank in (0, 1)], "doctor")
+    assert (code, other, rest) == (0, 0, "")
+    assert first.splitlines()[-1] == "the pair is well"
+    quick = {"DISTRIBUTED_TIMEOUT_MS": "500"}
+    code, text = on_ranks([environment(0, 2, free_port(), **quick)], "doctor")[0]
+    assert code == 1
+    assert text.splitlines()[-1].endswith("missing: rank 1")
+
+
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[], ["fit"], ["evaluate"], ["launch"], ["completion"]])
+@pytest.mark.parametrize("words", [[], ["fit"], ["evaluate"], ["launch"], ["doctor"], ["bench"], ["completion"]])
 def test_help_has_examples(words):
     code, text = alone(*words, "--help")
     assert code == 0

@@ -459,6 +459,7 @@ def on_hosts(network, places, *arguments):
 
 
 @needs_hosts
+@pytest.mark.nightly
 def test_a_link_between_two_hosts_that_is_cut_is_named_and_no_other():
     with hosts.hosts(3) as network:
         network.hosts[1].run("ip", "route", "add", "blackhole", f"{network.hosts[2].address}/32")

@@ -111,6 +111,44 @@ def evaluate(checkpoint: str, overrides: tuple[str, ...], config: str | None) ->
     show_measures(experiment)
 
 
+@cyxtrain.command(
+    short_help="Say what works here, and between ranks.",
+    epilog="""\b
+examples:
+  cyxtrain doctor
+  cyxtrain launch -n 4 -- cyxtrain doctor
+  cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 -n 1 -- cyxtrain doctor
+  srun cyxtrain doctor
+
+Exit code: 0 where all is well, 1 where something is broken.""",
+)
+def doctor() -> int:
+    """Shows versions, backends, GPUs, transports and ports; with several ranks every pair of them, one by one.
+
+    Started as a training is, it tells which ranks do not come, which pairs do not reach each other and why, round
+    trips, bandwidths and how far clocks are apart. It does not join: it works where joining does not.
+    """
+    from cyxtrain.config import DistributedConfig
+    from cyxtrain.launch.doctor import examine
+
+    return examine(DistributedConfig.from_environment())
+
+
+@cyxtrain.command(
+    short_help="Measure all_reduce over the ring and Gloo.",
+    epilog="""\b
+examples:
+  cyxtrain launch -n 2 -- cyxtrain bench
+  srun cyxtrain bench""",
+)
+def bench() -> int:
+    """Measures all_reduce from 4 B to 16 MiB over the ring and, in turns, over PyTorch's Gloo: ten seconds."""
+    from cyxtrain.config import DistributedConfig
+    from cyxtrain.launch.bench import bench
+
+    return bench(DistributedConfig.from_environment())
+
+
 @cyxtrain.command(short_help="Let a shell complete names.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
