@@ -62,7 +62,7 @@ def join(config: DistributedConfig) -> Joined:
     _require_backend(backend, config)
     options = environment.ring_options()  # what cannot be is refused before anything starts
     while True:
-        store = _open_store(config, deadline)
+        store = _store_of_this_life(config, deadline)
         try:
             _make_group(backend, store, config, options, deadline)
         except StoreLostError:
@@ -78,21 +78,32 @@ def join(config: DistributedConfig) -> Joined:
     return Joined(group, config, small, store)
 
 
-def _open_store(config: DistributedConfig, deadline: Deadline) -> dist.Store:
-    assert config.rank is not None
-    assert config.world_size is not None
+def open_store(config: DistributedConfig, seconds: float) -> dist.Store:
+    """Opens the store as rank 0, or reaches it; torchrun's agent keeps one for all.
+
+    Args:
+        config: Complete, of a world of several.
+        seconds: Until it gives up.
+
+    Raises:
+        RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
+    """
+    rank, world_size = config.rank or 0, config.world_size or 1
+    prefix = environment.agent_store_prefix(config)
+    if rank == 0 and prefix is None:
+        return host_store(config.master_addr, config.master_port, world_size, seconds)
+    store = reach_store(rank, config.master_addr, config.master_port, world_size, seconds)
+    return store if prefix is None else dist.PrefixStore(prefix, store)
+
+
+def _store_of_this_life(config: DistributedConfig, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
-    left = _left(deadline).total_seconds()
-    prefix = environment.agent_store_prefix(config)
-    if config.rank == 0 and prefix is None:
-        store = host_store(config.master_addr, config.master_port, config.world_size, left)
-    else:
-        store = reach_store(config.rank, config.master_addr, config.master_port, config.world_size, left)
+    store = open_store(config, _left(deadline).total_seconds())
     # Launchers of several machines start their ranks again one after the other: those of an earlier attempt, which have
     # not ended yet, are not the ones to meet.
     _, attempt = environment.launched_run()
-    return dist.PrefixStore(f"{prefix or ''}/cyxtrain/{attempt}/{_lives + 1}", store)
+    return dist.PrefixStore(f"/cyxtrain/{attempt}/{_lives + 1}", store)
 
 
 def _make_group(

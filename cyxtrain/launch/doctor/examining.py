@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cyxtrain import environment
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.errors import RendezvousError, counted
+from cyxtrain.joining import open_store
 from cyxtrain.launch.doctor import alone, meeting, pairs, report
 from cyxtrain.launch.doctor.findings import Cause, Pair, View, from_json
 from cyxtrain.launch.doctor.machine import this_machine
@@ -26,6 +27,8 @@ from cyxtrain.ring.meeting.board import Board, StoreLostError
 from cyxtrain.ring.meeting.listening import listen, listen_near
 from cyxtrain.ring.meeting.rendezvous import Meeting, own_entry
 
+_KEYS = "/cyxtrain/doctor"
+"""Where the store has what `meeting.py` lists."""
 _READING_SECONDS = 10.0
 """For rank 0 to read everything, when all pairs have been tried."""
 _LEAVING_SECONDS = 2.0
@@ -64,7 +67,7 @@ def _examine_world(config: DistributedConfig) -> int:
     if rank == 0:
         where = f"{config.master_addr}:{config.master_port}"
         _show([f"{counted(world_size, 'rank')} meet at {where}, within {config.timeout_ms / 1000:g} s", ""])
-    store = meeting.open_store(config)
+    store = dist.PrefixStore(_KEYS, open_store(config, config.timeout_ms / 1000))
     listening = Meeting()
     try:
         listening.listener, listening.near = listen(rank, store), listen_near(options.transport)

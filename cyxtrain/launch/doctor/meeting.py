@@ -20,9 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from cyxtrain import environment
 from cyxtrain.config import DistributedConfig
 from cyxtrain.errors import RendezvousError
 from cyxtrain.launch.doctor.findings import Arrival, from_json, to_json
@@ -31,9 +28,7 @@ from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting.board import Board
 from cyxtrain.ring.meeting.entry import Entry, not_ours
 from cyxtrain.ring.meeting.rollcall import naps
-from cyxtrain.ring.meeting.store import host_store, reach_store
 
-_PREFIX = "/cyxtrain/doctor"
 _ANSWER_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 """How much longer than rank 0, which decides, the others wait for its word."""
@@ -68,24 +63,6 @@ class Roster:
     ranks: list[int]
     world_size: int
     token: str
-
-
-def open_store(config: DistributedConfig) -> dist.Store:
-    """Opens the store as rank 0, or reaches it; torchrun's agent keeps one for all.
-
-    Args:
-        config: Complete.
-
-    Raises:
-        RendezvousError: The port is in use, or rank 0 cannot be reached within `timeout_ms`; with the true cause.
-    """
-    rank, world_size, seconds = config.rank or 0, config.world_size or 1, config.timeout_ms / 1000
-    prefix = environment.agent_store_prefix(config)
-    if rank == 0 and prefix is None:
-        store = host_store(config.master_addr, config.master_port, world_size, seconds)
-    else:
-        store = reach_store(rank, config.master_addr, config.master_port, world_size, seconds)
-    return dist.PrefixStore(f"{prefix or ''}{_PREFIX}", store)
 
 
 def arrive(board: Board, rank: int, entry: Entry, machine: Machine) -> None:
