@@ -108,6 +108,7 @@ def ring_options(variables: Mapping[str, str] | None = None) -> RingOptions:
         milliseconds / 1000,
         _one_of(variables, "CYXTRAIN_CHECKSUMS", ("0", "1")) == "1",
         _one_of(variables, "CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma")),
+        launched_run(variables)[1] > 0,
         _one_of(variables, "CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread")),
     )
 

@@ -99,11 +99,7 @@ def open_store(config: DistributedConfig, seconds: float) -> dist.Store:
 def _store_of_this_life(config: DistributedConfig, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
-    store = open_store(config, _left(deadline).total_seconds())
-    # Launchers of several machines start their ranks again one after the other: those of an earlier attempt, which have
-    # not ended yet, are not the ones to meet.
-    _, attempt = environment.launched_run()
-    return dist.PrefixStore(f"/cyxtrain/{attempt}/{_lives + 1}", store)
+    return dist.PrefixStore(f"/cyxtrain/{_lives + 1}", open_store(config, _left(deadline).total_seconds()))
 
 
 def _make_group(
@@ -120,7 +116,8 @@ def _make_group(
         )
         dist.init_process_group("ring", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=ring)
         return
-    roll = RollCall(dist.PrefixStore("roll", store), rank, range(world_size), deadline)
+    waits = options.comes_again
+    roll = RollCall(dist.PrefixStore("roll", store), rank, range(world_size), deadline, waits_for_next_store=waits)
     with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
         roll.answer(Entry(world_size))
         roll.table()

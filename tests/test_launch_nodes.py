@@ -68,7 +68,8 @@ def test_a_pod_knows_which_it_is(tmp_path):
 MEETS = """
     import torch, cyxtrain as cx
     if os.environ["CYXTRAIN_ATTEMPT"] == "0" and rank == int(sys.argv[1]):
-        cx.init()
+        if sys.argv[2] == "met":
+            cx.init()
         os.kill(os.getpid(), signal.SIGKILL)
     cx.init()
     total = torch.tensor([float(rank)])
@@ -77,13 +78,21 @@ MEETS = """
 """
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_failure_on_one_machine_starts_the_ranks_of_all_again(tmp_path, failing):
+@pytest.mark.parametrize(
+    ("failing", "when"),
+    [
+        (0, "met"),
+        (1, "not yet met"),
+        pytest.param(1, "met", marks=pytest.mark.nightly),
+        pytest.param(0, "not yet met", marks=pytest.mark.nightly),
+    ],
+)
+def test_after_a_failure_on_one_machine_all_ranks_meet_again(tmp_path, failing, when):
     script, port = write_script(tmp_path, MEETS), free_port()
     options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--restarts", "2", "-n", "1"]
     launchers = [
         subprocess.Popen(
-            [*LAUNCHER, *options, "--node-rank", str(node), "--", script, str(failing)],
+            [*LAUNCHER, *options, "--node-rank", str(node), "--", script, str(failing), when],
             env=environment(CYXTRAIN_SECRET="of both"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -211,7 +220,8 @@ def test_elastic_is_torchruns(monkeypatch):
         starting.launch, words, obj={"A": "b", "OMP_NUM_THREADS": "5"}, standalone_mode=False, catch_exceptions=False
     )
     program, command, variables = became[0]
-    assert (program, variables) == (sys.executable, {"A": "b", "OMP_NUM_THREADS": "5"})
+    assert program == sys.executable
+    assert variables == {"A": "b", "OMP_NUM_THREADS": "5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert {"--nnodes=1:4", "--nproc-per-node=2", "--rdzv-endpoint=node0:29400", "--max-restarts=3"} <= {*command}
     assert command[-3:] == ["--no-python", "a", "-b"]

@@ -112,6 +112,8 @@ class RingOptions:
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
     transport: str = "auto"
     """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
+    comes_again: bool = False
+    """Whether a launcher has started this rank again (CYXTRAIN_ATTEMPT): ranks of before may still be ending."""
     communication: str = "auto"
     """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
     auto: in a thread where there are several machines, or cores that are free."""

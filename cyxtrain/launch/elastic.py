@@ -39,6 +39,11 @@ def torchrun(options: Options, num_ranks: int, command: Sequence[str], environme
         *([f"--log-dir={options.logs}", "--tee=3"] if options.logs is not None else []),
         "--no-python",
     ]
-    variables = {"OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)), **environment}
+    variables = {
+        # A store of its own for each round: the agents' would still have what ranks of the round before have said.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
+        **environment,
+    }
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words, *command], variables)

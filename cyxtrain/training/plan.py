@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cyxtrain import runtime
+from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Share
 from cyxtrain.data.feed import Feed, Place
@@ -72,7 +72,7 @@ class Run:
 
     `fuses`: whether the optimizer steps by the fused kernel; `initial_epoch`: epochs that count as complete, or None:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
-    end the fit in good order.
+    end the fit in good order; `attempt`: how often a launcher has started ranks again, at most.
     """
 
     config: DistributedTrainingConfig
@@ -85,6 +85,7 @@ class Run:
     fuses: bool
     initial_epoch: int | None = None
     ends_on_nan: bool = False
+    attempt: int = 0
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -227,6 +228,7 @@ def plan_fit(
         "the metrics": data.metrics.names,
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
+        "_attempt": environment.launched_run()[1],
     }
     display = make_display(config.verbose and rank == 0)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)

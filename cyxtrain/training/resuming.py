@@ -93,9 +93,7 @@ class Resumed:
             ) from error
 
 
-def find_checkpoint(
-    resume: str | None, config: DistributedTrainingConfig, state: TrainingState, initial_epoch: int | None = None
-) -> tuple[CheckpointState, str] | None:
+def find_checkpoint(run: Run, state: TrainingState) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
     A program that runs again makes all its calls of `fit` again. Each goes on from its own newest checkpoint, also
@@ -104,17 +102,16 @@ def find_checkpoint(
     `resume` says.
 
     Args:
-        resume: "auto": the newest one of `config.checkpoint_dir` that is intact; else its path, or None.
-        config: Of the fit.
+        run: What is asked for. `resume` is "auto": the newest one of `checkpoint_dir` that is intact; else its path,
+            or None.
         state: What the call of `fit` finds.
-        initial_epoch: Epochs that the program says are complete.
 
     Raises:
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
     """
-    launched, attempt = environment.launched_run()
-    folder = _folder_of(config)
-    if attempt and resume != AUTO:
+    launched, _ = environment.launched_run()  # rank 0's, which reads
+    folder, resume, initial_epoch = _folder_of(run.config), run.resume, run.initial_epoch
+    if run.attempt and resume != AUTO:
         # What goes on from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
@@ -162,7 +159,7 @@ def _begin_or_go_on(
     state: TrainingState, run: Run, arithmetic: dict[str, Any]
 ) -> tuple[Resumed | None, list[tuple[str, str]]]:
     is_named = run.resume not in (None, AUTO)
-    found = find_checkpoint(run.resume, run.config, state, run.initial_epoch)
+    found = find_checkpoint(run, state)
     data = run.digests()
     if found is None:
         check_schedule(state.rates.scheduler, (run.all_steps or 0) - run.config.warmup_steps)

@@ -202,6 +202,7 @@ class DistributedTrainer:
         arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), self.loss_fn, self.epoch)
         run, everyone = agree_on(lambda: self._plan(arguments, opened))
         run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
+        run.attempt = max(facts["_attempt"] for facts in everyone)
         with telling():
             warn_of_data(everyone)
             resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))

@@ -127,7 +127,8 @@ def meet(
     meeting = Meeting()
     if len(names) == 1:
         return meeting  # a world of one binds no port
-    roll = RollCall(store, rank, names, Deadline(timeout_seconds), siblings)
+    deadline = Deadline(timeout_seconds)
+    roll = RollCall(store, rank, names, deadline, siblings, waits_for_next_store=options.comes_again)
     claim = Claim("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
     try:
         with roll.taking_part():

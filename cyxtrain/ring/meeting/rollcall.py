@@ -53,19 +53,29 @@ class RollCall:
         names: By rank, how errors call it: its rank in the world.
         deadline: When to give up; the first rank that gives up ends it for all.
         siblings: The other groups of the same world; None: there are none.
+        waits_for_next_store: Whether a launcher has started this rank again. Where another process is this rank, it is
+            the one of before, and rank 0's of before has the store: both are about to end.
 
     Attributes:
         board: The store.
     """
 
     def __init__(
-        self, store: Store, rank: int, names: Sequence[int], deadline: Deadline, siblings: Siblings | None = None
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[int],
+        deadline: Deadline,
+        siblings: Siblings | None = None,
+        *,
+        waits_for_next_store: bool = False,
     ) -> None:
         self.deadline = deadline
         self.board = Board(store, f"rank {names[rank]}", deadline)
         self._rank = rank
         self._names = names
         self._siblings = siblings or Siblings()
+        self._waits = waits_for_next_store
         self._life = 0
         self._told = False
         self._own = Entry(len(names))
@@ -102,7 +112,11 @@ class RollCall:
         """
         self._life = self.board.add(f"claims/{self._rank}", 1)
         if self._life > 1:
-            self._check_taken()
+            try:
+                self._check_taken()
+            except RankTakenError:
+                self._await_end_of_store()
+                raise
         if self._life > 2:  # nobody is in the meeting before the last any more, and the store may live for ever
             for name in ("entry", "met"):
                 self.board.delete(f"{self._life - 2}/{name}/{self._rank}")
@@ -258,6 +272,16 @@ class RollCall:
         error.holder, error.first = holder, self._entry_of(0)
         self._life = 0
         raise error
+
+    def _await_end_of_store(self) -> None:
+        """Waits until the store has gone, where that is to be expected; at most until the deadline.
+
+        Raises:
+            StoreLostError: It has.
+        """
+        while self._waits and not self.deadline.passed():
+            self.board.has("claims/0")
+            time.sleep(LOOK_SECONDS)
 
     def _missing(self) -> RendezvousError:
         missing = [name for rank, name in enumerate(self._names) if rank not in self._here]
