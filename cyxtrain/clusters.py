@@ -41,6 +41,7 @@ class Place:
         local_rank: Among those of its machine; None: it is not said.
         master_addr: Where rank 0 is; None: it is not said.
         master_port: The same number in all processes of the job; None: the default.
+        local_world_size: How many of them its machine has; None: it is not said.
     """
 
     by: str
@@ -49,6 +50,7 @@ class Place:
     local_rank: int | None
     master_addr: str | None
     master_port: int | None
+    local_world_size: int | None = None
 
     def to_variables(self) -> dict[str, str]:
         """Returns the same in torchrun's words, as far as it is said."""
@@ -71,7 +73,7 @@ class _Scheduler:
         rank: Name of the variable; where it is set, this scheduler has started the process.
         world_size: As above.
         local_rank: As above.
-        local_size: How many processes its machine has; "": there is none.
+        local_size: How many processes its machine has: a number, or Slurm's list of all machines' such as "2(x3),1".
         job: Names of what tells this job from others; those that are set.
         host: Returns where rank 0 is, on several machines; None: it is not said.
         applies: Whether the variables are meant as they look.
@@ -95,14 +97,12 @@ class _Scheduler:
         if self.rank not in variables or not self.applies(variables):
             return None
         rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
-        local = {
-            name: self._number(variables, name) for name in (self.local_rank, self.local_size) if name in variables
-        }
-        on_one_machine = world_size == 1 or local.get(self.local_size) == world_size
-        host = "127.0.0.1" if on_one_machine else self.host(variables)
+        local_rank = self._number(variables, self.local_rank) if self.local_rank in variables else None
+        local_size = _local_size(variables, self.local_size)
+        host = "127.0.0.1" if world_size in (1, local_size) else self.host(variables)
         named = [variables[name] for name in self.job if name in variables]
         port = _FIRST_PORT + zlib.crc32(".".join(named).encode()) % _NUM_PORTS if named else None
-        return Place(self.by, rank, world_size, local.get(self.local_rank), host, port)
+        return Place(self.by, rank, world_size, local_rank, host, port, local_size)
 
     def _number(self, variables: Variables, name: str) -> int:
         value = variables.get(name, "")
@@ -115,6 +115,18 @@ class _Scheduler:
         return int(value)
 
 
+def _local_size(variables: Variables, name: str) -> int | None:
+    """Returns how many processes this machine has; None: it is not said."""
+    sizes = []
+    for part in variables.get(name, "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            return None
+        sizes += [int(found[1])] * int(found[2] or 1)
+    node = variables.get("SLURM_NODEID", "0")
+    return sizes[int(node)] if node.isdecimal() and int(node) < len(sizes) else sizes[0]
+
+
 def _is_in_srun(variables: Variables) -> bool:
     """Returns whether srun has started this process: a batch script, too, finds that it is task 0 of several."""
     step = variables.get("SLURM_STEP_ID", "")
@@ -122,13 +134,15 @@ def _is_in_srun(variables: Variables) -> bool:
 
 
 def _is_mpich(variables: Variables) -> bool:
-    """Returns whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more."""
-    return not (_is_in_srun(variables) and variables.get("SLURM_PROCID") == variables["PMI_RANK"])
+    """Returns whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more.
+
+    Within a Slurm job mpiexec has srun start one process per machine, whose variables its own processes inherit.
+    """
+    same = (("SLURM_PROCID", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
+    return not (_is_in_srun(variables) and all(variables.get(one) == variables.get(other) for one, other in same))
 
 
 def _slurm_host(variables: Variables) -> str | None:
-    if variables.get("SLURM_STEP_NUM_NODES") == "1":
-        return "127.0.0.1"
     hosts = _FIRST_HOSTS.match(variables.get("SLURM_STEP_NODELIST", ""))
     assert hosts is not None  # it matches everything
     return _NUMBERS.sub(r"\1", hosts[0]) or None
@@ -174,7 +188,7 @@ _SCHEDULERS = (
         rank="SLURM_PROCID",
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
-        local_size="",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         host=_slurm_host,
         applies=_is_in_srun,

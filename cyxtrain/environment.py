@@ -180,6 +180,19 @@ def started_by(rank: int, world_size: int, variables: Mapping[str, str] | None =
     return clusters.started_by(variables, rank, world_size)
 
 
+def ranks_that_share_cores(variables: Mapping[str, str] | None = None) -> int:
+    """Returns how many ranks a scheduler has started on this machine without a word on threads; 1: it has not.
+
+    Args:
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    if variables.get("OMP_NUM_THREADS") or any(name in variables for name in _IDENTITY):
+        return 1
+    place = clusters.detect(variables)
+    return 1 if place is None else place.local_world_size or 1
+
+
 def settings_found(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the variables that are set of those that decide how ranks meet and talk, for people to see.
 

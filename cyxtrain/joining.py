@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,7 @@ def join(config: DistributedConfig) -> Joined:
         break
     _lives += 1  # not when it failed: a rank that tries again must look where the others are
     store.set_timeout(timedelta(milliseconds=config.timeout_ms))
+    _share_cores(environment.ranks_that_share_cores())
     group = dist.group.WORLD
     small = group if backend is not BackendType.NCCL else dist.new_group(backend="ring")
     return Joined(group, config, small, store)
@@ -159,6 +161,17 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
             f"LOCAL_RANK {local_rank} has no GPU: {devices} are visible. Start at most {devices} ranks per machine."
         )
     torch.cuda.set_device(local_rank if devices > 1 else 0)
+
+
+def _share_cores(ranks: int) -> None:
+    """Leaves each rank of this machine its share of the cores, as our launcher does.
+
+    Where schedulers do not bind ranks to cores, each would start as many threads as there are cores: they wait for each
+    other, and training takes tens of times as long.
+    """
+    cores = os.cpu_count() or 1
+    if torch.get_num_threads() * ranks > max(cores, ranks):
+        torch.set_num_threads(max(1, cores // ranks))
 
 
 def _warn_of_untested_torch() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import cyxtrain as cx
-from cyxtrain import clusters, environment
+from cyxtrain import clusters, environment, joining
 
 # What the third of four tasks finds, two on each of two nodes, as each scheduler's documents list it.
 SLURM = {
@@ -54,7 +55,7 @@ ON_ONE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     ("variables", "by", "local_rank", "address"),
     [
         (SLURM, "Slurm", 0, "gpu07"),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "Slurm", 0, "127.0.0.1"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "Slurm", 0, "127.0.0.1"),
         (OPEN_MPI | NODE1, "Open MPI", 0, "node1"),
         (OPEN_MPI | ON_ONE, "Open MPI", 0, "127.0.0.1"),
         (MPICH | NODE1, "MPICH", 0, "node1"),
@@ -141,6 +142,28 @@ def test_mpirun_within_a_slurm_job_is_mpiruns():
         assert by in environment.started_by(2, 4, daemon | mpi | NODE1)
 
 
+@pytest.mark.parametrize("tasks", ["1", "2"])
+def test_the_first_rank_of_mpiexec_within_a_slurm_job_is_mpiexecs_too(tasks):
+    daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks}
+    assert environment.read_config(daemon | MPICH | {"PMI_RANK": "0"} | NODE1).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        (SLURM, 2),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_NODEID": "2"}, 1),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,5(x2)", "SLURM_NODEID": "2"}, 5),
+        (OPEN_MPI | ON_ONE, 4),
+        (SLURM | {"OMP_NUM_THREADS": "3"}, 1),
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "2"}, 1),
+        ({}, 1),
+    ],
+)
+def test_ranks_of_a_scheduler_that_share_cores_are_counted(variables, ranks):
+    assert environment.ranks_that_share_cores(variables) == ranks
+
+
 def test_srun_that_speaks_pmi_is_slurm():
     assert "Slurm" in environment.started_by(2, 4, SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"})
 
@@ -172,6 +195,20 @@ def test_half_of_what_a_scheduler_says_is_an_error_with_the_remedy(variables, wo
 def test_a_rank_that_torchrun_has_started_in_a_pod_is_itself():
     variables = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0"}
     assert environment.read_config(variables).rank == 1
+
+
+def test_each_rank_takes_its_share_of_the_cores_where_nobody_has_seen_to_it(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    try:
+        shares = []
+        for threads, ranks in ((4, 2), (4, 3), (1, 4), (2, 2), (4, 1), (4, 9)):
+            torch.set_num_threads(threads)
+            joining._share_cores(ranks)
+            shares.append(torch.get_num_threads())
+        assert shares == [2, 1, 1, 2, 4, 1]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nobody_has_started_a_process_that_is_alone():

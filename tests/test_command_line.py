@@ -74,7 +74,7 @@ def launched(rank: int, port: int) -> dict[str, str]:
 
 
 def by_slurm(rank: int, port: int) -> dict[str, str]:
-    step = {"SLURM_JOB_ID": str(port), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    step = {"SLURM_JOB_ID": str(port), "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
     return step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
 
 
