@@ -67,6 +67,8 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 
 def nearest(name: str, known: list[str]) -> str:
     """Returns a sentence with the known name that may have been meant, or with all of them."""
+    if not known:
+        return "It has none."
     other = _OTHER_NAMES.get(name)
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(sorted(known))}."

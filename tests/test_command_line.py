@@ -159,13 +159,22 @@ def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says", "code"),
     [
-        (["fit", CONFIG, "training.epoch=3"], r"ConfigError: .*digits_mlp.yaml: .*'epoch'. Did you mean 'epochs'\?", 1),
-        (["fit", CONFIG, "epochs=3"], "ConfigError: the config has no section 'epochs'", 1),
+        (
+            ["fit", CONFIG, "training.epoch=3"],
+            r"ConfigError: .*digits_mlp.yaml with training.epoch=3: .*'epoch'. Did you mean 'epochs'\?",
+            1,
+        ),
+        (
+            ["fit", CONFIG, "epochs=3"],
+            "ConfigError: the config has no section 'epochs'. Did you mean 'training.epochs'",
+            1,
+        ),
         (["fit", CONFIG, "training.epochs"], "ConfigError: an override is name=value", 1),
         (["fit", "none.yaml"], "ConfigError: there is no file none.yaml", 1),
         (["fit", CONFIG, "--resume", "none.ckpt"], "CheckpointError: .*none.ckpt", 1),
         (["evaluate", "none.ckpt"], "CheckpointError: .*none.ckpt", 1),
         (["evaluate", "."], "CheckpointError: . has no intact checkpoint", 1),
+        (["fit", CONFIG, "training.epochs=three"], "ConfigError: .* with .*three: training.epochs must be a whole", 1),
         (["fit"], "cyxtrain fit: Missing argument 'CONFIG'", 2),
         (["fit", CONFIG, "--resum", "auto"], "cyxtrain fit: No such option '--resum'. Did you mean", 2),
         (["fti", CONFIG], r"cyxtrain: No such command 'fti'", 2),
@@ -248,7 +257,9 @@ def test_a_shell_is_told_how_to_complete(shell):
     assert f"_CYXTRAIN_COMPLETE={shell}_complete" in text
 
 
-@pytest.mark.parametrize(("typed", "gives"), [("cyxtrain l", "plain,launch"), ("cyxtrain fit --r", "plain,--resume")])
+@pytest.mark.parametrize(
+    ("typed", "gives"), [("cyxtrain l", "plain,launch"), ("cyxtrain fit a.yaml training.ep", "plain,training.epochs=")]
+)
 def test_a_shell_gets_what_it_asks_for(typed, gives):
     asked = {"_CYXTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     done = subprocess.run(

@@ -63,7 +63,7 @@ def test_overrides_rule_the_later_over_the_earlier(files):
     assert config.model.hidden == [8, 8]
     assert config.scheduler.name == "cosine"
     assert config.optimizer is None
-    assert config.with_overrides("training.seed=4").training.seed == 4
+    assert config.with_overrides(["training.seed=4"]).training.seed == 4
     assert config.training.seed == 1
 
 
@@ -81,6 +81,13 @@ def test_overrides_rule_the_later_over_the_earlier(files):
         ("${EMPTY:}", {}, None),
         ("${training.seed}", {}, 1),
         ("${A:1}-${B:2}", {}, "1-2"),
+        ("${A}", {"A": "0123"}, "0123"),
+        ("${A}", {"A": "12:30"}, "12:30"),
+        ("${A}", {"A": "-1.5e3"}, -1500.0),
+        ("${A}", {"A": "true"}, True),
+        ("${A}", {"A": "a${b}"}, "a${b}"),
+        ("x${A}", {"A": "${B:3}"}, "x${B:3}"),
+        (r"\${A}/x", {"A": "no"}, "${A}/x"),
     ],
 )
 def test_variables_of_the_environment_and_other_settings(files, monkeypatch, text, variables, value):
@@ -93,13 +100,38 @@ def test_variables_of_the_environment_and_other_settings(files, monkeypatch, tex
     assert (found, type(found)) == (value, type(value))
 
 
+def test_overrides_rule_together_in_any_order(files):
+    for overrides in (["optimizer.lr=0.5", "optimizer.name=rmsprop"], ["optimizer=rmsprop", "optimizer.lr=0.5"]):
+        assert cx.Config.from_file("own.yaml", overrides).optimizer.to_dict() == {"name": "rmsprop", "lr": 0.5}
+    by_name = cx.Config.from_file("own.yaml", {"model.hidden": [1, 2], "scheduler": None, "training.seed": 3})
+    assert (by_name.model.hidden, by_name.scheduler, by_name.training.seed) == ([1, 2], None, 3)
+
+
+def test_what_is_resolved_stays_as_it_is(files):
+    files(mine=r"data: {name: npz, path: '\${USD}'}")
+    config = cx.Config.from_file("mine.yaml")
+    assert config.data.path == "${USD}"
+    again = config.with_overrides({"training.seed": 3})
+    assert (again.data.path, again.training.seed) == ("${USD}", 3)
+    for text in (r"\${A}", r"\\${A}", "$${A}", "a${b}c"):
+        assert cx.Config({"data": {"path": text}}).with_overrides([]).data.path == text
+
+
 def test_a_setting_can_be_assigned_also_in_a_section(files):
     config = cx.Config.from_file("own.yaml")
     config.training.epochs = 8
     config["training"]["batch_size"] = 16
-    config.optimizer = "adam"
+    config.optimizer = {"name": "adam", "lr": 0.1}
     assert config.to_dict()["training"] == {"epochs": 8, "seed": 1, "batch_size": 16}
     assert config.optimizer.name == "adam"
+    del config["optimizer"]
+    assert "optimizer" not in config
+    config.parts = [cx.Config({"a": 1})]
+    assert config.to_dict()["parts"] == [{"a": 1}]
+    with pytest.raises(AttributeError, match=r"'keys' is a method of every config: write config\['keys'\]"):
+        config.keys = 3
+    with pytest.raises(cx.ConfigError, match="Config takes settings by name"):
+        cx.Config([1])
 
 
 def test_a_config_is_a_value(files):
@@ -119,18 +151,36 @@ def test_a_config_is_a_value(files):
     [
         ("trainig: {}", [], r"mine.yaml has no section 'trainig'. Did you mean 'training'\?"),
         ("_base: own.yaml", [], r"mine.yaml has no section '_base'. Did you mean '_base_'\?"),
-        ("training:\n  epochs: [1\n", [], "mine.yaml, line 3: no YAML: "),
-        ("training: {epochs: 1, epochs: 2}", [], "mine.yaml, line 1: no YAML: found duplicate key epochs"),
+        ("training:\n  epochs: [1\n", [], "mine.yaml, line 3: this is not valid YAML: did not find"),
+        (
+            "training: {epochs: 1, epochs: 2}",
+            [],
+            "mine.yaml, line 1: this is not valid YAML: found duplicate key epochs.$",
+        ),
         ("- 1\n", [], r"mine.yaml must have sections, such as 'training:', got \[1\]"),
         ("_base_: mine.yaml", [], "mine.yaml: _base_ goes in a circle: mine.yaml -> mine.yaml"),
-        ("_base_: bose.yaml", [], r"there is no file bose.yaml. Did you mean base.yaml\?"),
+        ("_base_: bose.yaml", [], r"mine.yaml: _base_: there is no file bose.yaml. Did you mean base.yaml\?"),
         ("_base_: far/base.yaml", [], "there is no file far/base.yaml. Nor is there a folder far."),
         ("training: {seed: '${SEEED}'}", [], "mine.yaml: training.seed is .*, and the environment has no SEEED: set"),
         ("training: {seed: '${model.size}'}", [], "mine.yaml: Interpolation key 'model.size' not found"),
+        ("42", [], "mine.yaml must have sections, such as 'training:', got '42'"),
+        ("_base_:", [], "mine.yaml: _base_ must be a file, or a list of files, got None"),
+        ("_base_: {a: base.yaml}", [], "mine.yaml: _base_ must be a file, or a list of files"),
+        ("model:\n\tname: mlp", [], "line 2: .*: there is a tab, and YAML indents with spaces"),
+        ("model:\n  name: mlp\n   inputs: 3", [], "line 3: .*: look at the indentation"),
+        ("data: {path: ${HERE:.}/a}", [], r"line 1: .*: within { } put what has \${...} in quotes"),
+        ("training: {seed: '${seed:3}'}", [], "Variables of the environment are in capitals, such as"),
+        ("training: {seed: 1}", "training.seed=2", r"overrides are a list, such as \['training.seed=2'\]"),
+        ("training: {seed: 1}", ["training.=2"], "an override is name=value"),
+        ("model: {hidden: [1]}", ["model.hidden[0]=2"], "lists are replaced whole, such as model.hidden="),
+        ("model: {hidden: [1]}", ["model.hidden.0=2"], "lists are replaced whole"),
+        ("callbacks: [Timer]", ["callbacks.name=2"], "settings do not fit what they rule over"),
+        ("_base_: base.yaml", ["epochs=3"], r"no section 'epochs'. Did you mean 'training.epochs'\?"),
+        ("epochs: 3", [], r"mine.yaml has no section 'epochs'. Did you mean 'training.epochs'\?"),
         ("_base_: base.yaml", ["training.epochs"], "an override is name=value, such as training.epochs=3; got 'train"),
         ("_base_: base.yaml", ["=3"], "an override is name=value"),
         ("_base_: base.yaml", ["optimiser.lr=3"], r"no section 'optimiser'. Did you mean 'optimizer'\?"),
-        ("_base_: base.yaml", ["model.hidden=[1"], r"the override model.hidden=\[1, line .*: no YAML"),
+        ("_base_: base.yaml", ["model.hidden=[1"], r"the override model.hidden=\[1, line .*: this is not valid YAML"),
     ],
 )
 def test_what_is_wrong_is_one_line_that_says_where(files, text, overrides, says):

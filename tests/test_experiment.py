@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
 from cyxtrain.callbacks import CSVLogger, EarlyStopping
+from cyxtrain.models import registry
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -138,6 +139,24 @@ def loss(output, target):
 
 def odd():
     return 3
+
+def one():
+    return rows, classes
+
+def right(output, target):
+    return (output.argmax(1) == target).float()
+
+class Weighted(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        assert parts == [1, 2]
+    def forward(self, output, target):
+        return loss(output, target)
+
+import cyxtrain as cx
+@cx.register_model("registered")
+def registered(config):
+    return Net(config.model.width)
 """
 
 
@@ -145,6 +164,7 @@ def odd():
 def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
     (tmp_path / "own_things.py").write_text(OWN)
     yield tmp_path
     sys.modules.pop("own_things", None)
@@ -165,6 +185,29 @@ def test_a_users_own_model_data_and_loss_by_the_names_of_their_modules(own, data
     values = {"model": {"name": "own_things:Net", "width": 3}, "loss_fn": "own_things:loss", "data": data}
     history, _ = fitted(values)
     assert len(history.val_losses) == (data == "own_things:loaders")
+
+
+def test_models_that_are_registered_in_a_module_of_imports_and_take_the_config(own):
+    values = {"imports": ["own_things"], "model": {"name": "registered", "width": 3}, "data": "own_things:loaders"}
+    history, _ = fitted(
+        {**values, "loss_fn": {"name": "own_things:Weighted", "parts": [1, 2]}, "metrics": ["own_things:right"]}
+    )
+    assert history.metrics["right"]
+
+
+def test_class_weights_may_be_whole_numbers_and_names_capitals():
+    experiment = cx.Experiment(
+        {**DIGITS, "loss_fn": {"name": "CrossEntropyLoss", "weight": [1] * 10}, "optimizer": "SGD"}
+    )
+    assert experiment.trainer.loss_fn.weight.dtype is torch.float32
+    assert experiment.trainer.optimizer.param_groups[0]["lr"] == 1e-2  # as DistributedTrainer(optimizer="SGD")
+    assert cx.Experiment({**DIGITS, "optimizer": {"lr": 0.5}}).trainer.optimizer.param_groups[0]["lr"] == 0.5
+    assert isinstance(cx.Experiment({**DIGITS, "optimizer": None}).trainer.optimizer, torch.optim.Adam)
+
+
+def test_a_loss_that_was_forgotten_is_missed():
+    with pytest.raises(cx.ConfigError, match=r"loss_fn is missing: .* the forward of MLP does not take both"):
+        fitted({"model": MLP, "data": "digits"})
 
 
 def test_arrays_of_a_file(own):
@@ -199,14 +242,14 @@ def test_a_checkpoint_keeps_the_experiment(own):
     cx.finalize()
 
 
-def test_metadata_come_back_and_a_programs_own_rule(own):
+def test_metadata_come_back(own):
     trainer = cx.DistributedTrainer(nn.Linear(2, 1), "mse")
     trainer.metadata.update(note="first", tokens=[1, 2])
     trainer.save_checkpoint("kept.ckpt")
     other = cx.DistributedTrainer(nn.Linear(2, 1), "mse")
     other.metadata["note"] = "mine"
     other.load_checkpoint("kept.ckpt")
-    assert other.metadata == {"note": "mine", "tokens": [1, 2]}
+    assert other.metadata == {"note": "first", "tokens": [1, 2]}
     trainer.metadata["bad"] = object()
     with pytest.raises(cx.CheckpointError, match="bad"):
         trainer.save_checkpoint("kept.ckpt")
@@ -216,14 +259,43 @@ def test_metadata_come_back_and_a_programs_own_rule(own):
 def test_a_checkpoint_runs_no_code_that_is_not_cyxtrains(own):
     trainer = cx.DistributedTrainer(nn.Linear(2, 1), "mse")
     trainer.save_checkpoint("plain.ckpt")
-    trainer.metadata["experiment"] = {"model": MLP, "data": {"name": "own_things:pair"}}
-    trainer.save_checkpoint("foreign.ckpt")
-    cx.finalize()
+    foreign = "own_things:pair"
+    sections = [
+        (name, each)
+        for name in ("model", "data", "loss_fn", "optimizer", "scheduler", "metrics")
+        for each in (foreign, {"name": foreign})
+    ]
+    for number, (section, value) in enumerate([*sections, ("metrics", [foreign]), ("imports", ["own_things"])]):
+        trainer.metadata["experiment"] = {**DIGITS, section: value}
+        trainer.save_checkpoint(f"{number}.ckpt")
+        for overrides in ([], ["training.seed=1"]):
+            with pytest.raises(
+                cx.ConfigError, match=r"'own_things.*' is code that is not cyxtrain's, and a checkpoint"
+            ):
+                cx.Experiment.from_checkpoint(f"{number}.ckpt", overrides)
     with pytest.raises(cx.ConfigError, match="was not made by an experiment"):
         cx.Experiment.from_checkpoint("plain.ckpt")
-    with pytest.raises(cx.ConfigError, match="names code that is not cyxtrain's, own_things:pair, and a checkpoint"):
-        cx.Experiment.from_checkpoint("foreign.ckpt")
     assert "own_things" not in sys.modules
+    cx.finalize()
+
+
+def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
+    monkeypatch.setenv("SECRET_WORD", "xyzzy")
+    trainer = cx.DistributedTrainer(nn.Linear(2, 1), "mse")
+    trainer.metadata["experiment"] = {
+        **DIGITS,
+        "callbacks": [{"name": "CSVLogger", "filename": "written.csv"}],
+        "distributed": {"rank": 1, "world_size": 2, "master_addr": "127.0.0.1", "master_port": 9},
+        "training": {"checkpoint_dir": "${SECRET_WORD}"},
+    }
+    trainer.save_checkpoint("kept.ckpt")
+    experiment = cx.Experiment.from_checkpoint("kept.ckpt")
+    experiment.join()
+    assert experiment.evaluate() is not None
+    assert experiment.config.training.checkpoint_dir == "${SECRET_WORD}"
+    assert [*experiment.trainer.callbacks] == []
+    assert not (own / "written.csv").exists()
+    cx.finalize()
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -239,11 +311,20 @@ def test_a_checkpoint_runs_no_code_that_is_not_cyxtrains(own):
         ("model", "resnet", "no model 'resnet'. Known: cnn, mlp, vae"),
         ("model", "own_things:Nett", "own_things has no class or function 'Nett'"),
         ("model", "own_thinks:Net", "there is no module 'own_thinks'. Modules are looked for in the folder in which"),
-        ("model", "own_things:odd", "the model 'own_things:odd' must be a torch.nn.Module, got int"),
+        ("model", "own_things:odd", "the model 'own_things:odd' must be a torch.nn.Module, and .* returned int"),
         ("data", "digit", r"no data set 'digit'. Did you mean 'digits'\?"),
         ("data", {"name": "digits", "target": False}, r"no setting 'target'. Did you mean 'targets'\?"),
         ("data", {"name": "npz", "path": "none.npz"}, "data.path: there is no file none.npz"),
         ("data", {"name": "npz", "path": "own_things.py"}, "own_things.py is no file of arrays"),
+        ("data", "own_things:one", r"gives arrays, \(X, y\): it must be \(\(X, y\), \(X_test, y_test\)\)"),
+        ("model", ":Net", 'a name of your own is "module:name"'),
+        ("model", "needy", "no model 'needy'"),
+        ("imports", "own_things", r"the section 'imports' must be a list of modules"),
+        ("imports", ["own_thinks"], "the module 'own_thinks': there is no module 'own_thinks'"),
+        ("loss_fn", {"name": "CrossEntropyLoss", "weight": ["a"]}, "cannot be made of"),
+        ("metrics", ["own_things:none"], "own_things has no class or function 'none'"),
+        ("metrics", [3], "each of 'metrics' needs a name"),
+        ("callbacks", [{"CSVLogger": "a.csv"}], "each of 'callbacks' needs a name, such as '- {name: EarlyStopping"),
         ("data", "own_things:no_data", r"must be \(train, test\), or a dictionary with 'train'.*got ndarray"),
         ("loss_fn", "cross_entrop", r"no loss 'cross_entrop'. Did you mean 'cross_entropy'\?"),
         ("loss_fn", {"name": "mse", "smoothing": 1}, "the loss 'mse' has no setting 'smoothing'"),

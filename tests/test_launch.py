@@ -274,7 +274,7 @@ def test_one_rank_alone_that_is_killed_is_named(tmp_path: Path) -> None:
         (("--ranks", "2"), "No such option '--ranks'"),
         (("2",), "no command to start"),
         (("2", ""), "no command"),
-        (("2", "--restarts", "3", "train.py"), "got the option '--restarts'; the launcher's own come before"),
+        (("2", "x", "--restarts", "3"), "cannot start 'x'"),
         (("-n", "2", "4", "true"), "cannot start '4'"),
         (("--restarts", "-1", "2", "true"), "--restarts': -1 is not in the range"),
         (("--nnodes", "2", "2", "true"), "with --nnodes 2 every machine needs --node-rank"),

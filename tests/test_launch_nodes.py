@@ -61,8 +61,8 @@ def test_a_pod_knows_which_it_is(tmp_path):
     found = noted(tmp_path)
     assert sorted(found) == [2, 3]
     assert (found[2]["MASTER_ADDR"], found[2]["MASTER_PORT"]) == ("pod0", "29400")
-    done = run("-n", 1, "--nnodes", 1, "--node-rank", 0, "--", script, env=environment(**PODS, PET_NODE_RANK="1"))
-    assert noted(tmp_path)[0]["WORLD_SIZE"] == "1"  # an option rules
+    done = run(1, "--nnodes", 1, "--", script, env=environment(**PODS, PET_NODE_RANK="1"))
+    assert noted(tmp_path)[0]["WORLD_SIZE"] == "1", done.stderr  # options rule
 
 
 MEETS = """
@@ -194,7 +194,8 @@ def test_gpus_that_are_not_there_are_refused(started, word, gpus, says):
 def test_a_config_is_the_command_and_what_follows_its_overrides(started):
     start, _, _ = started("--num_gpus", "2", "--config", "a.yaml", "training.epochs=3", gpus=2)
     assert start.command == (sys.executable, "-m", "cyxtrain", "fit", "a.yaml", "training.epochs=3")
-    start, _, _ = started("2", "cyxtrain", "fit", "a.yaml", "--resume", "auto")
+    assert started("2", "--config", "a.yaml")[0].num_ranks == 2
+    start, _, _ = started("2", "--", "cyxtrain", "fit", "a.yaml", "--resume", "auto")
     assert start.command == (sys.executable, "-m", "cyxtrain", "fit", "a.yaml", "--resume", "auto")
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cyxtrain import environment
-from cyxtrain.experiment.reading import merged, read_file, resolved, to_yaml, with_names
+from cyxtrain.errors import ConfigError
+from cyxtrain.experiment.reading import Overrides, literal, merged, read_file, resolved, to_yaml, with_names
 from cyxtrain.settings import nearest
 
 
 class Config(Mapping[str, Any]):
     """Settings by name, with dots or brackets: `config.training.epochs`, `config["training"]["epochs"]`.
 
-    Sections are `Config`s, too; lists are lists. A section that is only a name (`optimizer: adam`) is
+    Sections are `Config`s, too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
     `{"name": "adam"}`.
 
     Args:
@@ -24,10 +25,12 @@ class Config(Mapping[str, Any]):
     _values: dict[str, Any]
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        object.__setattr__(self, "_values", {} if values is None else _plain(values))
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"Config takes settings by name, such as a dictionary, got {values!r}.")
+        object.__setattr__(self, "_values", _plain(values or {}))
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Config:
         """Returns what a YAML file says.
 
         `_base_: base.yaml` (or a list of files, beside this one) takes over what others say, and this file rules over
@@ -36,8 +39,8 @@ class Config(Mapping[str, Any]):
 
         Args:
             path: Of the file.
-            overrides: Settings that rule over it, such as "training.epochs=3", "model.hidden=[64, 64]" or
-                "scheduler=null"; each value is YAML.
+            overrides: Settings that rule over it, such as ["training.epochs=3", "model.hidden=[64, 64]"] or
+                {"scheduler": None}; the value after "=" is YAML.
 
         Raises:
             ConfigError: There is no such file, or it is no YAML; files that are each other's base; a variable that
@@ -45,13 +48,14 @@ class Config(Mapping[str, Any]):
         """
         return cls(resolved(merged(read_file(path), overrides), environment.to_pass_on(), os.fspath(path)))
 
-    def with_overrides(self, *overrides: str) -> Config:
-        """Returns a copy in which some settings are others: `config.with_overrides("training.epochs=3")`.
+    def with_overrides(self, overrides: Overrides) -> Config:
+        """Returns a copy in which some settings are others: `config.with_overrides(["training.epochs=3"])`.
 
         Raises:
             ConfigError: As `from_file`.
         """
-        return Config(resolved(merged(self.to_dict(), overrides), environment.to_pass_on(), "config"))
+        values = merged(with_names(literal(self.to_dict())), overrides)
+        return Config(resolved(values, environment.to_pass_on(), "the config"))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a copy of all settings, as dictionaries."""
@@ -70,7 +74,7 @@ class Config(Mapping[str, Any]):
         return section
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._values[name] = with_names({name: _plain(value) if isinstance(value, Mapping) else value})[name]
+        self._values[name] = _copied(value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._values:
@@ -78,7 +82,12 @@ class Config(Mapping[str, Any]):
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in dir(type(self)) or name == "_values":
+            raise AttributeError(f"{name!r} is a method of every config: write config[{name!r}] = ...")
         self[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from cyxtrain.data.kinds import gives_batches
 from cyxtrain.datasets import load_digits
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.naming import find, make, section_of
+from cyxtrain.experiment.naming import Names, make, section_of
 from cyxtrain.settings import unknown_name
 
 _PARTS = ("train", "validation", "test")
@@ -47,7 +49,7 @@ def npz(path: str) -> dict[str, Any]:
         with np.load(path) as file:  # without pickles: it runs no code
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
-        raise ConfigError(f"data.path: there is no file {path}.") from None
+        raise ConfigError(f"data.path: there is no file {path} (now in {Path.cwd()}).") from None
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"data.path: {path} is no file of arrays that np.savez has written: {error}.") from error
     known = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
@@ -66,10 +68,11 @@ def npz(path: str) -> dict[str, Any]:
 KNOWN: dict[str, Callable[..., Any]] = {"digits": digits, "npz": npz}
 
 
-def open_data(values: Mapping[str, Any]) -> Data:
+def open_data(values: Mapping[str, Any], names: Names) -> Data:
     """Returns the data of an experiment.
 
     Args:
+        names: Finds functions of a user's own.
         values: Of the experiment. `data.name` is "digits", "npz", or "module:function": a function whose arguments are
             the other settings. It returns (train, test), or a dictionary with "train" and, where there are such,
             "validation" and "test"; each is (X, y), or what `fit` takes alone, such as a DataLoader.
@@ -79,7 +82,9 @@ def open_data(values: Mapping[str, Any]) -> Data:
     """
     name, settings = section_of(values, "data")
     owner = f"the data '{name}'"
-    found = make(owner, find("data set", name, KNOWN), settings)
+    found = make(owner, names.find("data set", name, KNOWN), settings)
+    if isinstance(found, tuple) and any(isinstance(part, (np.ndarray, torch.Tensor)) for part in found):
+        raise ConfigError(f"{owner} gives arrays, (X, y): it must be ((X, y), (X_test, y_test)), or ((X, y), None).")
     if isinstance(found, tuple) and len(found) == 2:
         found = dict(zip(("train", "test"), found, strict=True))
     if not isinstance(found, Mapping) or "train" not in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, Distributed
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
-from cyxtrain.experiment.naming import find, is_path, make, section_of
-from cyxtrain.experiment.reading import SECTIONS, with_names
-from cyxtrain.models import get_model
-from cyxtrain.settings import unknown_name
+from cyxtrain.experiment.naming import Names, is_path, make, named, section_of
+from cyxtrain.experiment.reading import SECTIONS, Overrides, with_names, words_of
+from cyxtrain.models.registry import ModelMaker, get_model
+from cyxtrain.settings import is_number, unknown_name
 from cyxtrain.training.callbacks import Callback
 from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.history import TrainingHistory
@@ -40,9 +40,11 @@ class Experiment:
     The model's first weights are drawn from `training.seed`, alike on every rank. Checkpoints keep the settings.
 
     Args:
-        config: Settings in the sections `model data loss_fn optimizer scheduler metrics callbacks training
+        config: Settings in the sections `imports model data loss_fn optimizer scheduler metrics callbacks training
             distributed`; all but `model` and `data` may be missing.
         source: What they are, for messages: the file.
+        own_code: Whether they may name code of one's own, in `imports` or as "module:name"; False: they come from
+            somebody else.
 
     Attributes:
         config: The settings.
@@ -54,31 +56,33 @@ class Experiment:
             cannot be. Nothing has started.
     """
 
-    def __init__(self, config: Mapping[str, Any], source: str = "the config") -> None:
+    def __init__(self, config: Mapping[str, Any], source: str = "the config", *, own_code: bool = True) -> None:
         self.config = Config(with_names(Config(config).to_dict()))
         values = self.config.to_dict()
+        names = Names(own_code)
         with _naming(source):
             for section in values:
                 if section not in SECTIONS:
                     raise unknown_name("the config", section, list(SECTIONS), "section")
             self._training = _training(values)
             self._distributed, ddp_config = _distributed(values)
-            model = _model(values, self._training.seed)
-            optimizer = _optimizer(values, model)
+            _import(values, names)
+            model = _model(values, names, self._training.seed)
+            optimizer = _optimizer(values, names, model)
             self.trainer = DistributedTrainer(
                 model,
-                _loss(values),
+                _loss(values, names),
                 optimizer,
-                metrics=values.get("metrics"),
-                scheduler=_scheduler(values, optimizer),
-                callbacks=_callbacks(values),
+                metrics=_metrics(values, names),
+                scheduler=_scheduler(values, names, optimizer),
+                callbacks=_callbacks(values, names),
                 ddp_config=ddp_config,
             )
-            self.data: Data = open_data(values)
+            self.data: Data = open_data(values, names)
         self.trainer.metadata[_KEY] = values
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
+    def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
         """Returns the experiment of a YAML file.
 
         Args:
@@ -88,13 +92,15 @@ class Experiment:
         Raises:
             ConfigError: As `Config.from_file`, and the class.
         """
-        return cls(Config.from_file(path, overrides), os.fspath(path))
+        with_overrides = f" with {' '.join(words_of(overrides))}" if overrides else ""
+        return cls(Config.from_file(path, overrides), f"{os.fspath(path)}{with_overrides}")
 
     @classmethod
-    def from_checkpoint(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
+    def from_checkpoint(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
         """Returns the experiment of a checkpoint that one has written; the checkpoint is not yet loaded.
 
-        It runs no code but this package's and PyTorch's: one with names of other modules is refused.
+        It runs no code but this package's and PyTorch's, and connects to nobody: what names other modules is refused,
+        and the sections `callbacks` and `distributed` are left out.
 
         Args:
             path: Of the checkpoint.
@@ -107,14 +113,8 @@ class Experiment:
         values = read_checkpoint(path).metadata.get(_KEY)
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} was not made by an experiment: it has no settings. Give its file by --config.")
-        config = Config(values).with_overrides(*overrides)
-        foreign = [name for name in _names_in(config.to_dict()) if is_path(name)]
-        if foreign:
-            raise ConfigError(
-                f"{path} names code that is not cyxtrain's, {', '.join(foreign)}, and a checkpoint runs none: give the "
-                "file of its settings by --config."
-            )
-        return cls(config, f"checkpoint {path}")
+        kept = {name: value for name, value in values.items() if name not in ("callbacks", "distributed")}
+        return cls(Config(kept).with_overrides(overrides), f"checkpoint {path}", own_code=False)
 
     def join(self) -> None:
         """Joins the world, as the section `distributed` and the environment say; harmless twice."""
@@ -173,7 +173,10 @@ def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
     if isinstance(found.get("amp"), Mapping):
         found["amp"] = AMPConfig(**found["amp"])
     training = DistributedTrainingConfig(**found)
-    training.validate()
+    try:
+        training.validate()
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("DistributedTrainingConfig.", "training.")) from error
     return training
 
 
@@ -189,58 +192,79 @@ def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, D
     return made[0], made[1]
 
 
-def _model(values: Mapping[str, Any], seed: int) -> nn.Module:
-    name, settings = section_of(values, "model")
+def _import(values: Mapping[str, Any], names: Names) -> None:
+    """Imports the modules in which an experiment's models are registered."""
+    modules = values.get("imports") or []
+    if not isinstance(modules, list) or not all(isinstance(each, str) and each for each in modules):
+        raise ConfigError(f"the section 'imports' must be a list of modules, such as [my_models], got {modules!r}.")
+    for module in modules:
+        names.module(f"the module '{module}'", module)
+
+
+def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
+    name, _ = section_of(values, "model")
+    maker = ModelMaker(name, names.imported("model", name)) if is_path(name) else get_model(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make(f"the model '{name}'", find("model", name, {}), settings) if is_path(name) else None
-        model = get_model(name)(values) if model is None else model
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model '{name}' must be a torch.nn.Module, got {type(model).__name__}.")
-    return model
+        return maker(Config(values))
 
 
-def _loss(values: Mapping[str, Any]) -> Any:
+def _loss(values: Mapping[str, Any], names: Names) -> Any:
     """Returns the loss function; None: the model computes its own."""
     if values.get("loss_fn") is None:
         return None
     name, settings = section_of(values, "loss_fn")
-    # Weights of classes are tensors to PyTorch, and lists in YAML.
-    given = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in settings.items()}
-    found = find("loss", name, LOSSES, nn, nn.modules.loss._Loss)
+    found = names.find("loss", name, LOSSES, nn, nn.modules.loss._Loss)
     if is_path(name) and not settings and not isinstance(found, type):
         return found  # a function of (output, target)
-    return make(f"the loss '{name}'", found, given)
+    if not is_path(name):  # weights of classes are tensors to PyTorch, and lists in YAML
+        settings = {key: _as_tensor(value) for key, value in settings.items()}
+    return make(f"the loss '{name}'", found, settings)
 
 
-def _optimizer(values: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    name, settings = section_of({"optimizer": "adam", **values}, "optimizer")
-    maker = find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
+def _as_tensor(value: Any) -> Any:
+    return (
+        torch.tensor([float(each) for each in value])
+        if isinstance(value, list) and all(map(is_number, value))
+        else value
+    )
+
+
+def _optimizer(values: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
+    name, settings = section_of(values, "optimizer", default="adam")
+    maker = names.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
     optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, model.parameters())
     return optimizer
 
 
-def _scheduler(values: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(values: Mapping[str, Any], names: Names, optimizer: torch.optim.Optimizer) -> Any:
     if values.get("scheduler") is None:
         return None
     name, settings = section_of(values, "scheduler")
-    maker = find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
+    maker = names.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
     return make(f"the scheduler '{name}'", maker, settings, optimizer)
 
 
-def _callbacks(values: Mapping[str, Any]) -> list[Callback]:
+def _metrics(values: Mapping[str, Any], names: Names) -> Any:
+    """Returns what the trainer takes: names; and functions or classes of a user's own, by theirs."""
+    found = values.get("metrics") or []
+    return [_metric(each, names) for each in ([found] if isinstance(found, (str, Mapping)) else found)]
+
+
+def _metric(each: Any, names: Names) -> Any:
+    name, settings = named(each, "each of 'metrics'", "f1")
+    if not is_path(name):
+        return each
+    maker = names.imported("metric", name)
+    return make(f"the metric '{name}'", maker, settings) if settings or isinstance(maker, type) else maker
+
+
+def _callbacks(values: Mapping[str, Any], names: Names) -> list[Callback]:
     sections = values.get("callbacks") or []
     if not isinstance(sections, list):
         raise ConfigError(f"the section 'callbacks' must be a list, such as '- name: EarlyStopping', got {sections!r}.")
     made = []
     for each in sections:
-        name, settings = section_of({"callbacks": each}, "callbacks")
-        made.append(make(f"the callback '{name}'", find("callback", name, {}, callbacks, Callback), settings))
+        name, settings = named(each, "each of 'callbacks'", "- {name: EarlyStopping, patience: 3}")
+        made.append(make(f"the callback '{name}'", names.find("callback", name, {}, callbacks, Callback), settings))
     return made
-
-
-def _names_in(values: Mapping[str, Any]) -> Iterator[str]:
-    """Gives every name of something that an experiment makes."""
-    for value in (*values.values(), *(values.get("callbacks") or [])):
-        if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-            yield value["name"]

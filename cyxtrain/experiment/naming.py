@@ -6,6 +6,8 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cyxtrain.errors import ConfigError
@@ -19,50 +21,121 @@ def is_path(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def section_of(values: Mapping[str, Any], section: str) -> tuple[str, dict[str, Any]]:
+def section_of(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
     """Returns (name, settings) of a section.
+
+    Args:
+        values: Of the experiment.
+        section: Which.
+        default: Its name where it says none.
 
     Raises:
         ConfigError: It has no name.
     """
-    found = values.get(section)
-    found = {"name": found} if isinstance(found, str) else found
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
-        raise ConfigError(f"the section '{section}' needs a name, such as '{section}: {{name: ...}}', got {found!r}.")
-    return found["name"], {key: value for key, value in found.items() if key != "name"}
+    return named(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
 
 
-def find(
-    what: str,
-    name: str,
-    known: Mapping[str, Maker],
-    module: types.ModuleType | None = None,
-    kind: type = object,
-) -> Maker:
-    """Returns the class or function of a name.
+def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Returns (name, settings) of something that is a name, or settings with a name.
 
     Args:
-        what: What it is, for messages: "optimizer".
-        name: One of `known`, a class of `module`, or "module:name".
-        known: By name.
-        module: Whose classes are known by theirs.
-        kind: What those classes derive from.
+        found: What there is.
+        owner: How errors call it.
+        form: How it should look.
+        default: Its name where it says none.
 
     Raises:
-        ConfigError: There is none, with the nearest name; or a module cannot be imported.
+        ConfigError: It has no name.
     """
-    if name in known:
-        return known[name]
-    if is_path(name):
-        return _imported(what, name)
-    classes = {
-        key: each
-        for key, each in ({} if module is None else vars(module)).items()
-        if inspect.isclass(each) and issubclass(each, kind) and each is not kind and not key.startswith("_")
-    }
-    if name in classes:
-        return classes[name]
-    raise unknown_name("cyxtrain", name, [*known, *classes], what)
+    settings = {"name": found} if isinstance(found, str) else {} if found is None and default else found
+    name = settings.get("name", default) if isinstance(settings, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"{owner} needs a name, such as '{form}', got {found!r}.")
+    return name, {key: value for key, value in settings.items() if key != "name"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Finds what has a name.
+
+    Attributes:
+        own_code: Whether names may be a user's own, "module:name", which runs that module.
+    """
+
+    own_code: bool
+
+    def find(
+        self,
+        what: str,
+        name: str,
+        known: Mapping[str, Maker],
+        module: types.ModuleType | None = None,
+        kind: type = object,
+    ) -> Maker:
+        """Returns the class or function of a name.
+
+        Args:
+            what: What it is, for messages: "optimizer".
+            name: One of `known`, in lower or upper case; a class of `module`; or "module:name".
+            known: By name.
+            module: Whose classes are known by theirs.
+            kind: What those classes derive from.
+
+        Raises:
+            ConfigError: There is none, with the nearest name; or a module cannot be imported.
+        """
+        if name.lower() in known:
+            return known[name.lower()]
+        if is_path(name):
+            return self.imported(what, name)
+        classes = {
+            key: each
+            for key, each in ({} if module is None else vars(module)).items()
+            if inspect.isclass(each) and issubclass(each, kind) and each is not kind and not key.startswith("_")
+        }
+        if name in classes:
+            return classes[name]
+        raise unknown_name("cyxtrain", name, [*known, *classes], what)
+
+    def imported(self, what: str, path: str) -> Maker:
+        """Returns what "module:name" is.
+
+        Raises:
+            ConfigError: There is no such module, or it has no such name; or no code may be run.
+        """
+        module, _, name = path.partition(":")
+        if not module or not name:
+            raise ConfigError(f"the {what} '{path}': a name of your own is \"module:name\".")
+        found: Any = self.module(f"the {what} '{path}'", module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            raise ConfigError(f"the {what} '{path}': {module} has no class or function {name!r}.")
+        made: Maker = found
+        return made
+
+    def module(self, owner: str, name: str) -> types.ModuleType:
+        """Imports a module.
+
+        Args:
+            owner: What names it, for messages.
+            name: Of the module.
+
+        Raises:
+            ConfigError: There is none; or no code may be run.
+        """
+        if not self.own_code:
+            raise ConfigError(
+                f"{owner} is code that is not cyxtrain's, and a checkpoint runs none: give the file of its settings by "
+                "--config."
+            )
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{owner}: there is no module {error.name!r}. Modules are looked for in the folder in which the "
+                f"command is called (now {Path.cwd()}), and among those that are installed."
+            ) from error
 
 
 def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any:
@@ -82,22 +155,5 @@ def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any
         return maker(*first, **given)
     except ConfigError:
         raise
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise ConfigError(f"{owner} cannot be made of {dict(given)}: {error}") from error
-
-
-def _imported(what: str, path: str) -> Maker:
-    """Returns what "module:name" is."""
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the {what} '{path}': there is no module {error.name!r}. Modules are looked for in the folder in which "
-            "the command is called, and among those that are installed."
-        ) from error
-    for part in name.split("."):
-        found = getattr(found, part, None)  # type: ignore[assignment]
-    if not callable(found):
-        raise ConfigError(f"the {what} '{path}': {module} has no class or function {name!r}.")
-    return found

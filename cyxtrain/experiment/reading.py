@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +13,14 @@ from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 
 SECTIONS = (
+    "imports",
     "model",
     "data",
     "loss_fn",
@@ -30,9 +34,12 @@ SECTIONS = (
 _NAMED = ("model", "data", "loss_fn", "optimizer", "scheduler")
 """Sections of one thing that has a name, and settings of its own."""
 _BASE = "_base_"
-_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
+_VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
+_PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
+_TRAINING = {field.name for field in dataclasses.fields(DistributedTrainingConfig)}
 
 Values = dict[str, Any]
+Overrides = Sequence[str] | Mapping[str, Any]
 _Answer = TypeVar("_Answer")
 
 
@@ -53,17 +60,21 @@ def read_file(path: str | os.PathLike[str], readers: tuple[Path, ...] = ()) -> V
         raise ConfigError(f"{path}: {_BASE} goes in a circle: {' -> '.join(each.name for each in chain)}.")
     values = _parsed(file)
     bases = values.pop(_BASE, [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: {_BASE} must be a file, or a list of files, got {bases!r}.")
     for section in values:
-        if section not in SECTIONS:
-            raise unknown_name(str(path), section, [*SECTIONS, _BASE], "section")
+        _check_section(str(path), section, _BASE)
     found: Values = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        found = _over(found, read_file(file.parent / base, chain))
-    return _over(found, with_names(values))
+    for base in bases:
+        if not (file.parent / base).exists():
+            raise ConfigError(f"{path}: {_BASE}: {_no_file(file.parent / base)}")
+        found = _over(str(path), found, read_file(file.parent / base, chain))
+    return _over(str(path), found, with_names(values))
 
 
-def merged(values: Values, overrides: Sequence[str]) -> Values:
-    """Returns settings over which others rule.
+def merged(values: Values, overrides: Overrides) -> Values:
+    """Returns settings over which others rule, all of them at once.
 
     Args:
         values: The settings.
@@ -72,19 +83,30 @@ def merged(values: Values, overrides: Sequence[str]) -> Values:
     Raises:
         ConfigError: One is no such thing, or of a section that does not exist.
     """
-    for override in overrides:
+    given: Values = {}
+    for override in words_of(overrides):
         name, equals, _ = override.partition("=")
-        if not equals or not name.strip() or name != name.strip():
+        if not equals or not all(name.split(".")) or name != name.strip():
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {override!r}.")
-        section = name.split(".")[0]
-        if section not in SECTIONS:
-            raise unknown_name("the config", section, list(SECTIONS), "section")
-        values = _over(values, with_names(_override(override)))
-    return values
+        if re.search(r"\[|\.\d+(\.|$)", name):
+            raise ConfigError(f"the override {override}: lists are replaced whole, such as model.hidden=[64, 64].")
+        _check_section("the config", name.split(".")[0])
+        source = f"the override {override}"
+        given = _over(source, given, with_names(_parsed_override(source, override)), by_name=False)
+    return _over("the overrides", values, given)
 
 
-def _override(override: str) -> Values:
-    return _library(f"the override {override}", lambda: _container(OmegaConf.from_dotlist([override])))
+def words_of(overrides: Overrides) -> list[str]:
+    """Returns overrides as words, also those of a dictionary.
+
+    Raises:
+        ConfigError: It is one word, not a list of them.
+    """
+    if isinstance(overrides, Mapping):
+        return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are a list, such as [{overrides!r}], or a dictionary; got {overrides!r}.")
+    return list(overrides)
 
 
 def with_names(values: Values) -> Values:
@@ -110,6 +132,16 @@ def resolved(values: Values, variables: Mapping[str, str], source: str) -> Value
     return _library(source, lambda: _container(made, resolve=True))
 
 
+def literal(value: Any) -> Any:
+    """Returns settings that `resolved` leaves as they are: in them "${" has no meaning any more."""
+    if isinstance(value, Mapping):
+        return {name: literal(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [literal(each) for each in value]
+    # A backslash before it takes its meaning away, and one before that the backslash's.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def to_yaml(values: Values) -> str:
     """Returns settings as a YAML file has them."""
     return OmegaConf.to_yaml(OmegaConf.create(values))
@@ -119,35 +151,55 @@ def _parsed(file: Path) -> Values:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {file}.{_like(file)}") from None
+        raise ConfigError(_no_file(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}.") from error
-    values = _library(str(file), lambda: OmegaConf.create(text)) if text.strip() else OmegaConf.create()
+    try:
+        values: Any = _library(str(file), lambda: OmegaConf.create(text), text) if text.strip() else OmegaConf.create()
+    except AssertionError:  # a number, say
+        values = text.strip()
     if not OmegaConf.is_dict(values):
-        raise ConfigError(f"{file} must have sections, such as 'training:', got {OmegaConf.to_container(values)!r}.")
+        shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
+        raise ConfigError(f"{file} must have sections, such as 'training:', got {shown!r}.")
     return _container(values)
 
 
-def _like(file: Path) -> str:
-    """Returns which file of a folder may have been meant."""
+def _parsed_override(source: str, override: str) -> Values:
+    return _library(source, lambda: _container(OmegaConf.from_dotlist([override])), override)
+
+
+def _check_section(owner: str, section: str, *more: str) -> None:
+    """Refuses a section that does not exist."""
+    if section in _TRAINING:
+        raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
+    if section not in SECTIONS:
+        raise unknown_name(owner, section, [*SECTIONS, *more], "section")
+
+
+def _no_file(file: Path) -> str:
+    """Returns that there is no such file, and which one may have been meant."""
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
     except OSError:
-        return f" Nor is there a folder {file.parent}."
+        return f"there is no file {file}. Nor is there a folder {file.parent}."
     close = difflib.get_close_matches(file.stem, names, n=1, cutoff=0.6)
     if close:
-        return f" Did you mean {file.parent / names[close[0]]}?"
-    return f" In {file.parent} there are: {', '.join(names.values())}." if names else ""
+        return f"there is no file {file}. Did you mean {file.parent / names[close[0]]}?"
+    there = f" In {file.parent} there are: {', '.join(names.values())}." if names else ""
+    return f"there is no file {file}.{there}"
 
 
-def _over(base: Values, own: Values) -> Values:
-    """Returns settings over which others rule: a section of another name rules whole."""
+def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Values:
+    """Returns settings over which others rule: a section of another name rules whole, if `by_name`."""
     kept = {
         name: value
         for name, value in base.items()
-        if name not in _NAMED or _name_of(own.get(name)) in (None, _name_of(value))
+        if not by_name or name not in _NAMED or _name_of(own.get(name)) in (None, _name_of(value))
     }
-    return _container(OmegaConf.merge(kept, own))
+    try:
+        return _library(source, lambda: _container(OmegaConf.merge(kept, own)))
+    except TypeError as error:
+        raise ConfigError(f"{source}: settings do not fit what they rule over: {error}.") from error
 
 
 def _name_of(section: Any) -> Any:
@@ -171,7 +223,7 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
                 f"{source}: {name} is {value}, and the environment has no {variable}: set it, or write a default, as "
                 f"in ${{{variable}:...}}."
             )
-        return text
+        return str(literal(text))
 
     text = _VARIABLE.sub(replacement, value)
     # What is all of the value is YAML, as if it stood there: a number is a number.
@@ -180,9 +232,12 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
 
 def _scalar(text: str) -> Any:
     try:
-        return _container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except (yaml.YAMLError, OmegaConfBaseException):
         return text
+    # 0123 is no number that anybody means: YAML takes it for one of base 8, and 1:30 for one of base 60.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return text if is_number and not _PLAIN_NUMBER.fullmatch(text.strip()) else value
 
 
 def _container(values: Any, *, resolve: bool = False) -> Values:
@@ -191,13 +246,37 @@ def _container(values: Any, *, resolve: bool = False) -> Values:
     return {str(name): value for name, value in found.items()}
 
 
-def _library(source: str, call: Callable[[], _Answer]) -> _Answer:
-    """Returns what a call of the library gives; its errors in one line that says where."""
+def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answer:
+    """Returns what a call of the library gives; its errors in one line that says where.
+
+    Args:
+        source: What it is about.
+        call: The call.
+        text: What it reads.
+    """
     try:
         return call()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise ConfigError(f"{source}{line}: no YAML: {error.problem or error.context}.") from error
+        problem = str(error.problem or error.context)
+        hint = _hint(problem, text, 0 if mark is None else mark.line)
+        raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}{hint}.") from error
+    except UnsupportedInterpolationType as error:
+        raise ConfigError(
+            f"{source}: {str(error).splitlines()[0]}. Variables of the environment are in capitals, such as "
+            "${DATA_DIR:./data}, and settings have dots, such as ${training.seed}."
+        ) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source}: {str(error).splitlines()[0]}.") from error
+
+
+def _hint(problem: str, text: str, number: int) -> str:
+    """Returns what is often wrong with such a line of YAML."""
+    lines = text.splitlines()
+    line = "\n".join(lines[max(number - 1, 0) : number + 1])
+    if "\t" in line:
+        return ": there is a tab, and YAML indents with spaces"
+    if "${" in line and line.count("{") > line.count("${"):
+        return ': within { } put what has ${...} in quotes, "${...}"'
+    return ": look at the indentation" if "mapping values" in problem or "block" in problem else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cyxtrain.errors import ConfigError, CyxtrainError
-from cyxtrain.launch.starting import launch
+from cyxtrain.launch.starting import files_of, launch
 
 _USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
 _COMPLETE = "_CYXTRAIN_COMPLETE"  # click's variable: with it, this is not a call but a question of a shell
@@ -28,8 +29,18 @@ Errors are one line; `cyxtrain --traceback fit ...` shows where they come from. 
 `eval "$(cyxtrain completion bash)"` (or zsh, fish) in its start file."""
 
 
+def _show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        from cyxtrain.training.saving.checkpoint import library_versions
+
+        click.echo(", ".join(f"{name} {version}" for name, version in library_versions().items()))
+        context.exit()
+
+
 @click.group(epilog=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="cyxtrain", message="cyxtrain %(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it, and end."
+)
 @click.option("--traceback", is_flag=True, help="Show where an error comes from.")
 @click.option("--local-rank", "--local_rank", type=int, hidden=True)
 def cyxtrain(traceback: bool, local_rank: int | None) -> None:
@@ -44,8 +55,14 @@ def cyxtrain(traceback: bool, local_rank: int | None) -> None:
 cyxtrain.add_command(launch)
 
 
-def _complete_config(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
+def _complete_overrides(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes sections, and the settings of those that have the same ones always."""
+    from cyxtrain.config import DistributedTrainingConfig
+    from cyxtrain.experiment.reading import SECTIONS
+
+    names = [f"{section}." for section in SECTIONS]
+    names += [f"training.{field.name}=" for field in dataclasses.fields(DistributedTrainingConfig)]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete) and name != incomplete]
 
 
 @cyxtrain.command(
@@ -61,8 +78,8 @@ examples:
 
 The last lines are the measures of the test data, where there are some.""",
 )
-@click.argument("config", metavar="CONFIG", shell_complete=_complete_config)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("config", metavar="CONFIG", shell_complete=files_of)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_complete_overrides)
 @click.option("--resume", metavar="auto|PATH", help="Go on from its newest checkpoint, or from one.")
 @click.option("--print-config", is_flag=True, help="Show the settings with all bases and overrides, and end.")
 def fit(config: str, overrides: tuple[str, ...], resume: str | None, print_config: bool) -> None:
@@ -171,7 +188,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         name = "cyxtrain" if context is None else context.command_path
-        print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
+        print(f"{name}: {error.format_message().rstrip('.')} (see --help)", file=sys.stderr)
         return _USAGE_ERROR
     except click.Abort as error:  # what click makes of Ctrl-C
         raise KeyboardInterrupt from error

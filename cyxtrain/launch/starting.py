@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.workers.machine import count_usable_cores
@@ -24,6 +25,7 @@ examples:
   cyxtrain launch --gpus 0,2 -- python train.py
   cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 -n 4 -- python train.py
   cyxtrain launch --nnodes 1:4 --master-addr node0 -n 4 -- cyxtrain fit FILE --resume auto
+  ./launch_distributed.sh 2 --config configs/digits_mlp.yaml
   ./launch_distributed.sh --num_gpus 4 --config configs/digits_mlp.yaml
 
 Everything after the options (and the number) is the command; its options are its own. No shell reads it. A first word
@@ -63,25 +65,39 @@ class Options:
     config: str | None = None
 
     def or_from(self, environment: Mapping[str, str]) -> Options:
-        """Returns the options, completed by what a TrainJob of Kubernetes says."""
+        """Returns the options, completed by what a TrainJob of Kubernetes says; of its machines, where they do not."""
 
         def said(own: str | None, variable: str) -> str | None:
             return own if own is not None else environment.get(f"PET_{variable}") or None
 
-        return Options(
-            said(self.num_ranks, "NPROC_PER_NODE") if self.gpus is None else self.num_ranks,
-            self.gpus,
-            said(self.nnodes, "NNODES"),
-            said(self.node_rank, "NODE_RANK"),
-            said(self.master_addr, "MASTER_ADDR"),
-            said(self.master_port, "MASTER_PORT"),
-            self.restarts,
-            self.logs,
-            self.config,
+        own = self
+        if own.gpus is None:
+            own = replace(own, num_ranks=said(own.num_ranks, "NPROC_PER_NODE"))
+        if own.nnodes is None:
+            own = replace(own, nnodes=said(None, "NNODES"), node_rank=said(own.node_rank, "NODE_RANK"))
+        return replace(
+            own,
+            master_addr=said(own.master_addr, "MASTER_ADDR"),
+            master_port=said(own.master_port, "MASTER_PORT"),
         )
 
 
+def files_of(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Lets the shell complete names of files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+class NumberFirst(click.Command):
+    """A command whose first word may be the number of ranks, as the launcher's has always been."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the words; a number that comes first is that of `-n`."""
+        first = args[0] if args else ""
+        return super().parse_args(ctx, ["-n", *args] if _looks_like_number(first) and first[0] != "-" else args)
+
+
 @click.command(
+    cls=NumberFirst,
     short_help="Start N ranks of a command.",
     epilog=_HELP,
     context_settings={
@@ -98,14 +114,20 @@ class Options:
 @click.option("--master-port", metavar="PORT", help="Port at which the ranks meet there.  [default: 29500]")
 @click.option("--restarts", metavar="N", type=click.IntRange(min=0), default=0, help="Start all ranks again so often.")
 @click.option("--logs", metavar="DIR", type=click.Path(path_type=Path), help="Write each rank's output there, too.")
-@click.option("--config", metavar="FILE", help="The command is `cyxtrain fit FILE`; words after it are its overrides.")
-@click.argument("words", nargs=-1, metavar="[N] [--] COMMAND...")
+@click.option(
+    "--config",
+    metavar="FILE",
+    shell_complete=files_of,
+    help="The command is `cyxtrain fit FILE`; words after it are its overrides.",
+)
+@click.argument("words", nargs=-1, metavar="[N] [--] COMMAND...", shell_complete=files_of)
 @click.pass_obj
 def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options: object) -> int:
     """Starts N processes of a command on this machine, which train together."""
-    own = Options(**options).or_from(environment)  # type: ignore[arg-type]
-    number, command = _split(words, own)
-    num_ranks, more = _num_ranks(number, own, environment)
+    given = Options(**options)  # type: ignore[arg-type]
+    number, command = _split(words, given)
+    own = replace(given, num_ranks=number).or_from(environment)
+    num_ranks, more = _num_ranks(own, environment)
     if own.nnodes is not None and ":" in own.nnodes:
         from cyxtrain.launch.elastic import torchrun
 
@@ -165,10 +187,11 @@ def _looks_like_number(word: str) -> bool:
     return True
 
 
-def _num_ranks(word: str | None, own: Options, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+def _num_ranks(own: Options, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     """Returns how many ranks this machine has, and what that adds to their environment."""
+    word = own.num_ranks
     if own.gpus is not None:
-        _require(own.num_ranks is None, "give -n or --gpus: there is one rank per GPU")
+        _require(word is None, "give -n or --gpus: there is one rank per GPU")
         return _on_gpus(own.gpus, environment)
     if word in (None, "auto", "gpu", "cpu"):
         gpus = 0 if word == "cpu" else _count_gpus(environment)

@@ -40,6 +40,8 @@ class ModelMaker:
                 or the model cannot be made of them.
         """
         owner, whole = f"the model '{self.name}'", {} if config is None else config
+        if not isinstance(whole, Mapping):
+            raise ConfigError(f"{owner} is made of a Config, or of settings by name, got {whole!r}.")
         if next(iter(inspect.signature(self.make).parameters), None) == "config":
             given, first = settings, [whole]
         else:
@@ -50,8 +52,9 @@ class ModelMaker:
         check_arguments(owner, self.make, given, len(first))
         try:
             model = self.make(*first, **given)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{owner} cannot be made of {given}: {error}") from error
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+            made_of = "the config" if first else given
+            raise ConfigError(f"{owner} cannot be made of {made_of}: {error}") from error
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{owner} must be a torch.nn.Module, and {self.make!r} returned {type(model).__name__}.")
         return model
@@ -74,7 +77,7 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
 
     def register(make: _Maker) -> _Maker:
         there = _MODELS.get(name)
-        if there is not None and _origin(there) != _origin(make):
+        if there is not None and there.__module__ != make.__module__:
             raise ConfigError(f"the model '{name}' is {there!r} already: register {make!r} by another name.")
         _MODELS[name] = make
         return make
@@ -96,7 +99,3 @@ def get_model(name: str) -> ModelMaker:
 def list_models() -> list[str]:
     """Returns the names of all models, sorted."""
     return sorted(_MODELS)
-
-
-def _origin(make: Callable[..., nn.Module]) -> tuple[str, str]:
-    return make.__module__, make.__qualname__

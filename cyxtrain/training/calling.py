@@ -55,6 +55,11 @@ class ModelCall:
         self.precision = precision
         self._way = _way_of(model, inputs)
         self._gives_targets = loss is not None and loss.function is None and targets is not None
+        if self._gives_targets and self._way is _Way.WHOLE and not _takes(model, 2):
+            raise ConfigError(
+                "loss_fn is missing: without one the model is called with X and y, and returns its loss; the forward "
+                f"of {type(model).__name__} does not take both. Give a loss_fn, such as 'cross_entropy', or no y."
+            )
         self._target_name = ""
         if self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict):
             self._target_name = _name_of_targets(model)
@@ -94,6 +99,17 @@ class ModelCall:
         for target in targets:
             named |= target if isinstance(target, dict) else {self._target_name: target}
         return (), named
+
+
+def _takes(model: nn.Module, count: int) -> bool:
+    """Returns whether forward takes so many arguments, one after the other."""
+    try:
+        inspect.signature(model.forward).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # it does not say
+        return True
+    return True
 
 
 def _way_of(model: nn.Module, inputs: Tree) -> _Way:

@@ -143,7 +143,7 @@ class DistributedTrainer:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What checkpoints keep for whoever reads them, JSON values by name; what one has is there after loading it."""
+        """What checkpoints keep for whoever reads them, JSON values by name; `load_checkpoint` brings them back."""
         return self._state.metadata
 
     @property
@@ -349,6 +349,7 @@ class DistributedTrainer:
         found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
         assert found is not None
         self._state.load(found[0], f"checkpoint {path}")
+        self._state.metadata |= found[0].metadata
         self._state.complete_fits = self._state.position.fits
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
