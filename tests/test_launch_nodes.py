@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -244,3 +245,39 @@ def test_elastic_starts_for_real(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "world      2 ranks, started by torchrun" in done.stdout
     assert "test accuracy: 0.9" in done.stdout
+
+
+@pytest.mark.nightly
+def test_a_machine_that_comes_later_takes_part_and_the_fit_goes_on(tmp_path):
+    config = Path(__file__).resolve().parents[1] / "configs" / "digits_mlp.yaml"
+    options = ["--nnodes", "1:2", "--master-addr", "localhost", "--master-port", str(free_port()), "-n", "1"]
+    fit = ["cyxtrain", "fit", str(config), "training.epochs=1000000", "training.checkpoint_every_n_epochs=1000"]
+
+    def agent() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cyxtrain", "launch", *options, "--", *fit, "--resume", "auto"],
+            env=child_environment(),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    agents, said = [agent()], []
+    try:
+        assert agents[0].stdout is not None
+        for line in agents[0].stdout:
+            said.append(line)
+            if line.startswith("epoch 5/"):
+                agents.append(agent())
+            if len(agents) == 2 and re.match(r"epoch .*/1000000", line) and "world      2 ranks" in "".join(said):
+                break
+    finally:
+        for each in agents:
+            each.terminate()  # each agent ends its rank, with a checkpoint
+        for each in agents:
+            each.communicate(timeout=SECONDS)
+    text = "".join(said)
+    assert "world      1 rank, started by torchrun" in text
+    assert "world      2 ranks, started by torchrun" in text
+    assert re.search(r"resume +from checkpoints/step-\d+.ckpt: .* made by 1 rank, the same samples come", text)
