@@ -612,6 +612,7 @@ def test_workers_are_named_in_the_list_of_processes():
         assert Path(f"/proc/{pid}/comm").read_text() == "cyxtrain worker\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", ["variable", by_night("number"), by_night("module")])
 def test_workers_are_started_anew_where_they_would_differ(change, tmp_path, monkeypatch):
     trainer, before, settings = trainer_of(), started(), dict(SETTINGS)
@@ -646,6 +647,7 @@ def fit_shown() -> str:
     return out.getvalue()
 
 
+@pytest.mark.nightly
 def test_data_are_in_memory_once():
     class Measuring(cx.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -684,6 +686,7 @@ def test_why_workers_are_started_is_said(monkeypatch):
     assert said == [f"workers    2 processes are starting, {why}; they stay for the next calls"]
 
 
+@pytest.mark.nightly
 def test_what_workers_write_is_seen_before_the_call_returns():
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         trainer_of().fit(X, Y, callbacks=[Printing()], **{**SETTINGS, "epochs": 1})
@@ -764,6 +767,7 @@ def test_an_error_with_a_constructor_of_its_own_is_raised_as_itself():
     assert caught.value.first == 1
 
 
+@pytest.mark.nightly
 def test_what_is_refused_is_refused_as_ever_and_workers_stay():
     before = started()
     with pytest.raises(cx.ConfigError, match="X and y have different lengths: 50 and 10") as caught:
@@ -984,6 +988,7 @@ FIGHT = """
 """
 
 
+@pytest.mark.nightly
 def test_workers_end_with_a_program_that_is_killed(folder):
     with program(FIGHT) as run:
         pid, parent = map(int, run.stdout.readline().split()[-2:])

@@ -239,6 +239,22 @@ def test_doctor_and_bench_are_commands_with_their_exit_codes():
     assert text.splitlines()[-1].endswith("missing: rank 1")
 
 
+def test_an_error_of_ones_own_is_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def data():\n    raise EOFError('ran out of rows')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "cyxtrain", "fit", CONFIG, "data=mine:data"],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "EOFError: ran out of rows"
+    assert 'mine.py", line 2, in data' in done.stderr
+
+
 # --- help -----------------------------------------------------------------------------------------------------------
 
 

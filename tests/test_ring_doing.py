@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from cyxtrain.ring.watching.doing import Doing
 
 _WHILE_GARBAGE_IS_COLLECTED = """
@@ -37,6 +39,7 @@ assert gc.isenabled()
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_is_asked_while_garbage_is_collected_and_threads_end():
     """Once this hung for ever: CPython makes frames under a lock that a thread needs to end."""
     subprocess.run([sys.executable, "-c", _WHILE_GARBAGE_IS_COLLECTED], check=True, timeout=60)

@@ -51,6 +51,7 @@ def test_on_two_ranks(case, pair):
         assert found[case] is None, found[case]
 
 
+@pytest.mark.nightly  # threads do the same by day
 @pytest.mark.parametrize("case", CASES + IN_THREES)
 def test_on_three_ranks(case, three):
     for found in three[0]:

@@ -114,7 +114,7 @@ def test_what_all_ranks_have_is_dealt_and_equals_one_rank(world_size):
         assert found["step"] == alone["step"] == 8
 
 
-@pytest.mark.parametrize("kind", ["iterable", "samples", "own samples"])
+@pytest.mark.parametrize("kind", ["iterable", by_night("samples"), "own samples"])
 def test_nothing_comes_twice(kind):
     with one_process():
         alone = dealt(kind)["seen"]

@@ -190,8 +190,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         name = "cyxtrain" if context is None else context.command_path
         print(f"{name}: {error.format_message().rstrip('.')} (see --help)", file=sys.stderr)
         return _USAGE_ERROR
-    except click.Abort as error:  # what click makes of Ctrl-C
-        raise KeyboardInterrupt from error
+    except click.Abort as error:  # what click makes of Ctrl-C, and of an EOFError of the user's
+        raise error.__cause__ or error from None
     sys.excepthook = hook
     return code if isinstance(code, int) else 0
 

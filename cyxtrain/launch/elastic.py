@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import click
 
+from cyxtrain.launch.options import Options
 from cyxtrain.workers.machine import count_usable_cores
-
-if TYPE_CHECKING:
-    from cyxtrain.launch.starting import Options
 
 
 def torchrun(options: Options, num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

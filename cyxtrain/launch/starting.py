@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
+from cyxtrain.launch.elastic import torchrun
 from cyxtrain.launch.local import Start, run_ranks
+from cyxtrain.launch.options import Options
 from cyxtrain.workers.machine import count_usable_cores
 
 _MOST_CORES = 8
@@ -48,38 +50,6 @@ of another, and all begin again.
 
 exit code: 0, or that of the first rank that failed (128 + n: killed by signal n), or 128 + n where signal n
 stopped the launcher or a rank, or 2 for a command line that cannot be used."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `cyxtrain launch` was given, as words; None: nothing, and Kubernetes may say it (PET_...)."""
-
-    num_ranks: str | None = None
-    gpus: str | None = None
-    nnodes: str | None = None
-    node_rank: str | None = None
-    master_addr: str | None = None
-    master_port: str | None = None
-    restarts: int = 0
-    logs: Path | None = None
-    config: str | None = None
-
-    def or_from(self, environment: Mapping[str, str]) -> Options:
-        """Returns the options, completed by what a TrainJob of Kubernetes says; of its machines, where they do not."""
-
-        def said(own: str | None, variable: str) -> str | None:
-            return own if own is not None else environment.get(f"PET_{variable}") or None
-
-        own = self
-        if own.gpus is None:
-            own = replace(own, num_ranks=said(own.num_ranks, "NPROC_PER_NODE"))
-        if own.nnodes is None:
-            own = replace(own, nnodes=said(None, "NNODES"), node_rank=said(own.node_rank, "NODE_RANK"))
-        return replace(
-            own,
-            master_addr=said(own.master_addr, "MASTER_ADDR"),
-            master_port=said(own.master_port, "MASTER_PORT"),
-        )
 
 
 def files_of(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -129,8 +99,6 @@ def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options:
     own = replace(given, num_ranks=number).or_from(environment)
     num_ranks, more = _num_ranks(own, environment)
     if own.nnodes is not None and ":" in own.nnodes:
-        from cyxtrain.launch.elastic import torchrun
-
         return torchrun(own, num_ranks, command, {**environment, **more})
     nnodes, node_rank = _nodes(own)
     master_addr = own.master_addr or (environment.get("MASTER_ADDR") if nnodes > 1 else "127.0.0.1")
