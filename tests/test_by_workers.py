@@ -964,6 +964,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_program_without_a_guard_gets_what_the_launcher_gets(folder):
     source = """
         trainer.fit(X, y, epochs=3, **settings)

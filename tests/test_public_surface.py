@@ -93,7 +93,7 @@ SIGNATURES = {
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",
     "Config": "(values=None)",
     "Config.from_file": "(path, overrides=())",
-    "Experiment": "(config, source='the config')",
+    "Experiment": "(config, source='the config', *, own_code=True)",
     "Experiment.from_file": "(path, overrides=())",
     "Experiment.from_checkpoint": "(path, overrides=())",
     "Experiment.fit": "(self, resume=None)",
