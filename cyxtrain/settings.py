@@ -136,7 +136,10 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     Raises:
         ConfigError: With the nearest name that it takes, or what is missing.
     """
-    parameters = list(inspect.signature(function).parameters.values())[taken:]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[taken:]
+    except ValueError:  # some functions of C do not say
+        return
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

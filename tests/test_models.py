@@ -45,6 +45,12 @@ def test_a_vae_gives_its_loss_and_what_it_has_made_of_the_rows():
     assert torch.equal(model(rows)["rows"], model(rows)["rows"])  # nothing is drawn
 
 
+def test_a_function_that_does_not_say_what_it_takes_is_tried():
+    registry._MODELS["c"] = max
+    with pytest.raises(cx.ConfigError, match="the model 'c' cannot be made of"):
+        cx.get_model("c")(a=3)
+
+
 def test_settings_rule_over_the_config():
     config = cx.Config({"model": {"name": "mlp", "inputs": 64, "outputs": 10}})
     assert cx.get_model("mlp")(config, outputs=3)(torch.rand(2, 64)).shape == (2, 3)

@@ -27,6 +27,12 @@ class ModelMaker:
         self.name = name
         self.make = make
 
+    def _takes_config(self) -> bool:
+        try:
+            return next(iter(inspect.signature(self.make).parameters), None) == "config"
+        except ValueError:  # some functions of C do not say what they take
+            return False
+
     def __call__(self, config: Mapping[str, Any] | None = None, /, **settings: Any) -> nn.Module:
         """Returns a model.
 
@@ -42,7 +48,7 @@ class ModelMaker:
         owner, whole = f"the model '{self.name}'", {} if config is None else config
         if not isinstance(whole, Mapping):
             raise ConfigError(f"{owner} is made of a Config, or of settings by name, got {whole!r}.")
-        if next(iter(inspect.signature(self.make).parameters), None) == "config":
+        if self._takes_config():
             given, first = settings, [whole]
         else:
             section = whole.get("model", whole)
