@@ -240,7 +240,7 @@ def _with_scheduler(variables: Mapping[str, str], *, asks_where: bool) -> Mappin
         variables: The environment.
         asks_where: Whether nobody has said where rank 0 is.
     """
-    if "RANK" in variables or "WORLD_SIZE" in variables:
+    if any(name in variables for name in _IDENTITY):
         clusters.check_pod(variables)
         return variables
     place = clusters.detect(variables)

@@ -142,17 +142,10 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
         raise BackendUnavailableError("This PyTorch has no Gloo. Use backend='cpu', cyxtrain's own ring.")
     if backend is not BackendType.NCCL:
         return
-    missing = [
-        text
-        for there, text in (
-            (dist.is_nccl_available(), "this PyTorch was built without it"),
-            (torch.cuda.is_available(), "no CUDA device is visible"),
-        )
-        if not there
-    ]
+    missing = why_no_nccl()
     if missing:
         raise BackendUnavailableError(
-            f"NCCL library not available: {' and '.join(missing)}. "
+            f"NCCL library not available: {missing}. "
             "Use backend='cpu' (DISTRIBUTED_BACKEND=cpu), cyxtrain's own ring, which carries CPU tensors."
         )
     devices, local_rank = torch.cuda.device_count(), config.local_rank or 0
@@ -174,11 +167,28 @@ def _share_cores(ranks: int) -> None:
         torch.set_num_threads(max(1, cores // ranks))
 
 
-def _warn_of_untested_torch() -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+def why_no_nccl() -> str:
+    """Returns why NCCL cannot be used here; "": it can."""
+    reasons = []
+    if not dist.is_nccl_available():
+        reasons.append("this PyTorch was built without it")
+    if not torch.cuda.is_available():
+        reasons.append("no CUDA device is visible")
+    return " and ".join(reasons)
+
+
+def is_tested_torch() -> bool:
+    """Returns whether PyTorch is one that cyxtrain is tested with."""
     first, end = TESTED_TORCH
-    if not first <= version < end:
-        warn(
-            f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "
-            f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}."
-        )
+    return first <= tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < end
+
+
+def tested_range() -> str:
+    """Returns which versions of PyTorch cyxtrain is tested with, in words."""
+    first, end = TESTED_TORCH
+    return f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}"
+
+
+def _warn_of_untested_torch() -> None:
+    if not is_tested_torch():
+        warn(f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: {tested_range()}.")

@@ -298,7 +298,7 @@ def test_alone_it_says_what_is_here(capsys, monkeypatch):
 
 
 def test_a_backend_that_was_asked_for_and_is_not_here_is_broken(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "why_no_nccl", lambda: "no CUDA device is visible")
+    monkeypatch.setattr("cyxtrain.joining.why_no_nccl", lambda: "no CUDA device is visible")
     assert examine(dataclasses.replace(config_of(), backend="nccl")) == 1
     out = capsys.readouterr().out
     assert "nccl BROKEN no CUDA device is visible. DISTRIBUTED_BACKEND asks for it" in squeezed(out)

@@ -148,11 +148,11 @@ def started(monkeypatch):
 
 
 def test_without_a_number_there_is_a_rank_per_gpu_or_core(started, monkeypatch):
-    monkeypatch.setattr(starting, "count_usable_cores", lambda: 6)
+    monkeypatch.setattr("cyxtrain.workers.machine.count_usable_cores", lambda: 6)
     start, variables, said = started("--", "true")
     assert (start.num_ranks, variables) == (6, {})
     assert said == "cyxtrain launch: 6 ranks, one per core; -n says how many\n"
-    monkeypatch.setattr(starting, "count_usable_cores", lambda: 64)
+    monkeypatch.setattr("cyxtrain.workers.machine.count_usable_cores", lambda: 64)
     assert started("-n", "auto", "true")[0].num_ranks == 8
     start, variables, said = started("--config", "a.yaml", gpus=4)
     assert (start.num_ranks, variables) == (4, {"DISTRIBUTED_BACKEND": "nccl"})

@@ -10,7 +10,7 @@ from typing import NoReturn
 import click
 
 from cyxtrain.launch.options import Options
-from cyxtrain.workers.machine import count_usable_cores
+from cyxtrain.workers.machine import cores_of_each
 
 
 def torchrun(options: Options, num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -40,7 +40,7 @@ def torchrun(options: Options, num_ranks: int, command: Sequence[str], environme
     variables = {
         # A store of its own for each round: the agents' would still have what ranks of the round before have said.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
+        "OMP_NUM_THREADS": str(cores_of_each(num_ranks)),
         **environment,
     }
     sys.stdout.flush()

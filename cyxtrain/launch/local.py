@@ -93,12 +93,15 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
         RankSpec(
             label=f"rank {rank}",
             command=start.command,
-            environment={
-                **launch_environment(environment, local_rank, start.num_ranks, port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(start.nnodes * start.num_ranks),
-                "MASTER_ADDR": start.master_addr,
-            },
+            environment=launch_environment(
+                environment,
+                local_rank,
+                start.num_ranks,
+                port,
+                nnodes=start.nnodes,
+                node_rank=start.node_rank,
+                address=start.master_addr,
+            ),
             shares_terminal=start.num_ranks == 1 and start.logs is None,
             log=None if start.logs is None else start.log_of(rank),
         )

@@ -13,10 +13,8 @@ from click.shell_completion import CompletionItem
 from cyxtrain.launch.elastic import torchrun
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.launch.options import Options
-from cyxtrain.workers.machine import count_usable_cores
+from cyxtrain.workers.machine import ranks_by_cores
 
-_MOST_CORES = 8
-"""How many ranks there are at most where nobody says how many: small models gain nothing from more."""
 _PORT = "29500"
 
 _HELP = """\b
@@ -164,7 +162,7 @@ def _num_ranks(own: Options, environment: Mapping[str, str]) -> tuple[int, dict[
     if word in (None, "auto", "gpu", "cpu"):
         gpus = 0 if word == "cpu" else _count_gpus(environment)
         _require(word != "gpu" or gpus > 0, "PyTorch sees no GPU on this machine")
-        number = gpus or min(count_usable_cores(), _MOST_CORES)
+        number = gpus or ranks_by_cores()
         per = "GPU" if gpus else "core"
         click.echo(f"cyxtrain launch: {number} ranks, one per {per}; -n says how many", err=True)
         return number, _nccl(environment) if gpus else {}

@@ -7,24 +7,55 @@ import socket
 import sys
 from collections.abc import Mapping
 
+_MOST_RANKS = 8
+"""With more, each has so little to do that they mostly wait for each other."""
 
-def launch_environment(environment: Mapping[str, str], rank: int, num_ranks: int, port: str) -> dict[str, str]:
+
+def launch_environment(
+    environment: Mapping[str, str],
+    local_rank: int,
+    num_ranks: int,
+    port: str,
+    *,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    address: str = "127.0.0.1",
+) -> dict[str, str]:
     """Returns the environment of one rank; `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` that are set are kept.
 
     Without its share of the cores each rank would start as many threads as there are cores, and N ranks would
     slow each other down.
+
+    Args:
+        environment: What it begins with.
+        local_rank: Among those of this machine.
+        num_ranks: On each machine.
+        port: At which the ranks meet.
+        nnodes: How many machines there are.
+        node_rank: Which of them this is.
+        address: Of the first one.
     """
     return {
-        "OMP_NUM_THREADS": str(max(1, count_usable_cores() // num_ranks)),
+        "OMP_NUM_THREADS": str(cores_of_each(num_ranks)),
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
+        "RANK": str(node_rank * num_ranks + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nnodes * num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
+
+
+def cores_of_each(num_ranks: int) -> int:
+    """Returns the share of this machine's cores that each of so many ranks has: at least one."""
+    return max(1, count_usable_cores() // num_ranks)
+
+
+def ranks_by_cores() -> int:
+    """Returns how many ranks there are where nobody says how many and none has a GPU: one per core, up to 8."""
+    return min(count_usable_cores(), _MOST_RANKS)
 
 
 def count_usable_cores() -> int:

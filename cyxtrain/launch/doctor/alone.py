@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment
+from cyxtrain import environment, joining
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import ConfigError, counted
-from cyxtrain.joining import TESTED_TORCH
 from cyxtrain.launch import tables
 from cyxtrain.launch.doctor import machine
 from cyxtrain.launch.doctor.transports import Way, try_ways
+from cyxtrain.training.saving.checkpoint import library_versions
 
 _OK, _NO, _BROKEN = "ok", "no", "BROKEN"
 _ENVIRONMENT = "environment"
@@ -90,12 +90,10 @@ def _table(facts: Sequence[Fact]) -> list[str]:
 
 
 def _versions() -> list[Fact]:
-    (first, first_minor), (end, end_minor) = TESTED_TORCH
-    tested = f"tested: from {first}.{first_minor} up to, but not including, {end}.{end_minor}"
-    state = _OK if machine.is_tested_torch() else _NO
+    state = _OK if joining.is_tested_torch() else _NO
     return [
-        Fact("versions", "cyxtrain", "", f"{machine.this_machine().cyxtrain}, in {Path(__file__).parents[2]}"),
-        Fact("versions", "PyTorch", state, f"{torch.__version__} ({tested})"),
+        Fact("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[2]}"),
+        Fact("versions", "PyTorch", state, f"{torch.__version__} (tested: {joining.tested_range()})"),
         Fact("versions", "NumPy", "", np.__version__),
         Fact("versions", "Python", "", platform.python_version()),
     ]
@@ -120,7 +118,7 @@ def _backends(config: DistributedConfig) -> list[Fact]:
     for backend, failure, text in (
         (BackendType.CPU, "", "cyxtrain's own ring"),
         (BackendType.GLOO, gloo, "PyTorch's, for CPU tensors"),
-        (BackendType.NCCL, machine.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
+        (BackendType.NCCL, joining.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
     ):
         state = _OK if not failure else _BROKEN if backend is asked else _NO
         hint = ". DISTRIBUTED_BACKEND asks for it: cpu works everywhere" if state == _BROKEN else ""

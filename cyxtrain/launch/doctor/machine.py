@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from cyxtrain.joining import TESTED_TORCH
 from cyxtrain.launch import tables
 from cyxtrain.training.saving.checkpoint import library_versions
 from cyxtrain.workers.machine import count_usable_cores
@@ -55,23 +53,17 @@ def this_machine(address: str = "") -> Machine:
     Args:
         address: At which it listens.
     """
-    counts = Counter(name for name, _ in gpus())
+    counts, memory = Counter(name for name, _ in gpus()), memory_bytes()
     return Machine(
         host=socket.gethostname(),
         interface=interface_of(address),
         cores=count_usable_cores(),
-        memory=tables.size(memory_bytes()) if memory_bytes() else "",
+        memory=tables.size(memory) if memory else "",
         gpus=", ".join(f"{count} x {name}" for name, count in counts.items()) or "none",
         cyxtrain=library_versions()["cyxtrain"],
         torch=torch.__version__,
         python=platform.python_version(),
     )
-
-
-def is_tested_torch() -> bool:
-    """Returns whether PyTorch is one that cyxtrain is tested with."""
-    first, end = TESTED_TORCH
-    return first <= tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < end
 
 
 def memory_bytes() -> int:
@@ -91,16 +83,6 @@ def gpus() -> list[tuple[str, int]]:
         return []
     found = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
     return [(str(properties.name), int(properties.total_memory)) for properties in found]
-
-
-def why_no_nccl() -> str:
-    """Returns why NCCL cannot be used here; "": it can."""
-    reasons = []
-    if not dist.is_nccl_available():
-        reasons.append("this PyTorch was built without it")
-    if not torch.cuda.is_available():
-        reasons.append("no CUDA device is visible")
-    return " and ".join(reasons)
 
 
 def interface_of(address: str) -> str:

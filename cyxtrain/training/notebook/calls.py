@@ -29,7 +29,7 @@ from cyxtrain.training.notebook.keeping import is_on_gpu, workers
 from cyxtrain.training.notebook.mirroring import Changes, parts_of, take_in
 from cyxtrain.training.notebook.performing import FIT, OF_FITS, Performed, Surroundings, perform
 from cyxtrain.training.notebook.relaying import BEGUN, SHOW
-from cyxtrain.workers.machine import count_usable_cores
+from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.workers.pool import Answers, Pool
 from cyxtrain.workers.sharing import SharedFile, read, write
 
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-_MOST_CORES = 8
-"""Ranks that "auto" starts on CPUs: with more, each has so little to do that they mostly wait for each other."""
 
 
 def by_workers(method: _Method) -> _Method:
@@ -71,7 +68,7 @@ def _num_workers(
     asked = keywords.get("num_processes", given[0].num_processes)
     if asked == "auto":
         on_gpus = is_on_gpu(trainer)
-        return torch.cuda.device_count() if on_gpus else min(count_usable_cores(), _MOST_CORES)
+        return torch.cuda.device_count() if on_gpus else ranks_by_cores()
     return asked if type(asked) is int else 1  # what else there is, the call itself refuses
 
 
