@@ -62,6 +62,7 @@ from cyxtrain.runtime import (
     scatter,
     send,
 )
+from cyxtrain.training.amp_trainer import DistributedAMPTrainer
 from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.saving.weights import load_weights, save_weights
 from cyxtrain.training.trainer import DistributedTrainer
@@ -101,6 +102,7 @@ __all__ = [  # noqa: RUF022
     "AMPConfig",
     "create_default_amp_config",
     "DistributedTrainer",
+    "DistributedAMPTrainer",
     "callbacks",
     "TrainingHistory",
     "DistributedTrainingHistory",

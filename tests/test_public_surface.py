@@ -24,7 +24,8 @@ PROCESSES = [
 DATA = ["datasets", "DistributedSampler", "DistributedBatchIterator"]
 GRADIENTS = ["DDPConfig", "DistributedDataParallel"]
 TRAINING = [
-    "DistributedTrainingConfig", "AMPConfig", "create_default_amp_config", "DistributedTrainer", "callbacks",
+    "DistributedTrainingConfig", "AMPConfig", "create_default_amp_config", "DistributedTrainer",
+    "DistributedAMPTrainer", "callbacks",
     "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip
@@ -75,6 +76,11 @@ SIGNATURES = {
     "ddp_config=None, device='auto')",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
+    "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "
+    "learning_rate=0.001, optimizer=None, loss_fn=None)",
+    "DistributedAMPTrainer.training_step": "(self, batch)",
+    "DistributedAMPTrainer.save_checkpoint": "(self, path, include_optimizer=True, metadata=None)",
+    "DistributedAMPTrainer.load_checkpoint": "(self, path)",
     "DistributedTrainer.is_master": "(self)",
     "DistributedTrainer.get_rank": "(self)",
     "DistributedTrainer.get_world_size": "(self)",

@@ -130,9 +130,9 @@ class DistributedDataParallel(nn.Module):
             self._sync_buffers()
 
     def backward_without_batch(self) -> None:
-        """Takes the part of a rank without samples in a step's backward: its gradients count as zeros."""
+        """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
         if self._reducer is not None:
-            self._reducer.synchronize(dist.group.WORLD, absent=True)
+            self._reducer.synchronize(dist.group.WORLD, absent=not self._reducer.unsynced)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -60,6 +60,10 @@ class LossScale:
         self.value = float(config.initial_scale)
         self._steps = 0
 
+    def get_scale(self) -> float:
+        """Returns `value`, under the name that PyTorch's GradScaler has for it."""
+        return self.value
+
     @property
     def is_dynamic(self) -> bool:
         """Whether it changes."""

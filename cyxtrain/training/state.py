@@ -236,6 +236,11 @@ class TrainingState:
         Raises:
             CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.
         """
+        if not state.optimizer_groups:
+            raise CheckpointError(
+                f"Cannot load {source}: it was saved without the optimizer. cyxtrain.load_weights(model, path) takes "
+                "its weights."
+            )
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
