@@ -53,6 +53,15 @@ def test_an_epoch_visits_every_index_once(size, world_size, batch_size):
     assert all(batch.dtype == np.int64 and len(batch) <= batch_size for batch in batches)
 
 
+def test_a_batch_is_the_callers_own():
+    # PyTorch warns of read-only indices where rows of a tensor are taken by them.
+    (iterator,) = iterators(7, 1, 3)
+    before = [batch.tolist() for batch in iterator]
+    for batch in iterator:
+        batch[:] = 0
+    assert [batch.tolist() for batch in iterator] == before
+
+
 @pytest.mark.parametrize("effective_batch_size", [1, 4, 10, 64])
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("size", SIZES)

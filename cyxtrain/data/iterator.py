@@ -70,7 +70,7 @@ class DistributedBatchIterator:
         """Returns this rank's indices of the next batch.
 
         Returns:
-            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); read-only.
+            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); the caller's own.
 
         Raises:
             StopIteration: After the last batch of the epoch.
@@ -82,7 +82,8 @@ class DistributedBatchIterator:
             self._order = self.sampler.global_indices()
         batch = joined_batch(self._order, self._next_number, self.effective_batch_size)
         self._next_number += 1
-        return deal(batch, self.sampler.rank, self.sampler.world_size)
+        # A copy, because PyTorch warns of read-only arrays where rows of a tensor are taken by them.
+        return deal(batch, self.sampler.rank, self.sampler.world_size).copy()
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
         """Goes back to the first batch, or to the batch of that number; of `epoch` where it is given."""
