@@ -238,6 +238,24 @@ def test_several_outputs_come_in_their_form_on_every_rank(world_size):
         assert found[0][1::2] == alone[0][1::2] or rank > 0
 
 
+def predict_without_the_loss() -> tuple[list[str], list[list[float]]]:
+    """Predicts with a model that returns its loss beside its outputs."""
+    model = Returns(lambda output: {"loss": output.square().mean(), "scores": output})
+    found = trainer_of(model, None).predict(make_rows(5)[0], batch_size=2)
+    return list(found), found["scores"].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loss_that_a_model_computes_is_no_output(world_size):
+    expected = make_model()(make_rows(5)[0]).detach()
+    for names, scores in run_world(world_size, predict_without_the_loss):
+        assert names == ["scores"]
+        np.testing.assert_allclose(scores, expected, rtol=1e-6)
+    only_loss = Returns(lambda output: {"loss": output.square().mean()})
+    with one_process(), pytest.raises(cx.ConfigError, match="for 5 rows it returned dict"):
+        trainer_of(only_loss, None).predict(make_rows(5)[0])
+
+
 def test_bfloat16_comes_out_of_numpy_as_float32():
     model = make_model().bfloat16()
     inputs = make_rows(3)[0]

@@ -247,6 +247,12 @@ class Loss:
             return BatchLoss(result, 1, rows)
         return BatchLoss(result.mean() if result.dim() else result, rows, rows)
 
+    def without_own(self, output: Any) -> Any:
+        """Returns what a model gives for each row: of one that computes its own loss, everything but that."""
+        if self.function is None and isinstance(output, Mapping):
+            return {name: part for name, part in output.items() if name != "loss"}
+        return output
+
     def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
         """Returns the loss of rows that count as much as each one's weight says; the divisor is as without weights."""
         assert self._of_each is not None

@@ -31,7 +31,7 @@ def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
     Raises:
         ConfigError: The model does not return tensors with a row per row.
     """
-    step = PredictionStep(model, rows.call)
+    step = PredictionStep(model, rows.call, rows.loss)
     run_whole_batches(model, rows, step, distributed=distributed)
     output = _gathered(rows, step) if distributed else _joined(step.outputs)
     finish: Any = _as_numpy if rows.source.is_numpy else (lambda tensor: tensor)

@@ -250,11 +250,13 @@ class PredictionStep:
     Args:
         model: In evaluation mode.
         call: How it is called.
+        loss: Of the fit: where the model computes it, that is no output.
     """
 
-    def __init__(self, model: nn.Module, call: ModelCall) -> None:
+    def __init__(self, model: nn.Module, call: ModelCall, loss: Loss) -> None:
         self._model = model
         self._call = call
+        self._loss = loss
         self.outputs: list[Tree] = []
 
     def __call__(self, batch: Batch) -> None:
@@ -264,7 +266,8 @@ class PredictionStep:
             ConfigError: The model returns something else than tensors with a row per row, or not always of one kind.
         """
         with torch.no_grad():
-            output = _outputs(self._call.predict(self._model, batch), batch.rows)
+            given = self._call.predict(self._model, batch)
+        output = _outputs(self._loss.without_own(given), batch.rows)
         kind, first = form_of(output), form_of(self.outputs[0] if self.outputs else output)
         if kind != first:
             raise ConfigError(f"predict needs rows of one kind; the model returned {first}, then {kind}.")

@@ -277,6 +277,7 @@ class DistributedTrainer:
 
         Returns:
             Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU; of several outputs, such for each.
+            Without a loss_fn, the "loss" that the model returns beside them is left out.
 
         Raises:
             ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
