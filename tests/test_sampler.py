@@ -148,6 +148,12 @@ def test_state_goes_from_any_number_of_ranks_to_any_other(size):
     assert target.get_indices() == source.get_indices()[1::3]
 
 
+@pytest.mark.parametrize("given", [(2, 0), (1, 0), (2,), (None, None), (2, 0, True)])
+def test_pytorchs_order_of_arguments_is_refused_with_what_to_write(given):
+    with pytest.raises(ConfigError, match=r"DistributedSampler\(dataset, num_replicas=2, rank=0\)"):
+        DistributedSampler(range(10), *given)
+
+
 @pytest.mark.parametrize("other", [{"dataset_size": 11}, {"seed": 1}, {"shuffle": False}, {"epoch": None}])
 def test_a_state_of_another_order_is_refused(other):
     sampler = DistributedSampler(10, rank=0, world_size=1)

@@ -70,7 +70,7 @@ def deal(order: Indices, rank: int, world_size: int) -> Indices:
 class DistributedSampler(Sampler[int]):
     """Deals a data set to the ranks: a new order in every epoch, the same deal on every machine.
 
-    It works as `DataLoader(sampler=...)` and takes what PyTorch's sampler of the same name takes. Call
+    It works as `DataLoader(sampler=...)` and takes what PyTorch's sampler of the same name takes, by name. Call
     `set_epoch` before each epoch, else every epoch has the same order. `local_size`, `total_size` and
     `padded_size` are properties: they are read without parentheses.
 
@@ -103,7 +103,12 @@ class DistributedSampler(Sampler[int]):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("pad", pad)):
+        require(
+            isinstance(shuffle, bool),
+            f"{owner}: after the data set comes shuffle, True or False, got {shuffle!r}. PyTorch's sampler has "
+            f"num_replicas and rank there: give them by name, as in {owner}(dataset, num_replicas=2, rank=0).",
+        )
+        for name, flag in (("drop_last", drop_last), ("pad", pad)):
             require_boolean(owner, name, flag)
         require_integer(owner, "seed", seed, 0)
         require(seed < _WORD**2, f"{owner}.seed must be below 2**64, got {seed}.")
