@@ -83,7 +83,8 @@ class DistributedBatchIterator:
         batch = joined_batch(self._order, self._next_number, self.effective_batch_size)
         self._next_number += 1
         # A copy, because PyTorch warns of read-only arrays where rows of a tensor are taken by them.
-        return deal(batch, self.sampler.rank, self.sampler.world_size).copy()
+        own: Indices = deal(batch, self.sampler.rank, self.sampler.world_size).copy()
+        return own
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
         """Goes back to the first batch, or to the batch of that number; of `epoch` where it is given."""
