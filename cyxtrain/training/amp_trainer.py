@@ -36,6 +36,7 @@ from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_model, check_optimizer, check_precision
 from cyxtrain.training.facts import model_facts, optimizer_facts
 from cyxtrain.training.loss import Loss, Weighting
+from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
 from cyxtrain.training.plan import LossLike, place_model
 from cyxtrain.training.precision import LossScale, Precision
@@ -162,7 +163,7 @@ class DistributedAMPTrainer:
 
         Cost: in the last call of a step, beside the gradients, a sum of one number.
         """
-        with telling(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        with telling(), memory_explained(), torch.enable_grad(), contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             rows = as_batch(batch)

@@ -10,6 +10,7 @@ from torch import nn
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.training.agreement import raise_together
+from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.plan import Rows
 from cyxtrain.training.step import modes_kept
 
@@ -26,10 +27,11 @@ def run_epoch(
         step: What is done with each.
         give_up: Asked after each whether to leave the others.
     """
-    for batch in batches:
-        step(batch)
-        if give_up():
-            return False
+    with memory_explained():
+        for batch in batches:
+            step(batch)
+            if give_up():
+                return False
     return True
 
 

@@ -1,0 +1,99 @@
+"""A rank without memory says which one it is and what to do, as the error that PyTorch or Python raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fitting import make_model, make_rows, one_process
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from torch import Tensor, nn
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+REMEDIES = r"smaller batch_size, with accumulation_steps.*bf16.*enable_gradient_checkpointing\(\).*--gpus"
+
+
+class Greedy(nn.Module):
+    """A model that wants more than any machine has, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.fails_with = make_model(), ""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.fails_with == "cpu":
+            torch.empty(2**60, dtype=torch.uint8)
+        if self.fails_with == "python":
+            raise MemoryError
+        if self.fails_with == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 1 GiB.")
+        return self.net(rows)
+
+
+class FailsWhenItTrains(cx.callbacks.Callback):
+    """The two rows that are tried before training fit into memory; a batch does not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.trainer.model.fails_with = self.how if cx.get_rank() == cx.get_world_size() - 1 else ""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("cpu", RuntimeError, "can't allocate memory"),
+        ("python", MemoryError, ""),
+        ("cuda", torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 1 GiB."),
+    ],
+)
+def test_it_names_the_rank_and_the_remedies_and_stays_what_it_is(how, kind, words):
+    trainer = cx.DistributedTrainer(Greedy(), "cross_entropy", callbacks=[FailsWhenItTrains(how)])
+    with one_process(), pytest.raises(kind, match=REMEDIES) as caught:
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith("rank 0 is out of memory: ")
+    assert words in str(caught.value)
+    assert str(caught.value).count("is out of memory: ") == 1
+
+
+def test_training_step_and_evaluate_say_it_too():
+    with one_process():
+        amp = cx.DistributedAMPTrainer(Greedy(), loss_fn="cross_entropy")
+        amp.model.fails_with = "python"
+        with pytest.raises(MemoryError, match=REMEDIES):
+            amp.training_step(make_rows(8))
+        model = Greedy()
+        model.net.register_forward_hook(lambda module, rows, output: setattr(model, "fails_with", "python"))
+        with pytest.raises(MemoryError, match=REMEDIES):  # after the rows that are tried first
+            cx.DistributedTrainer(model, "cross_entropy").evaluate(*make_rows(8), batch_size=4)
+
+
+def test_another_error_stays_as_it_is():
+    class Wrong(Greedy):
+        def forward(self, rows: Tensor) -> Tensor:
+            if self.fails_with:
+                raise RuntimeError("something else")
+            return self.net(rows)
+
+    trainer = cx.DistributedTrainer(Wrong(), "cross_entropy", callbacks=[FailsWhenItTrains("cpu")])
+    with one_process(), pytest.raises(RuntimeError, match=r"^something else$"):
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+
+
+def fit_greedily() -> str:
+    trainer = cx.DistributedTrainer(Greedy(), "cross_entropy", callbacks=[FailsWhenItTrains("cuda")])
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - each rank another
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_the_other_ranks_hear_whose_memory_is_full():
+    first, second = values(run_ranks(2, fit_greedily))
+    assert second.startswith("OutOfMemoryError: rank 1 is out of memory: CUDA out of memory.")
+    assert "rank 1 has failed: OutOfMemoryError: rank 1 is out of memory" in first
