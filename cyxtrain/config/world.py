@@ -14,7 +14,7 @@ class BackendType(str, enum.Enum):
     """What carries the collectives."""
 
     CPU = "cpu"
-    """Our own ring over TCP."""
+    """Our own ring: within a machine by memory or Unix sockets, between machines by TCP."""
     NCCL = "nccl"
     """NVIDIA's library, for CUDA tensors."""
     GLOO = "gloo"

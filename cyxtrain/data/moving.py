@@ -23,8 +23,8 @@ class Placement:
     Attributes:
         device: To compute on.
         dtype: Of the model's parameters: floats become it, and bytes (images) and truths too, but for masks, which are
-            truths among several inputs. Other whole numbers stay whole;
-            unsigned ones become int64, because no layer takes them.
+            truths among several inputs. Other whole numbers stay whole; unsigned ones become int64, because no layer
+            takes them.
         prepare_target: Gives targets the type that the loss wants.
     """
 

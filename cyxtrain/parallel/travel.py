@@ -1,4 +1,8 @@
-"""How the numbers of a bucket travel, to become means over ranks: as they are, by a comm hook, or in half precision."""
+"""How the numbers of a bucket travel, to become means over ranks.
+
+As they are; not at all, in memory that all ranks have in common; by a comm hook; or in half precision. (As thin
+matrices: `powersgd.py`.)
+"""
 
 from __future__ import annotations
 

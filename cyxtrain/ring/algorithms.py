@@ -209,7 +209,7 @@ def tree(world_size: int) -> list[tuple[int, int]]:
 def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
     """Returns which row is combined into which, in order, to get chunk number `chunk` as `reduce_scatter` sums it.
 
-    The result is in the row of the last step.
+    All are combined into row `chunk + 1`, where the result is.
     """
     first = (chunk + 1) % world_size
     return [(first, (first + distance) % world_size) for distance in range(1, world_size)]

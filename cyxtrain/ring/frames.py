@@ -4,9 +4,9 @@ A data frame is a header of `HEADER_BYTES` and a payload. The header says which 
 to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
 hostile length never allocates anything. A control frame is a short JSON text beside the data.
 
-Header, big-endian: magic "CX", protocol version, generation (u32), operation, reduction, dtype and number of dimensions
-(u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and two
-checksums (u64 each, XXH3; 0 where they are off): of the payload, and of all of the header before. The address is 0
+Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
+dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
+two checksums (u64 each, XXH3; 0 where they are off): of the payload, and of all of the header before. The address is 0
 where the payload follows; else the payload stays where it is, and the receiver reads it there (see memory).
 """
 

@@ -342,7 +342,7 @@ class RingProcessGroup(NamedGroup):
 
     @property
     def transport(self) -> str:
-        """How collectives travel: "cma", "unix" or "tcp"; "none" in a world of one."""
+        """How collectives travel from this rank: "cma", say, or "cma within a machine, tcp between"; alone: "none"."""
         return self._group.transport
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -372,16 +372,16 @@ class DistributedTrainer:
         return together
 
     def is_master(self) -> bool:
-        """Returns whether this is rank 0; also before the world is joined, alone."""
+        """Returns whether this is rank 0; joins the world where nobody has."""
         return self.get_rank() == 0
 
     def get_rank(self) -> int:
-        """Returns this rank."""
+        """Returns this rank; joins the world where nobody has."""
         runtime.join_if_nobody_has()
         return runtime.get_rank()
 
     def get_world_size(self) -> int:
-        """Returns how many ranks there are."""
+        """Returns how many ranks there are; joins the world where nobody has."""
         runtime.join_if_nobody_has()
         return runtime.get_world_size()
 

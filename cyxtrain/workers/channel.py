@@ -1,4 +1,4 @@
-"""What a pool and its workers say to each other, over a local connection on which both prove who they are.
+"""What a pool and its workers say to each other, over a connection that nobody else can reach.
 
     worker: Here                            once, when it is there
     pool:   Job                             what to do; then
