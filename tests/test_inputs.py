@@ -62,6 +62,12 @@ class OwnLoss(TwoInputs):
         return output if labels is None else functional.cross_entropy(output, labels)
 
 
+class OwnLossOfALabel(TwoInputs):
+    def forward(self, left, right, label=None):
+        output = super().forward(left, right)
+        return output if label is None else functional.cross_entropy(output, label)
+
+
 def parts(rows: int = ROWS, seed: int = 0) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
     """Two parts of each row, the second in whole numbers, and its class."""
     inputs, targets = make_rows(rows, seed=seed)
@@ -246,6 +252,14 @@ def test_a_model_with_a_loss_of_its_own_gets_y_where_it_takes_it():
             assert abs(flat(trainer.model.parameters()) - flat(reference.model.parameters())).max() < 1e-6
         trainer, _ = trained(OwnLoss, {"left": left, "right": right, "labels": targets}, None, None)
         assert abs(flat(trainer.model.parameters()) - flat(reference.model.parameters())).max() < 1e-6
+
+
+def test_a_model_with_a_loss_of_its_own_may_call_y_as_a_batch_may():
+    left, right, targets = parts()
+    with one_process():
+        reference, _ = trained(OwnLoss, {"left": left, "right": right}, targets, None)
+        trainer, _ = trained(OwnLossOfALabel, {"left": left, "right": right}, targets, None)
+    assert fingerprint(trainer.model) == fingerprint(reference.model)
 
 
 def test_a_fit_of_several_inputs_resumes(tmp_path):

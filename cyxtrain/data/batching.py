@@ -10,7 +10,7 @@ from cyxtrain.data.tree import tensors
 from cyxtrain.errors import ConfigError
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""What a dictionary that is a batch may call its targets."""
+"""What a dictionary that is a batch may call its targets; and a model that computes its own loss of inputs by name."""
 _WEIGHTS = "sample_weight"
 
 

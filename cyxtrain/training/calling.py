@@ -10,13 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from cyxtrain.data.batches import Batch
+from cyxtrain.data.batching import TARGET_NAMES
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import Precision
-
-_TARGET_NAMES = ("labels", "targets", "target", "y")
-"""What a model that computes its own loss may call them, where its inputs go by name."""
 
 
 class _Way(enum.Enum):
@@ -126,10 +124,10 @@ def _way_of(model: nn.Module, inputs: Tree) -> _Way:
 
 def _name_of_targets(model: nn.Module) -> str:
     taken = inspect.signature(model.forward).parameters
-    found = next((name for name in _TARGET_NAMES if name in taken), None)
+    found = next((name for name in TARGET_NAMES if name in taken), None)
     if found is None:
         raise ConfigError(
             f"the model computes its own loss and takes X by name, and has no argument for y: call one of them "
-            f"{', '.join(_TARGET_NAMES)}, or give y as a dictionary with its name."
+            f"{', '.join(TARGET_NAMES)}, or give y as a dictionary with its name."
         )
     return found
