@@ -12,6 +12,18 @@ Importing opens no socket, starts no thread, logs nothing and reads no environme
 from torch.distributed import ReduceOp
 
 from cyxtrain import callbacks, datasets, ring
+from cyxtrain.collectives import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from cyxtrain.config import (
     AMPConfig,
     BackendType,
@@ -42,13 +54,8 @@ from cyxtrain.experiment import Config, Experiment
 from cyxtrain.models import get_model, list_models, register_model
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.runtime import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
     destroy_process_group,
     finalize,
-    gather,
     get_local_rank,
     get_rank,
     get_world_size,
@@ -56,11 +63,6 @@ from cyxtrain.runtime import (
     init_process_group,
     is_initialized,
     is_master,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
 )
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
 from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory

@@ -21,10 +21,10 @@ def load_digits() -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
     reads the file anew (46 KB), and the arrays are the caller's own.
 
     Returns:
-        x_train: float32 (1437, 64), from 0 (paper) to 1 (ink), in steps of 1/16.
-        y_train: int64 (1437,), the digit, 0 to 9.
-        x_test: float32 (360, 64).
-        y_test: int64 (360,).
+        - `x_train`: float32 (1437, 64), from 0 (paper) to 1 (ink), in steps of 1/16.
+        - `y_train`: int64 (1437,), the digit, 0 to 9.
+        - `x_test`: float32 (360, 64).
+        - `y_test`: int64 (360,).
 
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
     1998, https://doi.org/10.24432/C50P49, CC BY 4.0 (`data/digits.LICENSE`).

@@ -1,4 +1,4 @@
-"""From init to finalize, and the collectives between: thin functions over the default torch process group.
+"""From init to finalize: thin functions over the default torch process group.
 
 That group is the only state: whoever made it, all of these see it. One process is a world too: it has a group
 of one, binds no port and starts no thread.
@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ReduceOp
 
 from cyxtrain import environment, talking
 from cyxtrain.config import BackendType, DistributedConfig
@@ -140,7 +138,7 @@ def init_process_group(
         rank: This rank.
 
     Raises:
-        As `init`.
+        ConfigError, RendezvousError, BackendUnavailableError: As `init`.
     """
     config = DistributedConfig(rank=rank, world_size=world_size)
     if backend is not None:
@@ -169,7 +167,7 @@ def get_rank() -> int:
     Raises:
         NotInitializedError: Before `init`.
     """
-    _require_world("get_rank")
+    require_world("get_rank")
     return dist.get_rank()
 
 
@@ -179,7 +177,7 @@ def get_world_size() -> int:
     Raises:
         NotInitializedError: Before `init`.
     """
-    _require_world("get_world_size")
+    require_world("get_world_size")
     return dist.get_world_size()
 
 
@@ -189,7 +187,7 @@ def get_local_rank() -> int:
     Raises:
         NotInitializedError: Before `init`.
     """
-    _require_world("get_local_rank")
+    require_world("get_local_rank")
     if _joined is not None and _is_default(_joined) and _joined.config.local_rank is not None:
         return _joined.config.local_rank
     return environment.local_rank(default=dist.get_rank())
@@ -201,103 +199,16 @@ def is_master() -> bool:
     Raises:
         NotInitializedError: Before `init`.
     """
-    _require_world("is_master")
+    require_world("is_master")
     return dist.get_rank() == 0
 
 
 def cpu_group() -> Any:
     """Returns the group over which small agreements go: the default one, or a ring beside NCCL."""
-    _require_world("cpu_group")
+    require_world("cpu_group")
     if _joined is not None and _is_default(_joined):
         return _joined.cpu_group
     return dist.group.WORLD
-
-
-def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Reduces a tensor in place, on all ranks. See `torch.distributed.all_reduce`."""
-    _require_world("all_reduce")
-    return dist.all_reduce(tensor, op, group, async_op)
-
-
-def broadcast(
-    tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
-) -> Any:
-    """Copies the tensor of rank `src` (default 0) to all, in place. See `torch.distributed.broadcast`."""
-    _require_world("broadcast")
-    return dist.broadcast(tensor, _named_or_0(src, group_src), group, async_op, group_src)
-
-
-def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Copies the tensor of every rank to all. See `torch.distributed.all_gather`."""
-    _require_world("all_gather")
-    return dist.all_gather(tensor_list, tensor, group, async_op)
-
-
-def reduce_scatter(
-    output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    """Reduces a list of tensors and leaves to each rank its own. See `torch.distributed.reduce_scatter`."""
-    _require_world("reduce_scatter")
-    return dist.reduce_scatter(output, input_list, op, group, async_op)
-
-
-def scatter(
-    tensor: Tensor,
-    scatter_list: list[Tensor] | None = None,
-    src: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> Any:
-    """Copies to each rank its tensor of a list on rank `src` (default 0). See `torch.distributed.scatter`."""
-    _require_world("scatter")
-    return dist.scatter(tensor, scatter_list, _named_or_0(src, group_src), group, async_op, group_src)
-
-
-def gather(
-    tensor: Tensor,
-    gather_list: list[Tensor] | None = None,
-    dst: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Any:
-    """Copies the tensor of every rank to rank `dst` (default 0). See `torch.distributed.gather`."""
-    _require_world("gather")
-    return dist.gather(tensor, gather_list, _named_or_0(dst, group_dst), group, async_op, group_dst)
-
-
-def reduce(
-    tensor: Tensor,
-    dst: int | None = None,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Any:
-    """Reduces a tensor in place on rank `dst` (default 0). See `torch.distributed.reduce`."""
-    _require_world("reduce")
-    return dist.reduce(tensor, _named_or_0(dst, group_dst), op, group, async_op, group_dst)
-
-
-def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
-    """Returns when all ranks have called it. See `torch.distributed.barrier`."""
-    _require_world("barrier")
-    if group is None and not async_op and dist.get_world_size() > 1 and isinstance(cpu_group(), RingProcessGroup):
-        roll_call("barrier")
-    return dist.barrier(group, async_op, device_ids)
-
-
-def send(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> None:
-    """Sends a tensor to one rank. See `torch.distributed.send`."""
-    _require_world("send")
-    dist.send(tensor, dst, group, tag, group_dst)
-
-
-def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> int:
-    """Receives a tensor from one rank, or from any; returns which. See `torch.distributed.recv`."""
-    _require_world("recv")
-    return dist.recv(tensor, src, group, tag, group_src)
 
 
 def gather_texts(text: str, group: Any = None) -> list[str]:
@@ -310,12 +221,8 @@ def roll_call(call: str, *, works_alone: bool = False) -> bool:
     return talking.roll_call(call, cpu_group(), works_alone=works_alone)
 
 
-def _named_or_0(rank: int | None, group_rank: int | None) -> int | None:
-    """Returns the rank that the caller named, or 0 where it named none in either way."""
-    return 0 if rank is None and group_rank is None else rank
-
-
-def _require_world(function: str) -> None:
+def require_world(function: str) -> None:
+    """Refuses to call a function before anybody has joined."""
     if not dist.is_initialized():
         raise NotInitializedError(
             f"{function}() needs the world: call cyxtrain.init() first (alone it is a world of one)."

@@ -21,7 +21,7 @@ LAYERS = [
     {"runtime"},
     {"data", "parallel", "models", "workers"},
     {"training"},
-    {"datasets", "callbacks"},
+    {"collectives", "datasets", "callbacks"},
     {"experiment"},
     {"launch"},
     {"__main__"},  # the command

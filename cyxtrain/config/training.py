@@ -150,7 +150,7 @@ class DistributedTrainingConfig:
     per core, up to 8. None: this process alone. Under a launcher its ranks do the work, and this is not used."""
 
     def validates_after(self, epoch: int) -> bool:
-        """Returns whether there is a validation after an epoch, counted from 1."""
+        """Returns whether there is a validation after `epoch`, counted from 1."""
         freq = self.validation_freq
         return epoch in freq if isinstance(freq, list) else epoch % freq == 0
 

@@ -22,7 +22,11 @@ class BackendType(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: BackendType | str) -> BackendType:
-        """Returns the backend of that name, in upper or lower case; "ring" is another name of CPU."""
+        """Returns the backend with the name `value`, in upper or lower case; "ring" is another name of CPU.
+
+        Raises:
+            ConfigError: There is no such backend, with the nearest that there is.
+        """
         name = str(value.value if isinstance(value, BackendType) else value).lower()
         if name == "ring":
             return cls.CPU

@@ -87,7 +87,7 @@ class DistributedBatchIterator:
         return own
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
-        """Goes back to the first batch, or to the batch of that number; of `epoch` where it is given."""
+        """Goes back to the first batch, or to that of number `batch`; of `epoch` where it is given."""
         if epoch is not None:
             self.sampler.set_epoch(epoch)
         self._next_number = batch

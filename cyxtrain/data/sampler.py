@@ -183,6 +183,9 @@ class DistributedSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the epoch of a `state_dict`, of any number of ranks.
 
+        Args:
+            state: What `state_dict` gave.
+
         Raises:
             ConfigError: The state belongs to another data set size, seed or shuffle: another order of samples.
         """

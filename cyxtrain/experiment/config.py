@@ -15,11 +15,14 @@ from cyxtrain.settings import nearest
 class Config(Mapping[str, Any]):
     """Settings by name, with dots or brackets: `config.training.epochs`, `config["training"]["epochs"]`.
 
-    Sections are `Config`s, too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
+    Each section is a `Config`, too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
     `{"name": "adam"}`.
 
     Args:
         values: Settings by name, also in sections; taken as they are.
+
+    Raises:
+        ConfigError: They have no names.
     """
 
     _values: dict[str, Any]
@@ -50,6 +53,9 @@ class Config(Mapping[str, Any]):
 
     def with_overrides(self, overrides: Overrides) -> Config:
         """Returns a copy in which some settings are others: `config.with_overrides(["training.epochs=3"])`.
+
+        Args:
+            overrides: As in `from_file`.
 
         Raises:
             ConfigError: As `from_file`.

@@ -94,6 +94,9 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
 def get_model(name: str) -> ModelMaker:
     """Returns what makes the models of a name: `get_model("mlp")(config)`, `get_model("mlp")(inputs=64, outputs=10)`.
 
+    Args:
+        name: One of `list_models()`.
+
     Raises:
         ConfigError: No model has that name, with the nearest that has one.
     """

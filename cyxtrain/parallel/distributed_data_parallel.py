@@ -70,7 +70,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer = Reducer(named, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Calls the module, and prepares backward to average gradients."""
+        """Calls the module with what it is given, and prepares backward to average gradients."""
         if torch.is_grad_enabled() and self._reducer is not None:
             self._reducer.arm(dist.group.WORLD)
             if not self._reducer.held:
@@ -119,7 +119,7 @@ class DistributedDataParallel(nn.Module):
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Averages what is not averaged yet, steps the optimizer and clears the gradients."""
+        """Averages what is not averaged yet, steps the `optimizer` and clears the gradients."""
         self.sync_gradients()
         optimizer.step()
         optimizer.zero_grad()
@@ -171,7 +171,7 @@ class DistributedDataParallel(nn.Module):
         return lambda: self._reducer.heard if self._reducer is not None else list(signals)
 
     def expect_scale(self, scale: float) -> None:
-        """Says what the gradients of the next synchronisations are multiplied by, the same on every rank."""
+        """Says what the gradients of the next synchronisations are multiplied by: `scale`, the same on every rank."""
         if self._reducer is not None:
             self._reducer.scale = scale
 
@@ -245,7 +245,7 @@ class DistributedDataParallel(nn.Module):
         return gathered_state(low_rank, runtime.cpu_group())
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `compression_state` gave, on any number of ranks.
+        """Goes on from a `state` that `compression_state` gave, on any number of ranks.
 
         Raises:
             CheckpointError: It is something else.
@@ -254,7 +254,7 @@ class DistributedDataParallel(nn.Module):
             load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Lets a hook do the averaging: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
+        """Lets `hook` average, called with `state`: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
         if self._reducer is not None:  # a world of one has nothing to send
             self._reducer.travel_by_hook(state, hook)
 
@@ -287,7 +287,11 @@ class DistributedDataParallel(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state without prefix."""
+        """Loads `state_dict`, whose names have no prefix; `strict` and `assign` as PyTorch's.
+
+        Raises:
+            ConfigError: `assign`, where there are other ranks: it would put other parameters in the place of these.
+        """
         if assign and self._reducer is not None:
             raise ConfigError("assign=True would replace the parameters by others, whose gradients nobody averages.")
         return self.module.load_state_dict(state_dict, strict, assign)

@@ -74,6 +74,9 @@ class TrainingHistory:
     def from_dict(cls, values: Mapping[str, Any]) -> TrainingHistory:
         """Rebuilds a history from `to_dict`, or from the object in its JSON; absent fields are empty.
 
+        Args:
+            values: Fields by name.
+
         Raises:
             ConfigError: An unknown field, or a value that is no number.
         """

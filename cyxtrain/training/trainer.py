@@ -130,7 +130,7 @@ class DistributedTrainer:
         return self._state.rates.scheduler
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Sets the learning rate of each group; where a callback does so between two epochs, it is set on all ranks."""
+        """Sets the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
 
     @property

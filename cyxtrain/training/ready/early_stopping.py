@@ -21,7 +21,7 @@ class EarlyStopping(Monitoring):
     resumed ends where the uninterrupted one does, with the same weights.
 
     Args:
-        monitor: "loss", "accuracy", a metric of the trainer's; with "val_" before it, that of the validation.
+        monitor: "loss", "accuracy", a metric of the trainer's; "val_loss" and so on, that of the validation.
         min_delta: By how much it must become better to count.
         patience: Epochs without that, after which the fit ends.
         verbose: 1: rank 0 says when it ends, and which weights come back.
