@@ -8,21 +8,27 @@ import inspect
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
+from pages import DOCS, ROOT, read_page
 
 import cyxtrain as cx
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", *DOCS]
+README = DOCUMENTS[0].read_text(encoding="utf-8")
 FOLDERS = (".ci", ".github", "benchmarks", "configs", "cyxtrain", "docs", "examples", "tests")
 
 
-def blocks(language):
-    """The fenced blocks of README in one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language, document=DOCUMENTS[0]):
+    """The fenced blocks of a document in one language, in order; README's, unless it is another's."""
+    return [block.text for block in read_page(document).blocks if block.language == language and block.is_run]
+
+
+def blocks_of_all(language):
+    """Those of all documents, each with its place as the name of its test."""
+    found = [(path, block) for path in DOCUMENTS for block in read_page(path).blocks if block.language == language]
+    return [pytest.param(block.text, id=f"{path.name}:{block.line}") for path, block in found if block.is_run]
 
 
 def project_files(*folders):
@@ -31,7 +37,11 @@ def project_files(*folders):
     if not folders:
         paths += ROOT.iterdir()
     for path in sorted(paths):
-        if path.is_file() and "__pycache__" not in path.parts and b"\0" not in (data := path.read_bytes()):
+        if (
+            path.is_file()
+            and not {"__pycache__", "_build"}.intersection(path.parts)
+            and b"\0" not in (data := path.read_bytes())
+        ):
             yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
 
 
@@ -78,23 +88,23 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
 
 
-@pytest.mark.parametrize("program", blocks("python"))
-def test_programs_in_readme_use_public_names(program):
+@pytest.mark.parametrize("program", blocks_of_all("python"))
+def test_programs_in_documents_use_public_names(program):
     tree = ast.parse(program)
     for name, owner in public_objects(tree):
         names = cx.__all__ if owner is cx else [name for name, _ in inspect.getmembers(owner)]
-        assert name in names, f"README uses {name!r}, which is not public in {owner.__name__}"
+        assert name in names, f"{name!r} is not public in {owner.__name__}"
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cyxtrain"):
             for alias in node.names:
                 assert hasattr(importlib.import_module(node.module), alias.name)
 
 
-def test_settings_in_readme_make_an_experiment(tmp_path):
-    for number, text in enumerate(blocks("yaml")):
-        (tmp_path / f"{number}.yaml").write_text(text, encoding="utf-8")
-        shutil.copy(ROOT / "configs" / "base.yaml", tmp_path)
-        cx.Experiment.from_file(tmp_path / f"{number}.yaml")
+@pytest.mark.parametrize("text", blocks_of_all("yaml"))
+def test_settings_in_documents_make_an_experiment(text, tmp_path):
+    (tmp_path / "experiment.yaml").write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "configs" / "base.yaml", tmp_path)
+    cx.Experiment.from_file(tmp_path / "experiment.yaml")
 
 
 def test_first_program_in_readme_is_fifteen_lines():
@@ -103,27 +113,30 @@ def test_first_program_in_readme_is_fifteen_lines():
 
 
 def error_table():
-    """The rows of README's table of errors: (error, what it says)."""
-    return re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', README, flags=re.MULTILINE)
+    """The rows of the tables of errors, in README or another document: (error, what it says)."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    return sorted(set(re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', text, flags=re.MULTILINE)))
 
 
-def test_errors_in_readme_are_those_that_exist():
+def test_errors_in_documents_are_those_that_exist():
     exist = {name for name in cx.__all__ if name.endswith("Error")} - {"CyxtrainError"}
     assert {error for error, _ in error_table()} == exist
 
 
 @pytest.mark.parametrize(("error", "words"), error_table())
-def test_errors_in_readme_say_what_they_say(error, words):
+def test_errors_in_documents_say_what_they_say(error, words):
     # Long messages are written as several strings, one after the other.
     package = "".join(re.sub(r'"\s+f?"', "", text) for _, text in project_files("cyxtrain"))
     assert words in package, f"no {error} says {words!r} any more"
 
 
 def test_files_that_documents_name_exist():
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/clusters.md"):
-        text = (ROOT / document).read_text(encoding="utf-8")
-        for name in re.findall(r"`((?:cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
-            assert (ROOT / name).exists(), f"{document} names {name}"
+    for document in (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:benchmarks|cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+        for name in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text):
+            assert (document.parent / name).exists(), f"{document.name} leads to {name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)

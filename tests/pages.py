@@ -1,0 +1,245 @@
+"""The pages of the documents, and their code blocks: read, and run as their readers run them.
+
+How a page says what shall happen to a block:
+
+- Blocks of `python` run from top to bottom in one namespace, in an empty folder, as a world of one. A page with the
+  line `<!-- ranks: 2 -->` also runs on two ranks.
+- A block of `python` or `yaml` whose first line is a comment with a file name (`# train.py`, `# digits.yaml`) is
+  written there instead, before anything runs.
+- Blocks of `sh` are run by bash in that folder, by night. After the line `<!-- hosts -->` each line is the command of
+  one host: all are started at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
+- `text` after the line `<!-- prints -->` is what the block before it prints: each line, in this order, perhaps with
+  others between. Decimals need to agree only roughly, samples per second and seconds not at all.
+- `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from rank_processes import OURS
+from worlds import free_port
+
+import cyxtrain as cx
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+SHELL_SECONDS = 120.0
+
+_MARK = re.compile(r"<!-- (.*?) -->")
+_FILE = re.compile(r"# ([\w./-]+\.\w+)")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        line: Of its first line, from 1.
+        language: What stands after the fence.
+        text: What stands in it.
+        marks: The comments before it, such as "not run: why".
+    """
+
+    line: int
+    language: str
+    text: str
+    marks: tuple[str, ...]
+
+    @property
+    def is_run(self) -> bool:
+        return not any(mark.startswith("not run") for mark in self.marks)
+
+    @property
+    def file(self) -> str | None:
+        """The file that it is written to, where it has a name."""
+        found = _FILE.fullmatch(self.text.partition("\n")[0].strip())
+        return found[1] if found and self.language in ("python", "yaml") and self.is_run else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page and its blocks."""
+
+    path: Path
+    text: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def runs_on_two_ranks(self) -> bool:
+        return "<!-- ranks: 2 -->" in self.text
+
+
+def read_page(path: Path) -> Page:
+    """Reads a page."""
+    text = path.read_text(encoding="utf-8")
+    blocks, marks = [], []
+    lines = iter(enumerate(text.splitlines(), start=1))
+    for number, line in lines:
+        fence = re.fullmatch(r"( *)(`{3,})(.*)", line)
+        if fence:
+            indent, ticks, language = fence.groups()
+            inside = [each.removeprefix(indent) for _, each in itertools.takewhile(ends_not(indent + ticks), lines)]
+            blocks.append(Block(number + 1, language.strip(), "".join(f"{each}\n" for each in inside), tuple(marks)))
+            marks = []
+        elif line.strip():
+            found = _MARK.fullmatch(line.strip())
+            marks = [*marks, found[1]] if found else []
+    return Page(path, text, tuple(blocks))
+
+
+def ends_not(fence: str):
+    """Whether a line is within a block."""
+    return lambda line: line[1].rstrip() != fence
+
+
+# --- what a page prints ---------------------------------------------------------------------------------------------
+
+
+def check_prints(page: Page, outputs: dict[int, str]) -> None:
+    """Looks whether blocks have printed what the page says; of those that have not been run nothing is known.
+
+    Args:
+        page: With its blocks.
+        outputs: What blocks have printed, by their number.
+    """
+    for number, block in enumerate(page.blocks):
+        if "prints" in block.marks and number - 1 in outputs:
+            printed = iter(outputs[number - 1].splitlines())
+            for line in filter(None, map(str.strip, block.text.splitlines())):
+                found = any(is_like(line, each) for each in printed)
+                where = f"{page.path.name}:{block.line}"
+                assert found, f"{where}: {line!r} is not printed, or not there:\n{outputs[number - 1]}"
+
+
+def is_like(expected: str, line: str) -> bool:
+    """Whether a line ends with what is expected, but for speeds, times and the last digits of decimals."""
+    expected, line = (" ".join(_unclocked(text).split()) for text in (expected, line))
+    pattern = ".*?" + "(.+?)".join(re.escape(part) for part in _NUMBER.split(expected))
+    found = re.fullmatch(pattern, line)
+    return found is not None and all(map(_is_near, _NUMBER.findall(expected), found.groups()))
+
+
+def _unclocked(text: str) -> str:
+    return re.sub(r"[\d.,]+( samples/s| s\b)", r"?\1", text)
+
+
+def _is_near(expected: str, found: str) -> bool:
+    """Whether a number is the expected one; decimals depend on the processor in their last digits."""
+    if "." not in expected or not _NUMBER.fullmatch(found):
+        return expected == found
+    return math.isclose(float(expected.replace(",", "")), float(found.replace(",", "")), rel_tol=0.05, abs_tol=0.02)
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def run_page(path: str, folder: str, with_shell: bool) -> dict[int, str]:
+    """Runs the blocks of a page in this process, which is a rank and ends afterwards.
+
+    Args:
+        path: Of the page.
+        folder: An empty one, where they run.
+        with_shell: Whether blocks of `sh` run, too.
+
+    Returns:
+        What each of them has printed, by its number.
+    """
+    page = read_page(Path(path))
+    os.chdir(folder)
+    write_files(page)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    outputs = {}
+    with open(Path(folder).with_suffix(f".{os.getpid()}"), "w+", encoding="utf-8") as output:
+        sys.stdout.flush(), sys.stderr.flush()
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        for number, block in enumerate(page.blocks):
+            if not block.is_run or block.file or block.language not in ("python", *(["sh"] if with_shell else [])):
+                continue
+            start = os.stat(output.fileno()).st_size
+            try:
+                run_block(page, block, vars(main))
+            except BaseException as error:
+                printed = _since(output, 0)
+                raise AssertionError(f"{page.path.name}:{block.line}: {error}\nprinted so far:\n{printed}") from error
+            outputs[number] = _since(output, start)
+        cx.finalize()
+    return outputs
+
+
+def _since(output, start: int) -> str:
+    sys.stdout.flush(), sys.stderr.flush()
+    output.seek(start)
+    return output.read()
+
+
+def write_files(page: Page) -> None:
+    """Writes the blocks that have the name of a file."""
+    for block in page.blocks:
+        if block.file:
+            file = Path(block.file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+
+
+def run_block(page: Page, block: Block, names: dict[str, object]) -> None:
+    """Runs one block, of either kind."""
+    if block.language == "python":
+        # The lines before it are empty, so that a traceback has the page's line numbers.
+        exec(compile("\n" * (block.line - 1) + block.text, str(page.path), "exec"), names)
+    elif "hosts" in block.marks:
+        run_commands([re.sub(r"\bnode\d\b", "127.0.0.1", line) for line in block.text.splitlines()])
+    else:
+        run_commands([block.text])
+
+
+def run_commands(commands: Sequence[str]) -> None:
+    """Runs commands of a shell side by side; fails where one does, and leaves none behind."""
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    with contextlib.ExitStack() as stack:
+        environment = shell_environment()
+        running = [
+            subprocess.Popen([*shell, command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            for command in commands
+            if command.strip()
+        ]
+        for process in running:
+            stack.callback(_end, process)
+        for process in running:
+            code = process.wait(SHELL_SECONDS)
+            assert code == 0, f"exit code {code}: {process.args[-1]}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def shell_environment() -> dict[str, str]:
+    """What commands begin with: `python`, `cyxtrain` and `torchrun` of this interpreter, and nobody's rank."""
+    folder = Path(f"../bin{os.getpid()}").absolute()
+    folder.mkdir(exist_ok=True)
+    modules = {"python": "", "cyxtrain": "-m cyxtrain ", "torchrun": "-m torch.distributed.run "}
+    for name, module in modules.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
+        (folder / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    return environment | {
+        "PATH": os.pathsep.join([str(folder), environment["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "MASTER_PORT": str(free_port()),
+    }

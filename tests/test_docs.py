@@ -1,0 +1,149 @@
+"""The pages of `docs/`, and README: what stands in their blocks runs, and prints what it says there."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from pages import DOCS, ROOT, Page, check_prints, is_like, read_page, run_page
+from rank_processes import rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+
+from cyxtrain.launch.command_line import cyxtrain
+
+PAGES = [read_page(path) for path in (ROOT / "README.md", *DOCS)]
+LANGUAGES = {"python", "yaml", "sh", "text", "{toctree}", "{eval-rst}"}
+SECONDS = 60.0
+
+
+def pages(*languages: str):
+    """Parametrizes over the pages that have blocks of some languages to run."""
+    found = [page for page in PAGES if any(block.language in languages and block.is_run for block in page.blocks)]
+    marks = {"README.md": pytest.mark.xfail(reason="its programs begin in the middle", strict=True)}
+    return pytest.mark.parametrize(
+        "page", [pytest.param(page, id=page.path.name, marks=marks.get(page.path.name, ())) for page in found]
+    )
+
+
+def blocks(language: str):
+    """Parametrizes over the blocks of a language, of all pages."""
+    found = [
+        pytest.param(block, id=f"{page.path.name}:{block.line}")
+        for page in PAGES
+        for block in page.blocks
+        if block.language == language
+    ]
+    return pytest.mark.parametrize("block", found)
+
+
+def run_alone(page: Page, folder: Path, *, with_shell: bool, seconds: float) -> None:
+    (folder / "page").mkdir()
+    arguments = (str(page.path), str(folder / "page"), with_shell)
+    [outputs] = values(run_processes(run_page, [{}], *arguments, seconds=seconds))
+    check_prints(page, outputs)
+
+
+@pytest.mark.usefixtures("rank_server")
+@pages("python")
+def test_programs_run_alone(page, tmp_path):
+    run_alone(page, tmp_path, with_shell=False, seconds=SECONDS)
+
+
+@pytest.mark.usefixtures("rank_server")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.runs_on_two_ranks], ids=lambda page: page.path.name)
+def test_programs_run_on_two_ranks(page, tmp_path):
+    (tmp_path / "page").mkdir()
+    values(run_ranks(2, run_page, str(page.path), str(tmp_path / "page"), False, seconds=SECONDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are for bash")
+@pytest.mark.usefixtures("rank_server")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.path.name != "README.md"], ids=lambda page: page.path.name
+)
+def test_programs_and_commands_run(page, tmp_path):
+    run_alone(page, tmp_path, with_shell=True, seconds=550)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+def test_blocks_say_what_they_are(page):
+    marked = {"hosts": ("sh",), "prints": ("text",), "output": ("text",)}
+    for before, block in zip((None, *page.blocks), page.blocks, strict=False):
+        where = f"{page.path.name}:{block.line}"
+        assert block.language in LANGUAGES, f"{where}: {block.language!r} is none of {LANGUAGES}"
+        for mark in block.marks:
+            right = mark.startswith(("not run: ", "ranks: ")) or block.language in marked.get(mark, ())
+            assert right, f"{where}: what is {mark!r}?"
+        if "prints" in block.marks:
+            assert getattr(before, "language", "") in ("python", "sh"), f"{where}: which block prints it?"
+    files = [block.file for block in page.blocks if block.file]
+    assert len(files) == len(set(files)), f"{page.path.name}: a file is written twice"
+
+
+@blocks("python")
+def test_blocks_are_python(block):
+    compile(block.text, "block", "exec")
+
+
+@blocks("yaml")
+def test_blocks_are_yaml(block):
+    yaml.safe_load(block.text)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are for bash")
+def test_blocks_are_commands_of_a_shell():
+    text = "\n".join(block.text for page in PAGES for block in page.blocks if block.language == "sh")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
+
+
+@blocks("sh")
+def test_cyxtrain_understands_its_commands(block):
+    """Each `cyxtrain ...`, also behind `--`, has a command, options and arguments that exist."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        starts = [place for place, word in enumerate(words) if word == "cyxtrain"]
+        for start in starts:
+            arguments = words[start + 1 :]
+            ends = [place for place, word in enumerate(arguments) if word in ("&&", "||", "|", ">", ";", "&")]
+            check_command(cyxtrain, arguments[: min(ends, default=None)])
+
+
+def check_command(command: click.Command, arguments: list[str]) -> None:
+    """Lets click parse, and runs nothing."""
+    if isinstance(command, click.Group):
+        with click.Context(command, info_name=command.name) as context:
+            context.resilient_parsing = True
+            rest = command.make_parser(context).parse_args(args=arguments)[1] if arguments else []
+        if not rest:
+            return
+        inner = command.get_command(context, rest[0])
+        assert inner is not None, f"there is no command {rest[0]!r}"
+        check_command(inner, rest[1:])
+    elif "--help" not in arguments:
+        with click.Context(command, info_name=command.name) as context:
+            command.make_parser(context).parse_args(args=[*arguments])
+
+
+@pytest.mark.parametrize(
+    ("expected", "line", "is_alike"),
+    [
+        (
+            "loss 0.8964  accuracy 0.7543  25,345 samples/s",
+            "[rank 0] loss 0.8971  accuracy 0.7550  9,001 samples/s",
+            True,
+        ),
+        ("loss 0.8964", "loss 0.7000", False),
+        ("steps 45", "steps 46", False),
+        ("2 ranks in 1.5 s", "2 ranks in 22.0 s", True),
+        ("2 ranks", "12 ranks and more", False),
+        ("test accuracy: 0.9667", "test accuracy: nan", False),
+    ],
+)
+def test_what_is_printed_may_differ_in_speeds_and_last_digits(expected, line, is_alike):
+    assert is_like(expected, line) is is_alike

@@ -1,0 +1,102 @@
+"""The reference has every public name, and each docstring has the parts that it needs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pages import ROOT
+
+import cyxtrain as cx
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+MODULES = {"cyxtrain": cx, "cyxtrain.callbacks": cx.callbacks, "cyxtrain.datasets": cx.datasets}
+HEADINGS = ["Join", "Exchange", "Deal", "Average", "Train", "Keep", "Errors"]
+
+
+def shown(module: str) -> list[str]:
+    """The names of a module in the reference, in its order."""
+    parts = re.split(r"^\.\. currentmodule:: (\S+)$", REFERENCE, flags=re.MULTILINE)
+    found = [text for name, text in zip(parts[1::2], parts[2::2], strict=True) if name == module]
+    return re.findall(r"^\.\. (?:auto)?(?:class|function|exception):: (\w+)", "\n".join(found), flags=re.MULTILINE)
+
+
+def functions() -> Iterator[Any]:
+    """Every public function, and the constructor and public methods of every class: what documents it, and itself."""
+    for module_name, module in MODULES.items():
+        for name in shown(module_name):
+            found = getattr(module, name)
+            if inspect.isfunction(found):
+                yield pytest.param(found, found, id=name)
+            elif found.__module__.startswith("cyxtrain") and not name.endswith("Error"):
+                if "__init__" in vars(found) and not hasattr(found, "__dataclass_fields__"):
+                    yield pytest.param(found, found.__init__, id=name)
+                for member, value in vars(found).items():
+                    function = getattr(value, "__func__", getattr(value, "fget", value))
+                    if not member.startswith("_") and inspect.isfunction(function):
+                        yield pytest.param(function, function, id=f"{name}.{member}")
+
+
+def test_reference_has_every_public_name_in_order():
+    assert shown("cyxtrain") == [name for name in cx.__all__ if name not in ("datasets", "callbacks")]
+
+
+def test_reference_has_every_callback():
+    assert sorted(shown("cyxtrain.callbacks")) == sorted(cx.callbacks.__all__)
+
+
+def test_reference_has_every_data_set():
+    own = [name for name, value in vars(cx.datasets).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert shown("cyxtrain.datasets") == own
+
+
+def test_reference_has_the_headings_of_the_public_list():
+    assert re.findall(r"^## (.*)$", REFERENCE, flags=re.MULTILINE) == HEADINGS
+
+
+def test_reference_shows_the_members_of_classes():
+    # Ready callbacks have none but the hooks of Callback, which is shown whole.
+    hooks = {name for name in dir(cx.callbacks.Callback) if not name.startswith("_")}
+    for name in cx.callbacks.__all__:
+        own = {member for member in vars(getattr(cx.callbacks, name)) if not member.startswith("_")}
+        assert own <= hooks, name
+    for name in [name for name in cx.__all__ if inspect.isclass(getattr(cx, name))]:
+        if name != "ReduceOp" and not name.endswith("Error"):
+            assert re.search(rf"^\.\. autoclass:: {name}\n   :members:$", REFERENCE, flags=re.MULTILINE), name
+
+
+def test_every_field_of_settings_has_a_docstring():
+    for config in (cx.DistributedConfig, cx.DDPConfig, cx.DistributedTrainingConfig, cx.AMPConfig, cx.TrainingHistory):
+        body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
+        for field, under in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                said = isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
+                assert said, f"{config.__name__}.{field.target.id}"
+
+
+@pytest.mark.parametrize(("documented", "function"), [*functions()])
+def test_docstrings_name_every_argument(documented, function):
+    """In "Args:", or in the sentence that says what becomes of it; the hooks' are those of the class."""
+    if function.__qualname__.split(".")[-1] in dir(cx.callbacks.Callback) and inspect.isfunction(documented):
+        return
+    docstring = inspect.getdoc(documented) or ""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in ("self", "cls") and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            listed = re.search(rf"^    \*{{0,2}}{name}: \S", docstring, flags=re.MULTILINE)
+            assert listed or f"`{name}`" in docstring, f"nothing is said of {name}"
+
+
+@pytest.mark.parametrize(("documented", "function"), [*functions()])
+def test_docstrings_name_the_errors_that_are_raised(documented, function):
+    """Those that the function itself raises; what it calls may raise others."""
+    docstring = inspect.getdoc(documented) or ""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            name = node.exc.func.id
+            assert not name.endswith("Error") or name in docstring, f"nothing is said of {name}"
