@@ -146,10 +146,10 @@ def test_settings_come_with_a_reason_on_each_line(path):
 
 
 def test_examples_begin_with_what_they_show_and_how_to_run_them():
-    for path in sorted((ROOT / "examples").glob("*.py")):
+    for path in sorted((ROOT / "examples").rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert docstring, path.name
-        assert f"examples/{path.name}" in docstring, path.name
+        assert path.relative_to(ROOT).as_posix() in docstring, path.name
         assert "Expect" in docstring, path.name
 
 

@@ -1,0 +1,139 @@
+"""Settings and a model by name, a trainer over processes started from here, PowerSGD, metrics averaged over ranks.
+
+The last of five guides: systems in which a config makes the model, and a program starts its own processes. Run it
+alone, by the launcher, or by torchrun:
+
+    python examples/guides/config_and_models.py
+    cyxtrain launch -n 2 -- python examples/guides/config_and_models.py
+    torchrun --nproc-per-node 2 examples/guides/config_and_models.py
+
+Expect the epochs of two fits, which end with the same bits, a test loss of about 27 from `fit` and from the loop by
+hand, and the loss of eleven rows in two ways, which differ on two ranks; after some ten seconds. Alone, it starts two
+processes for each of its parts, and its numbers are those of two ranks under a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+import cyxtrain as cx
+from cyxtrain.datasets import load_digits
+
+# --- Settings -------------------------------------------------------------------------------------------------------
+# The same as a YAML file: cx.Config.from_file("configs/digits_vae.yaml"). A section is read as config.training.epochs,
+# and passed on as **config.training.
+
+CONFIG = cx.Config(
+    {
+        "model": {"name": "vae", "inputs": 64, "latent": 8},
+        "training": {"epochs": 5, "effective_batch_size": 96, "num_processes": 2},
+        "powersgd": {"matrix_approximation_rank": 4},
+    }
+)
+(X_TRAIN, _), (X_TEST, _) = load_digits()
+
+
+# --- A model by name ------------------------------------------------------------------------------------------------
+# It returns {"loss": ...}, so that the trainer needs no loss, and no targets. Your own: @cx.register_model("name").
+
+
+def make_model(config: cx.Config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return cx.get_model(config.model.name)(config)
+
+
+# --- A trainer over processes ---------------------------------------------------------------------------------------
+# With num_processes=2 the calls of this trainer are made by two processes, and what they change comes back into the
+# model; under a launcher its ranks make them. Gradients travel as thin matrices, by our own PowerSGD; with gradient
+# checkpointing, layers calculate anew in backward what they have not kept in forward.
+
+
+def train_by_fit(config: cx.Config, *, checkpointing: bool) -> cx.DistributedTrainer:
+    model = make_model(config)
+    trainer = cx.DistributedTrainer(
+        model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        ddp_config=cx.DDPConfig(compression="powersgd", **config.powersgd),
+    )
+    if checkpointing:
+        trainer.enable_gradient_checkpointing()
+    trainer.fit(X_TRAIN, cx.DistributedTrainingConfig(**config.training))
+    return trainer
+
+
+# --- The same by hand, with PyTorch's PowerSGD hook -----------------------------------------------------------------
+# register_comm_hook takes PyTorch's hooks as they are.
+
+
+def train_by_hand(config: cx.Config) -> torch.nn.Module:
+    model = make_model(config)
+    ddp = cx.DistributedDataParallel(model)
+    state = powersgd.PowerSGDState(process_group=None, start_powerSGD_iter=2, **config.powersgd)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    pixels = torch.from_numpy(X_TRAIN)
+    batches = cx.DistributedBatchIterator(cx.DistributedSampler(pixels), 96 // cx.get_world_size())
+    for epoch in range(config.training.epochs):
+        batches.reset(epoch)
+        for rows in batches:
+            optimizer.zero_grad()
+            ddp(pixels[rows])["loss"].backward()
+            optimizer.step()
+    return model.eval()
+
+
+# --- Metrics, averaged over ranks -----------------------------------------------------------------------------------
+# The mean of the ranks' means counts a row of the smaller share more; trainer.evaluate adds up sums and counts, and is
+# exact for any number of rows.
+
+
+def show_metrics(model: torch.nn.Module) -> None:
+    rows = torch.from_numpy(X_TEST[:11])  # six of them for one of two ranks, five for the other
+    with torch.no_grad():
+        mean = model(rows[cx.get_rank() :: cx.get_world_size()])["loss"]
+    cx.all_reduce(mean, op=cx.ReduceOp.AVG)
+    trainer = cx.DistributedTrainer(model)
+    loss, of_rows = trainer.evaluate(X_TEST)["loss"], trainer.evaluate(rows)["loss"]
+    if cx.is_master():
+        print(f"test loss by hand: {loss:.4f}")
+        print(f"of eleven rows: {of_rows:.4f}, as the mean over {cx.get_world_size()} ranks: {mean.item():.4f}")
+
+
+# --- Processes of one's own -----------------------------------------------------------------------------------------
+# torch.multiprocessing.spawn calls this with the number of the process, from 0. Each takes one of the cores, and knows
+# the secret of this run, by the environment.
+
+
+def spawned(rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    with cx.init(cx.DistributedConfig(rank=rank, world_size=world_size, master_port=port)):
+        show_metrics(train_by_hand(CONFIG))
+
+
+def spawn(num_processes: int) -> None:
+    os.environ["CYXTRAIN_SECRET"] = secrets.token_hex(32)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(spawned, args=(num_processes, port), nprocs=num_processes)
+
+
+if __name__ == "__main__":
+    trainer = train_by_fit(CONFIG, checkpointing=True)
+    kept = train_by_fit(CONFIG, checkpointing=False)
+    loss = trainer.evaluate(X_TEST)["loss"]
+    if trainer.is_master():
+        pairs = zip(trainer.model.parameters(), kept.model.parameters(), strict=True)
+        print(f"gradient checkpointing changes no bit: {all(torch.equal(one, other) for one, other in pairs)}")
+        print(f"test loss by fit: {loss:.4f}", flush=True)
+    if "RANK" in os.environ:  # a launcher has started the ranks
+        show_metrics(train_by_hand(CONFIG))
+    else:
+        spawn(CONFIG.training.num_processes)
+    cx.finalize()
