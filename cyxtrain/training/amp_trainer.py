@@ -42,8 +42,6 @@ from cyxtrain.training.plan import LossLike, place_model
 from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.rates import Rates
 from cyxtrain.training.saving.checkpoint import write_checkpoint
-from cyxtrain.training.saving.files import read_file
-from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.state import TrainingState
 
 _PRECISION = "fp16"
@@ -220,10 +218,7 @@ class DistributedAMPTrainer:
             CheckpointError: There is none, it is damaged, it has no optimizer, or it belongs to another model.
         """
         runtime.roll_call("load_checkpoint")
-        found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
-        assert found is not None
-        self._state.load(found[0], f"checkpoint {path}")
-        self._state.metadata |= found[0].metadata
+        self._state.load_file(path)
         self._zero()
 
     def _open(self, rows: Rows) -> None:

@@ -21,7 +21,7 @@ from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
-from cyxtrain.training.saving.transport import read_on_all
+from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
 from cyxtrain.training.schedules import check_schedule
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
@@ -122,7 +122,7 @@ def find_checkpoint(run: Run, state: TrainingState) -> tuple[CheckpointState, st
         return None
     if resume == AUTO:
         return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch)))
-    return read_on_all(lambda: (read_file(resume, "checkpoint"), resume))
+    return read_file_on_all(resume)
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:

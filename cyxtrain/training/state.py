@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from cyxtrain.training.rates import Rates, scaling_of
 from cyxtrain.training.saving.checkpoint import CheckpointState
 from cyxtrain.training.saving.names import plain_state
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.training.saving.transport import read_file_on_all
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
 from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 
@@ -251,6 +253,17 @@ class TrainingState:
         self.runs.add(self.run.get("id"))
         self.metadata = {**state.metadata, **self.metadata}
         self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+
+    def load_file(self, path: str | os.PathLike[str]) -> None:
+        """Goes back to a checkpoint's file, and takes over its metadata. All ranks call it; rank 0 reads.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or as `load`.
+        """
+        state, _ = read_file_on_all(path)
+        self.load(state, f"checkpoint {path}")
+        self.metadata |= state.metadata
+        self.complete_fits = self.position.fits
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Gives model, optimizer and scheduler what a checkpoint has of theirs.

@@ -44,8 +44,6 @@ from cyxtrain.training.rates import Rates, check_rates
 from cyxtrain.training.recomputing import layers_of, recomputed
 from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
-from cyxtrain.training.saving.files import read_file
-from cyxtrain.training.saving.transport import read_on_all
 from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import modes_kept
@@ -74,6 +72,13 @@ class DistributedTrainer:
         callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
         ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
         device: "auto": where the model is on CUDA; else the rank's GPU under NCCL; else the CPU.
+
+    Attributes:
+        model: Not wrapped.
+        loss_fn: As it was given.
+        optimizer: Of the model's parameters.
+        ddp_config: How gradients travel.
+        callbacks: Called in each fit.
 
     Raises:
         ConfigError: A loss, an optimizer, a scheduler, a callback or a device that cannot be used.
@@ -347,11 +352,7 @@ class DistributedTrainer:
         if self._fit is not None:
             raise ConfigError("load_checkpoint was called within fit, by a callback: it would go on from nowhere.")
         self._call_roll("load_checkpoint", works_alone=False)
-        found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
-        assert found is not None
-        self._state.load(found[0], f"checkpoint {path}")
-        self._state.metadata |= found[0].metadata
-        self._state.complete_fits = self._state.position.fits
+        self._state.load_file(path)
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""

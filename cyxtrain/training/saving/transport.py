@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from cyxtrain import runtime
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
+from cyxtrain.training.saving.files import read_file
 
 
 def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
@@ -33,6 +35,20 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
     if problem:
         raise CheckpointError(problem)
     return (unpack_checkpoint(_broadcast(data), name), name) if name else None
+
+
+def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
+    """Returns (state, path) of a checkpoint's file, on every rank.
+
+    Args:
+        path: Of the file, on rank 0; what other ranks give is not used.
+
+    Raises:
+        CheckpointError: As `read_on_all`.
+    """
+    found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
+    assert found is not None
+    return found
 
 
 def _broadcast(data: bytes) -> memoryview:
