@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cyxtrain.data.sampler import DistributedSampler
+from cyxtrain.ring import algorithms
 from cyxtrain.training import step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +82,38 @@ def test_picture_of_a_step_deals_as_the_sampler_does():
         own = DistributedSampler(12, rank=rank, world_size=3).get_indices()[:2]
         for row in (joined, dealt):
             assert [number for owner, number in row if owner == f"rank{rank}"] == own
+
+
+def passed_around(world_size):
+    """What each rank has in each chunk, at first and after each step of an all_reduce; letters are the ranks' own."""
+    spans = algorithms.even_spans(1, world_size)
+    ranks = range(world_size)
+    schedules = [
+        [
+            *algorithms.reduce_scatter(rank, world_size, spans),
+            *algorithms.all_gather(rank, world_size, spans, tuple(ranks)),
+        ]
+        for rank in ranks
+    ]
+    now = [[letter] * world_size for letter in "abc"[:world_size]]
+    yield now
+    for steps in zip(*schedules, strict=True):
+        before, now = now, [[*row] for row in now]
+        for rank, own in enumerate(steps):
+            first, _ = own.receive
+            assert steps[own.receive_from].send == own.receive
+            came = before[own.receive_from][first]
+            now[rank][first] = f"{came}+{before[rank][first]}" if own.then is algorithms.Then.COMBINE else came
+        yield now
+
+
+def test_picture_of_the_ring_is_its_schedule():
+    groups = {group.get("id"): group for group in parsed("ring.svg").iter(f"{SVG}g")}
+    for number, state in enumerate(passed_around(3)):
+        texts = groups.pop(f"after-{number}").findall(f"{SVG}text")
+        cells = sorted(texts, key=lambda node: (float(node.get("y")), float(node.get("x"))))
+        assert [node.text for node in cells] == [each for row in state for each in row]
+    assert groups == {}
 
 
 def test_picture_of_the_roads_names_files_that_exist():
