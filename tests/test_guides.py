@@ -89,6 +89,16 @@ def check_config_and_models(said: str, world_size: int) -> None:
         assert 0.001 < abs(mean - exact) < 1
 
 
+def check_amp_trainer(said: str, world_size: int) -> None:
+    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, taken)\n" in said
+    scales = [int(scale.replace(",", "")) for scale in re.findall(r"epoch \d: loss scale ([\d,]+)", said)]
+    assert len(scales) == 6
+    assert all(1 < scale < 2**30 for scale in scales)
+    loop, weights = numbers(said, "loop: accuracy")[0], numbers(said, "% of the checkpoint: accuracy")[0]
+    assert loop == weights >= 0.93
+    assert numbers(said, "fit: accuracy")[0] >= 0.94
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
 SAME_ON_ANY_NUMBER_OF_RANKS = {
     "data_parallel": ["loss", "test accuracy"],

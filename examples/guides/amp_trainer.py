@@ -1,6 +1,6 @@
-"""Guide: mixed precision in a loop of one's own, with `DistributedAMPTrainer`.
+"""Mixed precision in a loop of one's own, with `DistributedAMPTrainer`.
 
-It shows `training_step`, which steps with every second batch; how the loss scale falls and grows; learning rates that
+The fourth of five guides. It shows `training_step`, which steps with every second batch; how the loss scale falls and grows; learning rates that
 are scaled with the size of a step and warmed up; checkpoints with and without the optimizer; and at the end the same by
 `fit`, which says where the time of a step goes.
 
