@@ -1,8 +1,9 @@
 """Mixed precision in a loop of one's own, with `DistributedAMPTrainer`.
 
-The fourth of five guides. It shows `training_step`, which steps with every second batch; how the loss scale falls and grows; learning rates that
-are scaled with the size of a step and warmed up; checkpoints with and without the optimizer; and at the end the same by
-`fit`, which says where the time of a step goes.
+The fourth of five guides. It shows `training_step`, which steps with every second batch; how the loss scale falls and
+grows; learning rates that are scaled with the size of a step and warmed up; checkpoints with and without the optimizer;
+and at the end the same by `fit`, which says where the time of a step goes. Run it alone, by the launcher, or by
+torchrun:
 
     python examples/guides/amp_trainer.py
     cyxtrain launch -n 2 -- python examples/guides/amp_trainer.py
