@@ -10,7 +10,8 @@ How a page says what shall happen to a block:
   one host: all are started at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
 - `text` after the line `<!-- prints -->` is what the block before it prints: each line, in this order, perhaps with
   others between. Decimals need to agree only roughly, samples per second and seconds not at all.
-- `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed.
+- `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed. `<!-- by night: why -->` before
+  one that takes long: it runs with the commands.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Block:
     @property
     def is_run(self) -> bool:
         return not any(mark.startswith("not run") for mark in self.marks)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.language == "sh" or any(mark.startswith("by night") for mark in self.marks)
 
     @property
     def file(self) -> str | None:
@@ -125,10 +130,10 @@ def check_prints(page: Page, outputs: dict[int, str]) -> None:
 
 
 def is_like(expected: str, line: str) -> bool:
-    """Whether a line ends with what is expected, but for speeds, times and the last digits of decimals."""
+    """Whether what is expected stands in a line, but for speeds, times and the last digits of decimals."""
     expected, line = (" ".join(_unclocked(text).split()) for text in (expected, line))
-    pattern = ".*?" + "(.+?)".join(re.escape(part) for part in _NUMBER.split(expected))
-    found = re.fullmatch(pattern, line)
+    pattern = r"([\d.,e+-]+|nan|inf)".join(re.escape(part) for part in _NUMBER.split(expected))
+    found = re.search(rf"(?<![\w.]){pattern}(?!\w)", line)
     return found is not None and all(map(_is_near, _NUMBER.findall(expected), found.groups()))
 
 
@@ -146,13 +151,13 @@ def _is_near(expected: str, found: str) -> bool:
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def run_page(path: str, folder: str, with_shell: bool) -> dict[int, str]:
+def run_page(path: str, folder: str, with_slow: bool) -> dict[int, str]:
     """Runs the blocks of a page in this process, which is a rank and ends afterwards.
 
     Args:
         path: Of the page.
         folder: An empty one, where they run.
-        with_shell: Whether blocks of `sh` run, too.
+        with_slow: Whether blocks of `sh` run, too, and those that take long.
 
     Returns:
         What each of them has printed, by its number.
@@ -167,7 +172,9 @@ def run_page(path: str, folder: str, with_shell: bool) -> dict[int, str]:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
         for number, block in enumerate(page.blocks):
-            if not block.is_run or block.file or block.language not in ("python", *(["sh"] if with_shell else [])):
+            if block.language not in ("python", "sh") or block.file or not block.is_run:
+                continue
+            if block.is_slow and not with_slow:
                 continue
             start = os.stat(output.fileno()).st_size
             try:
@@ -211,6 +218,8 @@ def run_commands(commands: Sequence[str]) -> None:
     shell = ["bash", "-euo", "pipefail", "-c"]
     with contextlib.ExitStack() as stack:
         environment = shell_environment()
+        if len(commands) > 1:  # hosts of their own do not know that they share the cores
+            environment["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // len(commands), 1))
         running = [
             subprocess.Popen([*shell, command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
             for command in commands

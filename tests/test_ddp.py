@@ -319,10 +319,10 @@ def test_evaluation_without_gradients_sends_nothing():
     cx.barrier()
 
 
-def loop_of_readme(batch_size: int) -> Any:
-    """What README's own loop makes of a model, with so many rows per rank and step."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    [program] = [part for part in readme.split("```python\n")[1:] if "DistributedDataParallel(model)" in part]
+def loop_of_the_documents(batch_size: int) -> Any:
+    """What the loop in docs/training.md makes of a model, with so many rows per rank and step."""
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    [program] = [part for part in page.split("```python\n")[1:] if "DistributedDataParallel(model)" in part]
     model, (inputs, targets), saved = make_model(), make_rows(64), []
     names = {
         "cx": cx,
@@ -338,10 +338,10 @@ def loop_of_readme(batch_size: int) -> Any:
     return flat(model.parameters()), saved
 
 
-def test_the_loop_of_the_readme_trains_as_on_one_rank():
-    [(alone, saved)] = values(run_ranks(1, loop_of_readme, 32))
+def test_the_loop_of_the_documents_trains_as_on_one_rank():
+    [(alone, saved)] = values(run_ranks(1, loop_of_the_documents, 32))
     assert saved == [0]
     assert abs(alone - flat(make_model().parameters())).max() > 1e-2
-    for rank, (found, saved) in enumerate(values(run_ranks(2, loop_of_readme, 16))):
+    for rank, (found, saved) in enumerate(values(run_ranks(2, loop_of_the_documents, 16))):
         assert abs(found - alone).max() < 1e-6
         assert saved == [0] * (rank == 0)

@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,30 @@ def test_docstrings_name_the_errors_that_are_raised(documented, function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             name = node.exc.func.id
             assert not name.endswith("Error") or name in docstring, f"nothing is said of {name}"
+
+
+# --- docs/names.md --------------------------------------------------------------------------------------------------
+
+NAMES = re.findall(
+    r"^\| `(\w+)` \| .+ \| `(tests/\w+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
+    (ROOT / "docs" / "names.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+def uses(path: Path, name: str) -> bool:
+    """Whether a file uses a public name: `cx.init`, `dist.init`, or imported; types also by themselves."""
+    text = path.read_text(encoding="utf-8")
+    ways = [rf"\b(?:cx|dist)\.{name}\b", rf"\bcyxtrain(?:\.\w+)* import .*\b{name}\b", rf"\bcyxtrain\.{name}\b"]
+    return any(re.search(way, text) for way in [*ways, *([rf"\b{name}\b"] if name[0].isupper() else [])])
+
+
+def test_the_table_has_each_name_once_in_order():
+    assert [name for name, *_ in NAMES] == cx.__all__
+
+
+@pytest.mark.parametrize(("name", "test", "example", "page"), NAMES)
+def test_the_table_names_a_test_and_an_example_that_use_it(name, test, example, page):
+    assert uses(ROOT / test, name), f"{test} does not use {name}"
+    path = ROOT / example if example else ROOT / "docs" / page
+    assert uses(path, name), f"{path.name} does not use {name}"
