@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from pages import DOCS, ROOT, Page, check_prints, is_like, read_page, run_page
+from page_runs import run_page
+from pages import DOCS, ROOT, Page, check_prints, is_like, read_page
 from rank_processes import rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 
 from cyxtrain.launch.command_line import cyxtrain
