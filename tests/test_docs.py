@@ -24,10 +24,7 @@ SECONDS = 60.0
 def pages(*languages: str):
     """Parametrizes over the pages that have blocks of some languages to run."""
     found = [page for page in PAGES if any(block.language in languages and block.is_run for block in page.blocks)]
-    marks = {"README.md": pytest.mark.xfail(reason="its programs begin in the middle", run=False)}
-    return pytest.mark.parametrize(
-        "page", [pytest.param(page, id=page.path.name, marks=marks.get(page.path.name, ())) for page in found]
-    )
+    return pytest.mark.parametrize("page", found, ids=lambda page: page.path.name)
 
 
 def blocks(language: str):
