@@ -1,4 +1,4 @@
-"""Draws the pictures of README: the history of a fit, and TensorBoard's page of the same fit.
+"""Draws the pictures of docs/: the history of a fit, and TensorBoard's page of the same fit.
 
 Run it:
 
@@ -67,7 +67,7 @@ def photograph(logs: str, path: Path, chromium: str | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws the pictures of README.")
+    parser = argparse.ArgumentParser(description="Draws the pictures of docs/.")
     parser.add_argument("--chromium", help="a browser to take; by default the one that playwright has installed")
     arguments = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
