@@ -277,7 +277,8 @@ class DistributedAMPTrainer:
         dist.all_reduce(weight, group=runtime.cpu_group())
         counted = 1.0 if self._loss.weighting is Weighting.NOTHING else weight.item()
         ones = self._unit * self.accumulation_steps * self.world_size
-        factor = ones / counted / scale if counted else 0.0
+        multiplier = scale / self.world_size  # of each rank's loss: LossScale.of_each, before the scale went on
+        factor = ones / counted / multiplier if counted else 0.0
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
