@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, flat, make_model, make_rows, one_process, run_world, seeded
+from fitting import CLASSES, FEATURES, Floats, flat, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -311,3 +311,84 @@ def train_wrapped() -> bool:
 
 def test_a_model_that_is_wrapped_already_trains_as_the_bare_one():
     assert all(run_world(2, train_wrapped))
+
+
+class Failing(torch.autograd.Function):
+    """Fails in backward, as where memory ends there."""
+
+    @staticmethod
+    def forward(context, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise MemoryError
+
+
+def fail_in_the_middle(accumulation_steps: int, calls_before: int) -> Floats:
+    """A step that fails in the backward of one of its micro-batches, then a whole one."""
+    fails = [False] * calls_before + [True] + [False] * accumulation_steps
+    model, rows = make_model(), make_rows(8)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        fail = fails.pop(0)
+        loss = nn.functional.cross_entropy(Failing.apply(output) if fail else output, target)
+        return loss * torch.nan if fail or len(fails) > accumulation_steps else loss
+
+    trainer = cx.DistributedAMPTrainer(model, loss_fn=loss_fn, accumulation_steps=accumulation_steps, optimizer="sgd")
+    for _ in range(calls_before):
+        trainer.training_step(rows)
+    with pytest.raises(MemoryError, match="rank 0 is out of memory"):
+        trainer.training_step(rows)
+    for _ in range(accumulation_steps):
+        trainer.training_step(rows)
+    assert trainer.step == 1
+    return flat(model.parameters())
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_to_the_next():
+    with one_process():
+        whole = cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy", optimizer="sgd")
+        whole.training_step(make_rows(8))
+        for accumulation_steps, calls_before in ((1, 0), (2, 0), (2, 1)):
+            found = fail_in_the_middle(accumulation_steps, calls_before)
+            assert np.array_equal(found, flat(whole.model.parameters()))
+
+
+def load_half_way(folder: str) -> bool:
+    """The last micro-batch of a step that is begun after loading has no rows on rank 1."""
+    inputs, targets = make_rows(8)
+    trainer = cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy", accumulation_steps=2, optimizer="sgd")
+    trainer.save_checkpoint(f"{folder}/first.ckpt")
+    results = []
+    for half_way in (False, True):
+        if half_way:
+            trainer.training_step((inputs * torch.nan, targets))
+        trainer.load_checkpoint(f"{folder}/first.ckpt")
+        trainer.training_step((inputs, targets))
+        rows = slice(0, 8 if cx.is_master() else 0)
+        trainer.training_step((inputs[rows], targets[rows]))
+        results.append(flat(trainer.model.parameters()))
+    return np.array_equal(*results)
+
+
+def test_loading_a_checkpoint_forgets_what_waits_for_the_rest_of_its_step(tmp_path):
+    assert run_world(2, load_half_way, str(tmp_path)) == [True, True]
+
+
+def fit_beside(lives: bool) -> Floats:
+    """A fit whose last step has a row on rank 0 alone, of a model that a trainer with a loop of its own knows."""
+    rows = make_rows(17)
+    model = make_model()
+    first = cx.DistributedAMPTrainer(model, loss_fn="cross_entropy", optimizer=partial(torch.optim.SGD, lr=0.1))
+    first.training_step(rows)
+    if not lives:
+        del first
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1))
+    trainer.fit(*rows, effective_batch_size=8, accumulation_steps=2, verbose=False)
+    return flat(model.parameters())
+
+
+def test_a_fit_of_the_same_model_is_alone_with_its_gradients():
+    for found, expected in zip(run_world(2, fit_beside, True), run_world(2, fit_beside, False), strict=True):
+        assert np.array_equal(found, expected)

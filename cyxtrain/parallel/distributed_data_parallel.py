@@ -187,6 +187,12 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.loss = self._latest.watched
 
+    def forget(self) -> None:
+        """Forgets what was accumulated and watched since the latest synchronisation: nobody takes that step."""
+        self._latest.watched = None
+        if self._reducer is not None:
+            self._reducer.loss, self._reducer.unsynced = None, False
+
     def is_finite(self) -> bool:
         """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -114,6 +114,8 @@ class DistributedAMPTrainer:
         self._call: ModelCall | None = None
         self._parts: list[tuple[float, float]] = []
         self._unit = 1.0
+        self._at_rest = contextlib.ExitStack()
+        self._at_rest.enter_context(self._ddp.no_sync())
 
     @property
     def rank(self) -> int:
@@ -164,6 +166,7 @@ class DistributedAMPTrainer:
         with telling(), memory_explained(), torch.enable_grad(), contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
+            stack.enter_context(self._at_work())
             rows = as_batch(batch)
             if self._call is None:
                 self._open(rows)
@@ -220,6 +223,21 @@ class DistributedAMPTrainer:
         runtime.roll_call("load_checkpoint")
         self._state.load_file(path)
         self._zero()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within, gradients are averaged; not between two calls, when they may be those of another trainer's fit.
+
+        What fails within leaves no half of a step behind: the next call begins one.
+        """
+        self._at_rest.close()
+        try:
+            yield
+        except BaseException:
+            self._zero()
+            raise
+        finally:
+            self._at_rest.enter_context(self._ddp.no_sync())
 
     def _open(self, rows: Rows) -> None:
         """Finds out how the model is called, and what gradients are divided by until all are there."""
@@ -307,6 +325,7 @@ class DistributedAMPTrainer:
 
     def _zero(self) -> None:
         self._parts = []
+        self._ddp.forget()
         self.model.zero_grad()
 
 
