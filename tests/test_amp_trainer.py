@@ -282,6 +282,17 @@ def test_the_model_trains_in_training_mode_wherever_it_was():
         assert trainer.step == 1
 
 
+def test_a_batch_with_other_parts_than_the_first_is_refused():
+    inputs, targets = make_rows(8)
+    with one_process():
+        trainer = cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy")
+        trainer.training_step((inputs, targets))
+        with pytest.raises(cx.ConfigError, match="has some sample_weight, and the first one had none"):
+            trainer.training_step((inputs, targets, torch.ones(8)))
+        trainer.training_step((inputs, targets))
+        assert trainer.step == 2
+
+
 def train_with_empty_tails(cuts: list[list[int]]) -> Any:
     inputs, targets = make_rows(8)
     trainer = cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy", accumulation_steps=2)

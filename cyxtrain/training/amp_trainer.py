@@ -24,7 +24,7 @@ from torch import nn
 from cyxtrain import runtime
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
 from cyxtrain.data.batches import Batch
-from cyxtrain.data.batching import as_batch
+from cyxtrain.data.batching import as_batch, check_parts
 from cyxtrain.data.rows import Rows
 from cyxtrain.data.tree import num_rows
 from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened
@@ -67,6 +67,7 @@ class DistributedAMPTrainer:
 
     Attributes:
         model: Not wrapped.
+        config: How the loss is scaled.
         optimizer: Of its parameters; a scheduler of yours may step after `training_step` has.
         scaler: Of the loss; `scaler.get_scale()` as in PyTorch.
         accumulation_steps: As given.
@@ -112,6 +113,7 @@ class DistributedAMPTrainer:
         self._state = TrainingState(self.model, self.optimizer, 0, Rates(self.optimizer, None), self.scaler)
         self._buffers = BuffersKept(self.model)
         self._call: ModelCall | None = None
+        self._example: Rows
         self._parts: list[tuple[float, float]] = []
         self._unit = 1.0
         self._at_rest = contextlib.ExitStack()
@@ -153,10 +155,10 @@ class DistributedAMPTrainer:
                 It may have no rows, as in the tail of an epoch.
 
         Returns:
-            The loss of this rank's micro-batch, as the loss function gives it.
+            The loss of this rank's micro-batch, as the loss function gives it; 0 where nothing in it counts.
 
         Raises:
-            ConfigError: That is no batch, or the model cannot take it.
+            ConfigError: That is no batch, has other parts than the first one, or the model cannot take it.
             NonFiniteError: A loss is NaN or infinite, or gradients are whatever the scale; on every rank, with nothing
                 changed.
             DistributedTrainingError: Another rank has failed, with its traceback.
@@ -170,6 +172,7 @@ class DistributedAMPTrainer:
             rows = as_batch(batch)
             if self._call is None:
                 self._open(rows)
+            check_parts(rows, self._example)
             if not self.model.training:
                 self.model.train()
             if not self._parts:
@@ -244,6 +247,7 @@ class DistributedAMPTrainer:
         precision = Precision(_PRECISION, self._placement.device)
         self._loss.look_at(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         self._call = ModelCall(self.model, precision, rows.inputs, rows.targets, self._loss)
+        self._example = rows.mapped(lambda tensor: tensor[:0])
         # In 16 bits the mean over a micro-batch has the size that it has elsewhere; its sum would overflow early. One
         # number for all ranks and calls, so that gradients can be added.
         unit = torch.tensor([max(float(num_rows(rows.inputs)), 1.0)], dtype=torch.float64, device="cpu")
