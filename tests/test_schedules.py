@@ -93,6 +93,22 @@ def test_it_is_stepped_once_per_step_and_resumes(name, tmp_path):
             assert traced(name, resume=str(path)) == expected
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("CyclicLR", "OneCycleLR")])
+def test_what_is_scaled_or_set_between_two_fits_scales_all_of_it(name):
+    with one_process():
+        expected = by_hand(name)
+        assert traced(name, batch_size=1, learning_rate_scaling="sqrt") == pytest.approx(
+            [2 * each for each in expected]
+        )
+        trainer, trace = make_trainer(name), Trace()
+        trainer.fit(INPUTS, TARGETS, **{**SETTINGS, "epochs": 1})
+        trainer.optimizer.param_groups[0]["lr"] = 0.3
+        trainer.fit(INPUTS, TARGETS, callbacks=trace, **{**SETTINGS, "epochs": 1})
+        assert trace.rates[0] == 0.3
+        assert all(rate < 1 for rate in trace.rates)
+
+
 def test_every_rank_of_every_world_has_the_same_rates():
     with one_process():
         alone = traced("OneCycleLR")

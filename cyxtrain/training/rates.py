@@ -92,9 +92,8 @@ class Rates:
     @property
     def moved_options(self) -> set[str]:
         """Other options of an optimizer that its schedule sets from step to step."""
-        return (
-            {"momentum", "betas"} if any(isinstance(part, _OWN_RATES) for part in parts_of(self.scheduler)) else set()
-        )
+        sets_others = any(isinstance(part, _OWN_RATES) for part in schedules_in(self.scheduler))
+        return {"momentum", "betas"} if sets_others else set()
 
     def explain(self, scaling: str) -> str:
         """Returns what becomes of them, for people.
@@ -223,7 +222,7 @@ class Rates:
             for name in _RATES:
                 if name in self.optimizer.param_groups[number]:
                     self._put(number, name, now * self.factor)
-            for part in parts_of(self.scheduler):
+            for part in _with_base_rates(self.scheduler):
                 if not isinstance(part, _OWN_RATES):
                     part.base_lrs[number] = now * self.factor
 
@@ -251,7 +250,7 @@ class Rates:
             for name in _RATES:
                 if name in group:
                     group[name] = group[name] * ratio
-        for scheduler in parts_of(self.scheduler):
+        for scheduler in _with_base_rates(self.scheduler):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
 
@@ -286,7 +285,7 @@ def check_rates(scheduler: LRScheduler | None, config: DistributedTrainingConfig
             'scheduler="cosine" ends with the last step of the fit, and nobody knows how many batches the data '
             "will give: say steps_per_epoch."
         )
-    own = next((type(part).__name__ for part in parts_of(scheduler) if isinstance(part, _OWN_RATES)), None)
+    own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
             f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
@@ -294,9 +293,14 @@ def check_rates(scheduler: LRScheduler | None, config: DistributedTrainingConfig
         )
 
 
-def parts_of(scheduler: Any) -> Iterator[LRScheduler]:
+def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
     """Gives a scheduler and those that it is made of."""
     if scheduler is not None:
         yield scheduler
         for part in getattr(scheduler, "_schedulers", ()):
-            yield from parts_of(part)
+            yield from schedules_in(part)
+
+
+def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
+    """Gives those that remember with what rates they began: PyTorch's that are made of others do not."""
+    return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))

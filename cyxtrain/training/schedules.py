@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.settings import unknown_name
-from cyxtrain.training.rates import Cosine, parts_of
+from cyxtrain.training.rates import Cosine, schedules_in
 from cyxtrain.training.saving.tree import encode_tree
 
 _PARTS = "_schedulers"
@@ -138,7 +138,7 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
 def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
     """Returns how a schedule of PyTorch's, and each that it is made of, was built; of a user's own we cannot know."""
     found = []
-    for part in parts_of(scheduler):
+    for part in schedules_in(scheduler):
         state = part.state_dict() if type(part).__module__ == LRScheduler.__module__ else {}
         # Milestones that are counted are told as they were given.
         found.append(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cyxtrain.errors import warn
 from cyxtrain.training.callbacks import Callback
-from cyxtrain.training.rates import parts_of as parts_of_schedule
+from cyxtrain.training.rates import schedules_in
 from cyxtrain.workers.sharing import address_of, as_bytes, from_bytes, returning
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) ->
     """
     state, rates = trainer._state, trainer._state.rates
     parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
-    schedules = [] if rates is None else parts_of_schedule(rates.scheduler)
+    schedules = [] if rates is None else schedules_in(rates.scheduler)
     parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
     for what, module in _modules(trainer):
         parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
