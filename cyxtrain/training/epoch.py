@@ -11,7 +11,7 @@ from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.training.agreement import raise_together
 from cyxtrain.training.memory import memory_explained
-from cyxtrain.training.plan import Rows
+from cyxtrain.training.plan import TriedRows
 from cyxtrain.training.step import modes_kept
 
 _Batch = TypeVar("_Batch")
@@ -37,7 +37,7 @@ def run_epoch(
 
 def run_whole_batches(
     model: nn.Module,
-    rows: Rows,
+    rows: TriedRows,
     step: Callable[[Batch], object],
     *,
     distributed: bool,

@@ -11,7 +11,7 @@ from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.plan import Rows
+from cyxtrain.training.plan import TriedRows
 from cyxtrain.training.step import EvaluationStep
 
 
@@ -61,7 +61,7 @@ class Evaluation:
 
 def evaluate_rows(
     model: nn.Module,
-    rows: Rows,
+    rows: TriedRows,
     *,
     distributed: bool,
     give_up: Callable[[], bool] = lambda: False,

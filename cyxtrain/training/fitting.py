@@ -24,7 +24,7 @@ from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
 from cyxtrain.training.nonfinite import FiniteGuard
-from cyxtrain.training.plan import Rows, Run
+from cyxtrain.training.plan import Run, TriedRows
 from cyxtrain.training.profiling import Profile
 from cyxtrain.training.resuming import Resumed
 from cyxtrain.training.state import TrainingState
@@ -171,7 +171,7 @@ class Fit:
             rates.set_all(found.tolist())
         return heard
 
-    def _validate(self, rows: Rows) -> Evaluation:
+    def _validate(self, rows: TriedRows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
         self._call("on_test_begin", {})
         found = evaluate_rows(

@@ -46,8 +46,8 @@ LossLike = nn.Module | Callable[..., Any] | str | None
 
 
 @dataclass
-class Rows:
-    """Rows for the model, and how they come to it.
+class TriedRows:
+    """Rows that the model and the loss have been tried on, and how they come to the model.
 
     Attributes:
         source: The rows.
@@ -76,8 +76,8 @@ class Run:
     """
 
     config: DistributedTrainingConfig
-    data: Rows
-    validation: Rows | None
+    data: TriedRows
+    validation: TriedRows | None
     feed: Feed
     display: Display
     resume: str | None
@@ -298,7 +298,7 @@ def plan_rows(
     metrics: Mapping[str, Any],
     *,
     predicting: bool,
-) -> tuple[Rows, dict[str, Any]]:
+) -> tuple[TriedRows, dict[str, Any]]:
     """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
 
     What is not given is as in the latest fit, whose config it is.
@@ -338,7 +338,7 @@ def _tried(
     metrics: Mapping[str, Any],
     *,
     predicting: bool = False,
-) -> Rows:
+) -> TriedRows:
     """Returns rows that the model and the loss have been tried on."""
     loss = Loss(loss_fn)
     if not predicting:
@@ -348,4 +348,4 @@ def _tried(
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
     measures = probe(model, source, placement, loss, call, predicting=predicting, metrics=metrics)
-    return Rows(source, batch_size, placement, loss, call, measures)
+    return TriedRows(source, batch_size, placement, loss, call, measures)

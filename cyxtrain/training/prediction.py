@@ -16,11 +16,11 @@ from cyxtrain.data.forms import example_of, form_of
 from cyxtrain.data.tree import Tree, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.plan import Rows
+from cyxtrain.training.plan import TriedRows
 from cyxtrain.training.step import PredictionStep
 
 
-def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
+def predict_rows(model: nn.Module, rows: TriedRows, *, distributed: bool) -> Any:
     """Returns a model's output for all rows, in their order, on every rank: NumPy arrays where X is of such.
 
     Args:
@@ -38,7 +38,7 @@ def predict_rows(model: nn.Module, rows: Rows, *, distributed: bool) -> Any:
     return map_tree(finish, output)
 
 
-def _gathered(rows: Rows, step: PredictionStep) -> Tree:
+def _gathered(rows: TriedRows, step: PredictionStep) -> Tree:
     gathered, batches = gather_rows(step.outputs)
     order = rows.source.in_order(batches)
     if order is None:

@@ -38,7 +38,7 @@ from cyxtrain.training.named_metrics import named
 from cyxtrain.training.notebook.calls import by_workers
 from cyxtrain.training.opening import open_fit, open_rows
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
-from cyxtrain.training.plan import LossLike, Rows, Run, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.plan import LossLike, Run, TriedRows, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.prediction import predict_rows
 from cyxtrain.training.rates import Rates, check_rates
 from cyxtrain.training.recomputing import layers_of, recomputed
@@ -295,10 +295,10 @@ class DistributedTrainer:
 
     def _rows(
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
-    ) -> Rows:
+    ) -> TriedRows:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
-        def plan() -> tuple[Rows, dict[str, Any]]:
+        def plan() -> tuple[TriedRows, dict[str, Any]]:
             given = (source, batch_size, self.model, self.loss_fn, self._device, config)
             return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cyxtrain import runtime
 from cyxtrain.training.callbacks import Callback, Logs
 from cyxtrain.training.display import Display, LiveDisplay
-
-if TYPE_CHECKING:
-    pass
-
 
 BEGUN = "begun"
 """A report: from here on a fit hears signals, and stops at a step."""
