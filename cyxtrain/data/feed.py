@@ -42,12 +42,10 @@ class Feed(ABC):
         effective_batch_size: Rows of a step, over all ranks; of what gives batches, as its first one has them.
         rows_at_once: Rows of a micro-batch.
         is_over: Whether there will never be a step again.
-        seconds_communicated: How long this rank has waited for the others to say how many rows they have.
     """
 
     effective_batch_size: int
     rows_at_once: int
-    seconds_communicated = 0.0
     is_over = False
 
     @property
@@ -73,6 +71,10 @@ class Feed(ABC):
     def read(self) -> tuple[int, int, int]:
         """What else says where in the data it is: `Place.passes`, `Place.batches` and `Place.order`."""
         return 0, 0, 0
+
+    def seconds_communicated(self) -> float:
+        """Returns how long this rank has waited for the others' numbers of rows, since it was asked last."""
+        return 0.0
 
     def check_world(self, world_size: int, place: Place) -> None:  # noqa: B027
         """Refuses to go on from where so many ranks were, if this many cannot.

@@ -248,6 +248,7 @@ class StreamFeed(Feed):
         self._pass: Pass | None = None
         self._next = (0, 0)
         self._gave = False
+        self._seconds = 0.0
 
     @property
     def micro_batches(self) -> int:
@@ -274,6 +275,11 @@ class StreamFeed(Feed):
         """As `Feed`."""
         return (*self._next, 0 if self._source.is_dealt else _OWN)
 
+    def seconds_communicated(self) -> float:
+        """As `Feed`."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def check_world(self, world_size: int, place: Place) -> None:
         """As `Feed`."""
         own = place.order == _OWN or not self._source.is_dealt
@@ -293,7 +299,7 @@ class StreamFeed(Feed):
             rows = self._take(place)
             began = time.perf_counter()
             joined = _sum_over_ranks(sum(num_rows(each.inputs) for each in rows))
-            self.seconds_communicated += time.perf_counter() - began
+            self._seconds += time.perf_counter() - began
             if joined:
                 self._gave = True
                 yield StreamShare(number, joined, rows, placement)

@@ -291,9 +291,7 @@ class Fit:
 
     def _take_times(self, clock: Clock) -> None:
         """Notes where the time of the epoch's steps went, on all ranks."""
-        run = self._run
-        clock.communicated(clock.data, run.feed.seconds_communicated)
-        run.feed.seconds_communicated = 0.0
+        clock.communicated(clock.data, self._run.feed.seconds_communicated())
         ranks, steps = clock.over_ranks(), max(clock.steps, 1)
         self._state.step_seconds = [{name: value / steps for name, value in parts.items()} for parts in ranks]
         self._profile.add(ranks, clock.steps)
