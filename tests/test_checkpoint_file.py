@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import pack_checkpoint
 
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.saving.checkpoint import CheckpointState, pack_checkpoint, read_checkpoint, write_checkpoint
+from cyxtrain.training.saving.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
 from cyxtrain.training.saving.folder import CheckpointFolder
 from cyxtrain.training.saving.writer import Writer
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkpoints import pack_checkpoint
 
 import cyxtrain.training
 from cyxtrain.errors import CheckpointError
@@ -22,7 +23,6 @@ from cyxtrain.training.saving.checkpoint import (
     FORMAT_VERSION,
     CheckpointState,
     entries_of,
-    pack_checkpoint,
     unpack_checkpoint,
 )
 from cyxtrain.training.saving.tensors import encode_tensors, safetensors_parts

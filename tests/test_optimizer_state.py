@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from checkpoints import pack_checkpoint
 
 from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.training.saving.checkpoint import CheckpointState, pack_checkpoint, unpack_checkpoint
+from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
 from cyxtrain.training.saving.weights import load_model_state
 

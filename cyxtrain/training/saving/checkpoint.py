@@ -6,14 +6,13 @@
     state.json             everything else: the lists of names, position, history, config, versions
 
 `archive.py` adds the checksums; safetensors reads the tensors; loading never unpickles. This module knows no trainer
-and no ranks; the same bytes are a file, or a message to a new rank.
+and no ranks; the same bytes are a file, or a message to the other ranks (`transport.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -113,24 +112,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
     return unpack_checkpoint(read_file(path, "checkpoint"), str(path))
 
 
-def pack_checkpoint(state: CheckpointState) -> bytes:
-    """Returns a checkpoint as bytes, equal for equal states. Cost: the file in memory.
-
-    Raises:
-        CheckpointError: The state holds what a checkpoint cannot, with its name.
-    """
-    target = io.BytesIO()
-    write_archive(target, FORMAT, FORMAT_VERSION, entries_of(state))
-    return target.getvalue()
-
-
 def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
     """Returns the state in a checkpoint's bytes, after checking all of it; tensors are on the CPU.
 
     Cost, beside `data`: the tensors, and one entry more while it is taken apart.
 
     Args:
-        data: What `pack_checkpoint` gave, or a file of `write_checkpoint` holds.
+        data: What a file of `write_checkpoint` holds.
         name: The file's name, for messages.
 
     Raises:
