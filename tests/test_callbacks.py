@@ -681,6 +681,18 @@ def said(capsys: Any, what: str) -> list[str]:
     return [line.removeprefix(what).strip() for line in capsys.readouterr().out.splitlines() if line.startswith(what)]
 
 
+def test_a_second_fit_of_a_trainer_says_that_no_checkpoint_is_of_it(tmp_path, capsys):
+    settings = {"epochs": 1, "checkpoint_every_n_epochs": 1, "checkpoint_dir": str(tmp_path), "resume": "auto"}
+    with one_process():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
+        trainer.fit(INPUTS, TARGETS, **settings)
+        capsys.readouterr()
+        trainer.fit(INPUTS, TARGETS, **settings)
+    what = "1 checkpoint there, none intact of this call of fit (number 2), and the fit begins"
+    assert said(capsys, "resume") == [f"from {tmp_path}: {what}"]
+    assert trainer.epoch == 2
+
+
 def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
     def fit(rate: float, **more: Any) -> None:
         model = make_model()

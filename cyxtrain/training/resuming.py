@@ -233,7 +233,7 @@ def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
         )
     if run.resume is None:
         return []
-    found = f"{counted(len(there), 'checkpoint')} there, none of this fit and intact"
+    found = f"{counted(len(there), 'checkpoint')} there, none intact of this call of fit (number {state.position.fits})"
     what = found if there else "nothing is there"
     keeps = "" if config.makes_checkpoints else "; no checkpoint will be made, because none is asked for"
     return [("resume", f"from {config.checkpoint_dir}: {what}, and the fit begins{keeps}")]
