@@ -53,7 +53,7 @@ class ModelCall:
         self.precision = precision
         self._way = _way_of(model, inputs)
         self._gives_targets = loss is not None and loss.function is None and targets is not None
-        if self._gives_targets and self._way is _Way.WHOLE and not _takes(model, 2):
+        if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
             raise ConfigError(
                 "loss_fn is missing: without one the model is called with X and y, and returns its loss; the forward "
                 f"of {type(model).__name__} does not take both. Give a loss_fn, such as 'cross_entropy', or no y."
@@ -99,13 +99,13 @@ class ModelCall:
         return (), named
 
 
-def _takes(model: nn.Module, count: int) -> bool:
-    """Returns whether forward takes so many arguments, one after the other."""
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Returns whether a function can be called with so many arguments, one after the other."""
     try:
-        inspect.signature(model.forward).bind(*range(count))
+        inspect.signature(function).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # it does not say
+    except ValueError:  # it does not say: it is written in C
         return True
     return True
 

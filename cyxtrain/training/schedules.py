@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.settings import unknown_name
+from cyxtrain.training.calling import takes
 from cyxtrain.training.rates import Cosine, schedules_in
 from cyxtrain.training.saving.tree import encode_tree
 
@@ -43,7 +43,7 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
         return None
     if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
         raise unknown_name("cyxtrain", scheduler, list(SCHEDULERS), "scheduler")
-    if isinstance(scheduler, type) and not _can_be_called_with(scheduler, optimizer):
+    if isinstance(scheduler, type) and not takes(scheduler, 1):
         name = scheduler.__name__
         raise ConfigError(
             f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
@@ -65,14 +65,6 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     if made.optimizer is not optimizer:
         raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
     return made
-
-
-def _can_be_called_with(kind: type, *arguments: object) -> bool:
-    try:
-        inspect.signature(kind).bind(*arguments)
-    except TypeError:
-        return False
-    return True
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:

@@ -5,7 +5,6 @@ What a rate is set to on any rank, between two steps of `fit`, it is on all.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from cyxtrain import runtime
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import require
 from cyxtrain.training.callbacks import Callback, Logs
+from cyxtrain.training.calling import takes
 from cyxtrain.training.rates import rates_of
 from cyxtrain.training.ready.monitoring import Monitoring, require_count, require_float
 
@@ -49,7 +49,7 @@ class LearningRateScheduler(_SettingRates):
         require(callable(schedule), f"LearningRateScheduler.schedule must be a function, got {schedule!r}.")
         self.schedule = schedule
         self.verbose = verbose
-        self._takes_rate = _takes(schedule, 2)
+        self._takes_rate = takes(schedule, 2)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Sets it.
@@ -196,13 +196,3 @@ class LearningRateMonitor(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what it had noted."""
         self.values = [(step, list(rates)) for step, rates in state["values"]]
-
-
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    except ValueError:  # written in C
-        return True
-    return True
