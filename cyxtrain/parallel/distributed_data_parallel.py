@@ -224,11 +224,8 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ConfigError: With their names.
         """
-        changed = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad != (id(parameter) in self._trained)
-        ]
+        named = self.module.named_parameters()
+        changed = [name for name, each in named if each.requires_grad != (id(each) in self._trained)]
         if changed:
             raise ConfigError(
                 f"requires_grad of {', '.join(changed)} has changed while the model is wrapped: the ranks average what "

@@ -113,9 +113,7 @@ class DistributedAMPTrainer:
         self._state = TrainingState(self.model, self.optimizer, 0, Rates(self.optimizer, None), self.scaler)
         self._buffers = BuffersKept(self.model)
         self._call: ModelCall | None = None
-        self._example: Rows
         self._parts: list[tuple[float, float]] = []
-        self._unit = 1.0
         self._at_rest = contextlib.ExitStack()
         self._at_rest.enter_context(self._ddp.no_sync())
 
