@@ -2,15 +2,17 @@
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import pack_checkpoint
 
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.training.saving.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.training.saving.files import is_being_written, replacing
+from cyxtrain.training.saving.folder import CheckpointFolder, Found, look_into
 from cyxtrain.training.saving.writer import Writer
 
 
@@ -127,3 +129,46 @@ def test_a_copy_of_a_strided_tensor_is_made_once_and_kept(tmp_path):
         places |= {copy.data_ptr() for copy in writer._copies.values()}
     assert len(places) == 1
     writer.close()
+
+
+def test_a_path_that_is_none_is_refused(tmp_path):
+    for path in ("", None, 7):
+        with pytest.raises(ConfigError, match="the path of a checkpoint must be a text or a Path"):
+            write_checkpoint(path, state())
+
+
+def test_a_temporary_file_has_a_writer_as_long_as_it_is_open(tmp_path):
+    with replacing(tmp_path / "7.ckpt", "checkpoint"):
+        (temporary,) = tmp_path.iterdir()
+        if os.name == "posix":
+            assert is_being_written(temporary)
+        CheckpointFolder(tmp_path).remove_leftovers()
+        assert temporary.exists()
+    assert is_being_written(temporary)  # it is gone: nobody's business
+
+
+def test_the_best_is_a_copy_where_a_file_system_has_no_links(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    write_checkpoint(folder.file("epoch-0001"), state())
+
+    def refuse(*paths):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder.mark_best(folder.file("epoch-0001"))
+    assert folder.file("best").read_bytes() == folder.file("epoch-0001").read_bytes()
+    assert folder.file("best").stat().st_ino != folder.file("epoch-0001").stat().st_ino
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_what_looks_like_a_checkpoint_and_is_none_says_nothing_of_itself(tmp_path):
+    path = tmp_path / "epoch-0001.ckpt"
+    write_checkpoint(path, state(position={"epoch": 1}))
+    assert look_into(path).position == {"epoch": 1}
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    for kind, change in ((zipfile.ZIP_DEFLATED, b""), (zipfile.ZIP_STORED, b" ")):
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            for name, content in entries.items():
+                archive.writestr(name, content + (change if name == "state.json" else b""))
+        assert look_into(path) == Found(path, {}, {})

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 INPUTS, TARGETS = make_rows(12)
 NUMBERS = INPUTS[:, :1]
+ONE_EPOCH = cx.DistributedTrainingConfig(epochs=1)
 TABLE = "the loss would compare every row with every other"
 
 
@@ -54,6 +55,17 @@ WRONG: dict[str, tuple[Way, str]] = {
     "no y": (lambda: trainer_of().fit(INPUTS), "y is missing"),
     "nothing": (lambda: trainer_of().fit(), "it got 0 arrays"),
     "three arrays": (lambda: trainer_of().fit(INPUTS, TARGETS, INPUTS), "it got 3 arrays"),
+    "two configs": (
+        lambda: trainer_of().fit(
+            INPUTS, TARGETS, cx.DistributedTrainingConfig(), config=cx.DistributedTrainingConfig()
+        ),
+        "two configs",
+    ),
+    "no path to resume from": (lambda: trainer_of().fit(INPUTS, TARGETS, resume=3), "the path of a checkpoint or None"),
+    "batches by name without y": (
+        lambda: trainer_of().fit(lambda: iter([{"image": INPUTS}])),
+        "the batches have image, and y must be called one of labels",
+    ),
     "y twice": (lambda: trainer_of().fit(INPUTS, TARGETS, y=TARGETS), "y twice"),
     "a number": (lambda: trainer_of().fit(3.0, TARGETS), "X is a single number"),
     "a batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=0), "batch_size"),

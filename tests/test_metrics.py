@@ -445,3 +445,8 @@ def test_micro_batches_do_not_keep_their_graphs():
         fit(metrics=[watch], accumulation_steps=4)
     assert held
     assert not any(held)
+
+
+def test_a_metric_whose_name_is_a_validations_is_refused():
+    with pytest.raises(cx.ConfigError, match="'val_mine' needs another name"):
+        cx.DistributedTrainer(make_model(), "mse", metrics={"val_mine": lambda output, target: output[0]})

@@ -181,3 +181,21 @@ def test_a_checkpoint_with_wrong_rates_is_refused():
     for change in wrong:
         with pytest.raises(cx.CheckpointError, match="its learning rates are"):
             rates.load_state_dict({**good, **change}, "checkpoint x")
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_fit_that_ends_in_its_warm_up_leaves_the_rates_to_the_next_one(as_tensor):
+    class Stop(cx.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = True
+
+    model, found = make_model(), Trace()
+    rate = torch.tensor(0.5) if as_tensor else 0.5
+    fit = {"epochs": 1, "effective_batch_size": 4, "warmup_steps": 4, "verbose": False}
+    with one_process():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.Adam(model.parameters(), lr=rate))
+        trainer.fit(*make_rows(20), callbacks=[Stop()], **fit)
+        assert trainer.step == 2
+        trainer.fit(*make_rows(20), callbacks=[found], **fit)
+    assert found.rates == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert (trainer.optimizer.param_groups[0]["lr"] is rate) == as_tensor

@@ -513,3 +513,24 @@ def test_what_changes_or_saves_a_model_is_refused_on_one_rank_alone(who, tmp_pat
     for said in run_world(2, refuse_one_each, who, str(tmp_path)):
         assert len(said) == len(REFUSED_ALONE)
         assert all("differs from rank 0 in the callbacks that every rank must have: [" in text for text in said)
+
+
+def test_callbacks_that_are_verbose_say_what_they_do_on_rank_0(tmp_path, capsys):
+    model = make_model()
+    callbacks = [
+        cx.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9, min_lr=0.05, verbose=1),
+        cx.callbacks.EarlyStopping("loss", patience=3, min_delta=1e9, restore_best_weights=True, verbose=1),
+        cx.callbacks.ModelCheckpoint(tmp_path / "{epoch}.ckpt", "loss", save_best_only=True, verbose=1),
+    ]
+    with one_process():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.fit(*make_rows(12), epochs=9, verbose=False, callbacks=callbacks)
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.05  # and falls no more, of which nothing is said
+        assert trainer.epoch == 4
+    shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
+    assert shown == [
+        "epoch 2: loss stands still, the learning rate falls to 0.05",
+        "epoch 4: early stopping, loss was best in 1",
+        "the model has the weights of epoch 1",
+    ]
+    assert (tmp_path / "1.ckpt").exists()

@@ -220,3 +220,10 @@ def test_loading_keeps_the_optimizer_on_the_models_parameters(tmp_path):
         trainer.load_checkpoint(tmp_path / "saved.ckpt")
         assert all(now is then for now, then in zip(trainer.model.parameters(), parameters, strict=True))
         assert all(parameter in trainer.optimizer.state for parameter in parameters)
+
+
+def test_the_best_of_what_a_fit_turns_out_not_to_measure_is_an_error(tmp_path):
+    model, (inputs, _) = make_model(outputs=1), make_rows(12)
+    trainer = cx.DistributedTrainer(model, "mse", adam(model))
+    with one_process(), pytest.raises(cx.ConfigError, match="keep_best='accuracy' is nothing that this fit measures"):
+        trainer.fit(inputs, inputs[:, :1], epochs=1, keep_best="accuracy", checkpoint_dir=str(tmp_path), verbose=False)

@@ -119,3 +119,26 @@ def test_a_notebook_shows_curves_without_a_script():
     assert "script" not in view
     assert "validation 0.6000" in view
     ElementTree.fromstring(cx.TrainingHistory()._repr_html_())
+
+
+class Parts(nn.Module):
+    """Returns outputs by name, and a layer of it something that is no tensor."""
+
+    class Words(nn.Module):
+        def forward(self, x):
+            return str(len(x))
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.words = make_model(), self.Words()
+
+    def forward(self, x):
+        self.words(x)
+        return {"scores": self.net(x), "x": x}
+
+
+def test_a_summary_shows_outputs_of_all_kinds():
+    with one_process():
+        lines = cx.DistributedTrainer(Parts(), "cross_entropy", "sgd").summary(make_rows(5)[0]).splitlines()
+    assert any(f"scores (n, {CLASSES}), x (n, {FEATURES})" in line for line in lines)
+    assert any(line.split()[:3] == ["words", "Words", "str"] for line in lines)
