@@ -1,19 +1,17 @@
-"""The random numbers that data draw: for a row, for a batch, in a pass; whoever calls finds generators as they were."""
+"""The random numbers that data draw: for a row, for a batch, in a pass."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from cyxtrain.data.randomness import get_states, seed_generators, set_states
+from cyxtrain.data.randomness import CPU, seed_generators
 
-_CPU = torch.device("cpu")
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
@@ -46,40 +44,6 @@ def seed_for_row(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
 
 
-class GeneratorStates:
-    """The states of this process's generators, those of the CPU, and of others: taken when it is made.
-
-    Args:
-        others: Of the data's own.
-    """
-
-    def __init__(self, others: Sequence[torch.Generator] = ()) -> None:
-        self._states = get_states(_CPU)
-        self._others = [(generator, generator.get_state()) for generator in others]
-
-    def is_unchanged(self) -> bool:
-        """Returns whether nothing has been drawn since."""
-        (python, numbers, cpu, _), now = self._states, get_states(_CPU)
-        same = python == now[0] and torch.equal(cpu, now[2]) and _same_numbers(numbers, now[1])
-        return same and all(torch.equal(state, generator.get_state()) for generator, state in self._others)
-
-    def bring_back(self) -> None:
-        """Makes the generators what they were."""
-        set_states(self._states, _CPU)
-        for generator, state in self._others:
-            generator.set_state(state)
-
-
-@contextlib.contextmanager
-def states_kept(others: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever is drawn or seeded within, afterwards the generators are as they were."""
-    states = GeneratorStates(others)
-    try:
-        yield
-    finally:
-        states.bring_back()
-
-
 def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
     """Seeds all generators for a pass through data, and tells those parts of the data that want to know its number.
 
@@ -90,7 +54,7 @@ def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: in
         number: Of the pass, from 0.
         rank: Whose random numbers these are: 0 where all ranks have the same.
     """
-    seed_generators(seed, number, 0, rank, _CPU)
+    seed_generators(seed, number, 0, rank, CPU)
     for generator in others:
         generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)
     for part in parts:
@@ -103,10 +67,3 @@ def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
     """Returns the generators that parts of the data, such as a sampler, have of their own, each once."""
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    words, others = one["state"], other["state"]
-    rest = ("has_gauss", "gauss")
-    same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
-    return bool(same and np.array_equal(words["key"], others["key"]))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from cyxtrain.data.drawing import GeneratorStates, seed_for_row, states_kept
+from cyxtrain.data.drawing import seed_for_row
+from cyxtrain.data.randomness import GeneratorStates, generators_kept
 
 Place = tuple[int, int]
 """A row's number in the data set, and what generators are seeded with for it."""
@@ -87,7 +88,7 @@ class _Collate:
         with _naming("putting together rows", items.indices):
             if self._collate is default_collate:  # it draws nothing
                 return default_collate(list(items))
-            with states_kept():
+            with generators_kept():
                 seed_for_row(items.key ^ _COLLATES)
                 return self._collate(list(items))
 
@@ -108,7 +109,7 @@ class _Rows(Dataset[Any]):
                 return _Items(items, places)
             before.bring_back()
             self._draws = True
-        with states_kept():
+        with generators_kept():
             return _Items([self._draw(index, key) for index, key in places], places)
 
     def _fetch(self, indices: list[int]) -> list[Any]:

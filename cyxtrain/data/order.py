@@ -11,7 +11,8 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from cyxtrain.data.drawing import begin_pass, generators_of, states_kept
+from cyxtrain.data.drawing import begin_pass, generators_of
+from cyxtrain.data.randomness import generators_kept
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
 
@@ -128,7 +129,7 @@ class DrawnOrder(Order):
         """
         parts = [self._sampler, getattr(self._sampler, "sampler", None)]
         own = generators_of(parts)
-        with states_kept(own):
+        with generators_kept(others=own):
             begin_pass(parts, own, self._seed, epoch)
             given = list(self._sampler)
         name = type(self._sampler).__name__

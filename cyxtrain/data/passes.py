@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cyxtrain.data.batching import as_batch
-from cyxtrain.data.drawing import GeneratorStates, begin_pass, generators_of, states_kept
+from cyxtrain.data.drawing import begin_pass, generators_of
+from cyxtrain.data.randomness import GeneratorStates, generators_kept
 from cyxtrain.data.rows import Rows, holds_tensors
 from cyxtrain.data.tree import num_rows
 
@@ -36,10 +37,10 @@ class Pass:
         self.is_numpy = False
         self._looked_at: list[Rows] = []
         self._others = generators_of(parts)
-        with states_kept(self._others):
+        with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
             self._batches = make()
-            self._states = GeneratorStates(self._others)
+            self._states = GeneratorStates(others=self._others)
 
     def look(self) -> Rows | None:
         """Returns the first batch, which stays the next one; None: there is none."""
@@ -54,7 +55,7 @@ class Pass:
         if self._looked_at:
             self.taken += 1
             return self._looked_at.pop()
-        with states_kept(self._others):
+        with generators_kept(others=self._others):
             self._states.bring_back()
             try:
                 for given in self._batches:
@@ -65,4 +66,4 @@ class Pass:
                         return rows.mapped(torch.clone)  # who gives it may give it again, and a model may change it
                 return None
             finally:
-                self._states = GeneratorStates(self._others)
+                self._states = GeneratorStates(others=self._others)

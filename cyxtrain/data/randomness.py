@@ -1,4 +1,4 @@
-"""The generators that training draws from: Python's, NumPy's and PyTorch's own, of this process and its device.
+"""The generators that training and data draw from: Python's, NumPy's and PyTorch's own, of this process and its device.
 
 Training seeds them anew in each epoch, from (seed, epoch, rank): dropout and augmentation differ between epochs and
 ranks, and are the same in every run. In the middle of an epoch a checkpoint keeps their states. Whoever called `fit`
@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+_States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+CPU = torch.device("cpu")
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
@@ -39,19 +40,45 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
         torch.cuda.default_generators[_index(device)].manual_seed(second % 2**63)
 
 
+class GeneratorStates:
+    """The states of this process's generators, and of others: taken when it is made.
+
+    Args:
+        device: Where the model computes.
+        others: Of the data's own.
+    """
+
+    def __init__(self, device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> None:
+        self._device = device
+        self._states = _get_states(device)
+        self._others = [(generator, generator.get_state()) for generator in others]
+
+    def is_unchanged(self) -> bool:
+        """Returns whether nothing has been drawn since, from those of the CPU."""
+        (python, numbers, cpu, _), now = self._states, _get_states(CPU)
+        same = python == now[0] and torch.equal(cpu, now[2]) and _same_numbers(numbers, now[1])
+        return same and all(torch.equal(state, generator.get_state()) for generator, state in self._others)
+
+    def bring_back(self) -> None:
+        """Makes the generators what they were."""
+        _set_states(self._states, self._device)
+        for generator, state in self._others:
+            generator.set_state(state)
+
+
 @contextlib.contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded within, afterwards the generators are as they were."""
-    states = get_states(device)
+def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Whatever is drawn or seeded within, generators are as they were afterwards. Arguments as `GeneratorStates`."""
+    states = GeneratorStates(device, others)
     try:
         yield
     finally:
-        set_states(states, device)
+        states.bring_back()
 
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
     """Returns the states of all generators: JSON values."""
-    python, numbers, cpu, cuda = get_states(device)
+    python, numbers, cpu, cuda = _get_states(device)
     version, words, gauss = python
     return {
         "python": [version, np.array(words, dtype=np.uint32).tobytes().hex(), gauss],
@@ -73,17 +100,17 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
     numbers = {**numbers, "state": {**numbers["state"], "key": key}}
     cuda = None if states["cuda"] is None else _bytes(states["cuda"])
-    set_states((python, numbers, _bytes(states["torch"]), cuda), device)
+    _set_states((python, numbers, _bytes(states["torch"]), cuda), device)
 
 
-def get_states(device: torch.device) -> States:
-    """Returns the states of all generators, as `set_states` takes them."""
+def _get_states(device: torch.device) -> _States:
+    """Returns the states of all generators, as `_set_states` takes them."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), cuda
 
 
-def set_states(states: States, device: torch.device) -> None:
-    """Brings back what `get_states` gave."""
+def _set_states(states: _States, device: torch.device) -> None:
+    """Brings back what `_get_states` gave."""
     python, numbers, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numbers)
@@ -98,3 +125,10 @@ def _bytes(text: str) -> torch.Tensor:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    words, others = one["state"], other["state"]
+    rest = ("has_gauss", "gauss")
+    same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
+    return bool(same and np.array_equal(words["key"], others["key"]))
