@@ -14,7 +14,7 @@ from worlds import run_processes
 
 import cyxtrain as cx
 from cyxtrain.data.arrays import ArraySource
-from cyxtrain.data.moving import Here, Placement, ToGPU
+from cyxtrain.data.moving import Placement, ToCPU, ToGPU
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 GPU = "cuda"
@@ -117,7 +117,7 @@ def test_rows_that_travel_ahead_are_the_rows_that_were_asked_for():
     inputs, targets = torch.randint(0, 255, (1000, 64), dtype=torch.uint8), torch.arange(1000)
     placement = Placement(torch.device(GPU), torch.float32, lambda values, dtype: values)
     for source in (ArraySource(inputs, targets), ArraySource(inputs.to(GPU), targets.to(GPU)), ArraySource(inputs)):
-        ahead, here = ToGPU(source, placement), Here(source, placement)
+        ahead, here = ToGPU(source, placement), ToCPU(source, placement)
         asked = [np.random.default_rng(n).integers(0, 1000, 200) for n in range(20)]
         coming = [*asked[1:10], None, *asked[:9], None]  # at first what comes, then something else
         for indices, following in zip(asked, coming, strict=True):

@@ -128,7 +128,7 @@ def test_a_connection_is_measured_both_ways():
 
 
 def test_a_connection_that_ends_in_the_middle_is_an_error():
-    with pytest.raises((measuring.EndedError, ConnectionError)):
+    with pytest.raises((measuring.ClosedError, ConnectionError)):
         between_two(20.0, lambda sock: sock.close())
 
 

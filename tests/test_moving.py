@@ -12,13 +12,13 @@ from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.batches import Share
 from cyxtrain.data.feed import ArrayFeed, Place
 from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.moving import Here, Placement
+from cyxtrain.data.moving import Placement, ToCPU
 from cyxtrain.data.sampler import DistributedSampler, Indices
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
 
 
-class Noting(Here):
+class Noting(ToCPU):
     """Notes what is asked for, and what it is told comes next."""
 
     asked: list[tuple[Indices, Indices | None]] = []  # noqa: RUF012 - one for the test

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from cyxtrain.data.drawing import seed_for_row
 from cyxtrain.data.randomness import GeneratorStates, generators_kept
 
-Place = tuple[int, int]
+KeyedRow = tuple[int, int]
 """A row's number in the data set, and what generators are seeded with for it."""
 _COLLATES = 0x5DEECE66D
 """Makes another key of a row's."""
@@ -44,7 +44,7 @@ class Fetcher:
         rows: Dataset[Any] = _Rows(dataset)
         self._loader: DataLoader[Any] = DataLoader(rows, batch_sampler=self._told, generator=own, **settings)
 
-    def fetch(self, lists: Iterable[list[Place]]) -> Iterator[Any]:
+    def fetch(self, lists: Iterable[list[KeyedRow]]) -> Iterator[Any]:
         """Gives what is made of each list of rows."""
         self._told.lists = lists
         return iter(self._loader)
@@ -54,9 +54,9 @@ class _Told:
     """A batch sampler that gives what somebody else says."""
 
     def __init__(self) -> None:
-        self.lists: Iterable[list[Place]] = ()
+        self.lists: Iterable[list[KeyedRow]] = ()
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[KeyedRow]]:
         return iter(self.lists)
 
 
@@ -65,17 +65,17 @@ class _Items(list[Any]):
 
     Args:
         items: Them.
-        places: Where they come from.
+        rows: Which they are.
     """
 
-    def __init__(self, items: Iterable[Any], places: Sequence[Place]) -> None:
+    def __init__(self, items: Iterable[Any], rows: Sequence[KeyedRow]) -> None:
         super().__init__(items)
-        self.key = places[0][1]
-        self.indices = [index for index, _ in places]
+        self.key = rows[0][1]
+        self.indices = [index for index, _ in rows]
 
 
 class _Collate:
-    """Puts rows together; what it draws depends on the first row's place alone.
+    """Puts rows together; what it draws depends on the first row's key alone.
 
     Args:
         collate: The user's way.
@@ -100,17 +100,17 @@ class _Rows(Dataset[Any]):
         self._dataset = dataset
         self._draws = False
 
-    def __getitems__(self, places: list[Place]) -> _Items:
+    def __getitems__(self, rows: list[KeyedRow]) -> _Items:
         """Returns rows; a data set that is seen to draw is asked again, row by row, with generators of its own."""
         if not self._draws:
             before = GeneratorStates()
-            items = self._fetch([index for index, _ in places])
+            items = self._fetch([index for index, _ in rows])
             if before.is_unchanged():
-                return _Items(items, places)
+                return _Items(items, rows)
             before.bring_back()
             self._draws = True
         with generators_kept():
-            return _Items([self._draw(index, key) for index, key in places], places)
+            return _Items([self._draw(index, key) for index, key in rows], rows)
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)  # as PyTorch looks for it

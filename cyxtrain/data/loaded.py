@@ -21,7 +21,7 @@ from cyxtrain.data.batching import as_batch, check_parts
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing
 from cyxtrain.data.drawing import row_keys
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.fetching import Fetcher
+from cyxtrain.data.fetching import Fetcher, KeyedRow
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
 from cyxtrain.data.rows import Rows, sampled_hash
@@ -79,7 +79,7 @@ class LoadedSource(Source):
         places = range(rows if found.ends is None else int(found.ends[0]))
         tries = loader is None or loader.worker_init_fn is None  # what workers are prepared for, this process is not
         looks = Fetcher(self._dataset, loader, self.seed, tries=tries)
-        asked = _places(found, places, self.seed, _TO_EVALUATE)
+        asked = _keyed_rows(found, places, self.seed, _TO_EVALUATE)
         self.example, again = (self.rows(fetched, len(places)) for fetched in looks.fetch([asked, asked]))
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
@@ -162,7 +162,7 @@ class LoadedSource(Source):
         order, batches = self._batches(batch_size)
         first, end = share_of_batches(len(batches), 1, rank, world_size)
         own = batches[first:end]
-        fetched = self._to_evaluate.fetch([_places(order, places, self.seed, _TO_EVALUATE) for places in own])
+        fetched = self._to_evaluate.fetch([_keyed_rows(order, places, self.seed, _TO_EVALUATE) for places in own])
         for number, (places, found) in enumerate(zip(own, fetched, strict=True), first):
             yield Batch(number, *placement.place(self.rows(found, len(places))))
 
@@ -304,17 +304,17 @@ class LoadedFeed(Feed):
             )
 
 
-def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int) -> Iterator[list[tuple[int, int]]]:
+def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int) -> Iterator[list[KeyedRow]]:
     """Gives what is to be fetched, micro-batch by micro-batch.
 
     It holds nothing of the loader that asks: else the two would keep each other, and workers, alive.
     """
     for step in steps:
         for piece in dealing.deal(step).pieces:
-            yield _places(order, piece, seed, epoch)
+            yield _keyed_rows(order, piece, seed, epoch)
 
 
-def _places(order: OrderOf, places: range, seed: int, epoch: int) -> list[tuple[int, int]]:
+def _keyed_rows(order: OrderOf, places: range, seed: int, epoch: int) -> list[KeyedRow]:
     """Returns row numbers, each with its key."""
     indices = order.indices[places.start : places.stop : places.step].tolist()
     return list(zip(indices, row_keys(seed, epoch, places), strict=True))

@@ -83,7 +83,7 @@ class Mover(ABC):
         """
 
 
-class Here(Mover):
+class ToCPU(Mover):
     """To a CPU, when they are wanted: the core that gathers rows early is the one that computes."""
 
     def __call__(self, indices: Indices, following: Indices | None) -> Rows:
@@ -126,7 +126,7 @@ class ToGPU(Mover):
 
 def make_mover(gather: Callable[[Indices], Rows], placement: Placement) -> Mover:
     """Returns what brings rows to where the model computes."""
-    return (ToGPU if placement.device.type == "cuda" else Here)(gather, placement)
+    return (ToGPU if placement.device.type == "cuda" else ToCPU)(gather, placement)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

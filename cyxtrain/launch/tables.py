@@ -36,12 +36,10 @@ def wrapped(text: str, indent: str = "") -> list[str]:
         text: Of any length.
         indent: Before the lines after the first.
     """
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def shortened(text: str, length: int) -> str:
+def truncated(text: str, length: int) -> str:
     """Returns a text of at most so many characters; what is left out shows."""
     return text if len(text) <= length else f"{text[: length - 2]}.."
 

@@ -58,7 +58,7 @@ _Event = _Said | _Wrote | Signal | RankExit
 
 
 @dataclass
-class Answers:
+class JobAnswers:
     """What has become of a job.
 
     Attributes:
@@ -147,7 +147,7 @@ class Pool:
         arguments: tuple[Any, ...],
         heed: Callable[[Any], None],
         hear: Callable[[int], bool],
-    ) -> Answers:
+    ) -> JobAnswers:
         """Lets all workers call a function, and returns what they answer.
 
         What workers write appears on our stdout and stderr, in this thread; that of other ranks than 0 with the rank.
@@ -197,8 +197,8 @@ class Pool:
             channel.close()
         self._supervisor.abandon()
 
-    def _wait_for_answers(self, heed: Callable[[Any], None], hear: Callable[[int], bool]) -> Answers:
-        answers = Answers()
+    def _wait_for_answers(self, heed: Callable[[Any], None], hear: Callable[[int], bool]) -> JobAnswers:
+        answers = JobAnswers()
         heard, deadline, starts_until = 0, math.inf, time.monotonic() + START_SECONDS
         while len(answers.by_rank) + len(answers.ended) < self.num_processes and time.monotonic() < deadline:
             self._check_start(starts_until)

@@ -31,7 +31,7 @@ _STALLED_SECONDS = 4.0
 """After which an end is no sudden one: the kernel there has given up on what never arrived (`watch_over`)."""
 
 
-class EndedError(Exception):
+class ClosedError(Exception):
     """The other end has closed the connection."""
 
 
@@ -96,7 +96,7 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
         seconds: Until it gives up.
 
     Raises:
-        EndedError: The other end has gone.
+        ClosedError: The other end has gone.
         LargeLostError: Round trips work, and a quarter of a MiB does not arrive.
         OSError: It broke; TimeoutError: there was no answer.
     """
@@ -107,7 +107,7 @@ def lead(sock: socket.socket, seconds: float) -> Figures:
     try:
         there = _bytes_per_second(sock, b"g", trip, deadline)
         back = _bytes_per_second(sock, b"t", trip, deadline)
-    except (EndedError, OSError) as error:
+    except (ClosedError, OSError) as error:
         if isinstance(error, TimeoutError) or time.monotonic() - begin > _STALLED_SECONDS:
             raise LargeLostError from None
         raise
@@ -123,7 +123,7 @@ def follow(sock: socket.socket, seconds: float) -> None:
         seconds: Until it gives up.
 
     Raises:
-        EndedError: The other end has gone.
+        ClosedError: The other end has gone.
         OSError: It broke; TimeoutError: nobody asked.
     """
     deadline = Deadline(seconds)
@@ -184,7 +184,7 @@ def _receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
         sock.settimeout(max(deadline.left(), 0.001))
         part = sock.recv(count - len(heard))
         if not part:
-            raise EndedError
+            raise ClosedError
         heard += part
     return bytes(heard)
 
@@ -203,5 +203,5 @@ def _drain(sock: socket.socket, count: int, deadline: Deadline) -> None:
         sock.settimeout(max(deadline.left(), 0.001))
         came = sock.recv_into(room, min(count, len(room)))
         if not came:
-            raise EndedError
+            raise ClosedError
         count -= came

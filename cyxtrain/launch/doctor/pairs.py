@@ -240,7 +240,7 @@ def _measured(view: View, sock: socket.socket) -> View:
         return _failed(view, Cause.LARGE, detail)
     except TimeoutError:
         return _failed(view, Cause.BROKE, f"connected, and then no answer within {MEASURE_SECONDS:g} s")
-    except (measuring.EndedError, OSError) as error:
+    except (measuring.ClosedError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
         return _failed(view, Cause.BROKE, f"the connection ended in the middle ({reason.lower()})")
     return View(
@@ -262,7 +262,7 @@ def _follow(sock: socket.socket) -> None:
     watch_over(sock)
     try:
         measuring.follow(sock, MEASURE_SECONDS)
-    except (measuring.EndedError, OSError):
+    except (measuring.ClosedError, OSError):
         return
 
 

@@ -10,7 +10,7 @@ from cyxtrain.config import DistributedConfig
 from cyxtrain.errors import counted
 from cyxtrain.launch.doctor.findings import Arrival, Cause, Pair, View
 from cyxtrain.launch.doctor.machine import Machine
-from cyxtrain.launch.tables import aligned, duration, rate, shortened, wrapped
+from cyxtrain.launch.tables import aligned, duration, rate, truncated, wrapped
 from cyxtrain.ring.meeting.entry import misfit
 
 _SHOWN_PAIRS = 28
@@ -68,7 +68,7 @@ class World:
 
     def host(self, rank: int) -> str:
         """Returns the name of a rank's machine, short enough for a table."""
-        return shortened(self.arrivals[rank].machine.host, _HOST_CHARACTERS)
+        return truncated(self.arrivals[rank].machine.host, _HOST_CHARACTERS)
 
     def address(self, rank: int, *, port: bool = False) -> str:
         """Returns where a rank listens."""
@@ -121,7 +121,7 @@ def _ranks(world: World) -> list[str]:
     for rank, arrival in world.arrivals.items():
         machine = arrival.machine
         found = (str(rank), world.host(rank), world.address(rank, port=True), machine.interface or "?")
-        rows.append((*found, str(machine.cores), machine.memory, shortened(machine.gpus, _GPU_CHARACTERS)))
+        rows.append((*found, str(machine.cores), machine.memory, truncated(machine.gpus, _GPU_CHARACTERS)))
     return aligned(rows, right=(0, 4, 5))
 
 

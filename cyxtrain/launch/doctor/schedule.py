@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Pair = tuple[int, int]
+RankPair = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
-def rounds(ranks: Sequence[int]) -> list[list[Pair]]:
+def rounds(ranks: Sequence[int]) -> list[list[RankPair]]:
     """Returns the pairs in rounds: each pair exactly once, each rank at most once in a round.
 
     N - 1 rounds for an even number of ranks, N for an odd one, in each of which one rank has nobody.
@@ -20,7 +20,7 @@ def rounds(ranks: Sequence[int]) -> list[list[Pair]]:
     circle: list[int | None] = sorted(ranks)  # type: ignore[assignment]
     if len(circle) % 2:
         circle.append(None)  # whoever meets nobody has a pause
-    found: list[list[Pair]] = []
+    found: list[list[RankPair]] = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         facing = zip(circle[:half], reversed(circle[half:]), strict=True)
@@ -29,7 +29,7 @@ def rounds(ranks: Sequence[int]) -> list[list[Pair]]:
     return found
 
 
-def partner(rank: int, pairs: Sequence[Pair]) -> int | None:
+def partner(rank: int, pairs: Sequence[RankPair]) -> int | None:
     """Returns whom a rank meets in a round; None: nobody."""
     for low, high in pairs:
         if rank in (low, high):

@@ -30,7 +30,7 @@ from cyxtrain.training.notebook.mirroring import Changes, parts_of, take_in
 from cyxtrain.training.notebook.performing import FIT, OF_FITS, Performed, Surroundings, perform
 from cyxtrain.training.notebook.relaying import BEGUN, SHOW
 from cyxtrain.workers.machine import ranks_by_cores
-from cyxtrain.workers.pool import Answers, Pool
+from cyxtrain.workers.pool import JobAnswers, Pool
 from cyxtrain.workers.sharing import SharedFile, read, write
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class _Call:
             sys.stderr.write("stopping after this step; interrupt again to stop at once\n")
         return hears
 
-    def _take_in(self, answers: Answers, num_ranks: int) -> Any:
+    def _take_in(self, answers: JobAnswers, num_ranks: int) -> Any:
         """Changes the trainer's objects to what they have become, and returns the value of the call or raises."""
         __tracebackhide__ = True
         ranks: dict[int, Performed] = answers.by_rank
