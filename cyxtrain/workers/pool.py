@@ -23,7 +23,7 @@ from cyxtrain.workers.channel import Answer, Channel, Done, Here, Job, Report, S
 from cyxtrain.workers.machine import find_free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Reaction, Supervisor
+from cyxtrain.workers.supervisor import SLICE_SECONDS, Reaction, Supervisor
 from cyxtrain.workers.worker import NAME
 
 START_SECONDS = 120.0
@@ -34,7 +34,6 @@ _AFTER_ERROR_SECONDS = 5.0
 """Seconds for the other ranks to answer after one that cannot go on."""
 _DRAIN_SECONDS = 2.0
 """Seconds for what workers have written to arrive, after their answers."""
-_SLICE_SECONDS = 0.5  # Windows hands us a Ctrl-C only between two waits
 # Where modules are found is the notebook's: so is the very package that is imported here.
 _START = (
     f'import json, os, sys; sys.path[:] = json.loads(os.environ["{environment.WORKER_CHANNEL}"])["path"]; '
@@ -252,7 +251,7 @@ class Pool:
     def _next(self) -> _Event | None:
         """Returns the next event, or None: there has been none for a while."""
         try:
-            return self._events.get(timeout=_SLICE_SECONDS)
+            return self._events.get(timeout=SLICE_SECONDS)
         except queue.Empty:
             return None
 

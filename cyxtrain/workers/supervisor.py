@@ -29,7 +29,8 @@ ASKED_SECONDS = 9.0
 """Seconds for ranks that a user stops: they end their step and write a checkpoint; within 10 s nothing is left."""
 KILLED_SECONDS = DRAIN_SECONDS + 3.0
 """Seconds after SIGKILL until a rank counts as one that cannot be ended."""
-_SLICE_SECONDS = 0.5  # Windows hands us a Ctrl-C only between two waits
+SLICE_SECONDS = 0.5
+"""The longest wait in one piece: Windows hands us a Ctrl-C only between two."""
 
 
 class Reaction(enum.Enum):
@@ -138,7 +139,7 @@ class Supervisor:
             if remaining <= 0:
                 return
             try:
-                event = self._events.get(timeout=min(remaining, _SLICE_SECONDS))
+                event = self._events.get(timeout=min(remaining, SLICE_SECONDS))
             except queue.Empty:
                 continue
             self._take(event)
