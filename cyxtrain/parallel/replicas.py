@@ -54,15 +54,15 @@ def _odd_ones(everyone: Sequence[dict[str, str]]) -> dict[str, list[int]]:
 
 
 def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
-    numbers = ", ".join(map(str, ranks))
+    numbers, names = ", ".join(map(str, ranks)), shortened(odd)
     if len(ranks) == world_size:
-        who = f"ranks {numbers} differ from each other, and there is no majority that is right"
+        who = f"ranks {numbers} differ from each other in {names}, and no majority says who is right"
     elif len(ranks) == 1:
-        who = f"rank {numbers} differs from the {world_size - 1} others"
+        who = f"rank {numbers} differs from the {world_size - 1} others in {names}"
     else:
-        who = f"ranks {numbers} differ from most"
+        who = f"ranks {numbers} differ from most in {names}"
     return (
-        f"{who} in {shortened(odd)}: parameters must be equal on all ranks, bit for bit. Either code changes them on "
+        f"{who}: parameters must be equal on all ranks, bit for bit. Either code changes them on "
         "some ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
         "fit(..., resume=path); the newest may hold it already."
     )
