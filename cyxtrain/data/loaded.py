@@ -7,17 +7,15 @@ number of ranks and workers, and where a fit goes on in the middle of an epoch.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
-from cyxtrain.data.batching import as_batch, check_parts
+from cyxtrain.data.batching import as_batch
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing
 from cyxtrain.data.drawing import row_keys
 from cyxtrain.data.feed import Feed, Place
@@ -26,9 +24,8 @@ from cyxtrain.data.moving import Placement
 from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
 from cyxtrain.data.rows import Rows, sampled_hash
 from cyxtrain.data.sampler import Indices
-from cyxtrain.data.source import Source, WeighRows
+from cyxtrain.data.source import FetchedSource
 from cyxtrain.data.tree import num_rows
-from cyxtrain.data.weights import weighted
 from cyxtrain.errors import ConfigError, counted, on_all_ranks
 from cyxtrain.runtime import gather_texts
 
@@ -37,7 +34,7 @@ _TO_EVALUATE = -1
 """The "epoch" whose random numbers an evaluation has: always the same."""
 
 
-class LoadedSource(Source):
+class LoadedSource(FetchedSource):
     """Rows of a Dataset.
 
     Args:
@@ -53,9 +50,6 @@ class LoadedSource(Source):
         self._dataset = dataset
         self._loader = loader
         self.seed = config.seed
-        self._limit: int | None = None
-        self._weigh: WeighRows | None = None
-        self.example: Rows = None  # type: ignore[assignment]  # looked at below
         size = _size(dataset)
         self.order: Order = (
             OwnOrder(size, config.shuffle, config.seed) if loader is None else order_of(loader, size, config.seed)
@@ -80,7 +74,7 @@ class LoadedSource(Source):
         tries = loader is None or loader.worker_init_fn is None  # what workers are prepared for, this process is not
         looks = Fetcher(self._dataset, loader, self.seed, tries=tries)
         asked = _keyed_rows(found, places, self.seed, _TO_EVALUATE)
-        self.example, again = (self.rows(fetched, len(places)) for fetched in looks.fetch([asked, asked]))
+        self.example, again = (_whole(as_batch(fetched), len(places)) for fetched in looks.fetch([asked, asked]))
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
@@ -104,23 +98,9 @@ class LoadedSource(Source):
         """Returns what was fetched as rows.
 
         Raises:
-            ConfigError: They are not as many as were asked for: gradients are divided by how many there are.
+            ConfigError: They do not have the parts of the first ones, or are not as many as were asked for.
         """
-        rows = as_batch(fetched)
-        if self._weigh is not None:
-            rows = self._weigh(rows)
-        check_parts(rows, self.example or rows)
-        if num_rows(rows.inputs) != asked:
-            raise ConfigError(
-                f"of {counted(asked, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
-                "rank must know how many rows the others have. To leave rows out, give a sampler that does; what "
-                "gives batches of any size is an IterableDataset or a generator."
-            )
-        return rows
-
-    def first(self, rows: int) -> Rows:
-        """Returns the first two rows."""
-        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+        return _whole(self.weighed(as_batch(fetched)), asked)
 
     def facts(self, name: str) -> dict[str, Any]:
         """Returns the kind of data set and of sampler, and kinds and values of the first rows."""
@@ -134,20 +114,6 @@ class LoadedSource(Source):
             facts[f"{name} {what}: shape of a row"] = list(tensor.shape[1:])
             facts[f"{name} {what}: hash of the first rows"] = sampled_hash(tensor) if self._is_reproducible else ""
         return facts
-
-    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> LoadedSource:
-        """As `Source`: batch by batch."""
-        source = copy.copy(self)
-        source._weigh = lambda rows: weighted(rows, weights, ignored)
-        ones = torch.ones(num_rows(self.example.inputs))
-        source.example = self.example._replace(weights=ones if self.example.weights is None else self.example.weights)
-        return source
-
-    def shortened(self, batches: int, batch_size: int) -> LoadedSource:
-        """As `Source`."""
-        source = copy.copy(self)
-        source._limit = batches
-        return source
 
     def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> LoadedFeed:
         """As `Source`.
@@ -179,6 +145,17 @@ class LoadedSource(Source):
         else:
             found = [range(first, end) for first, end in zip([0, *order.ends[:-1]], order.ends, strict=True)]
         return order, found[: self._limit]
+
+
+def _whole(rows: Rows, asked: int) -> Rows:
+    """Refuses another number of rows than was asked for: gradients are divided by how many there are."""
+    if num_rows(rows.inputs) != asked:
+        raise ConfigError(
+            f"of {counted(asked, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
+            "rank must know how many rows the others have. To leave rows out, give a sampler that does; what "
+            "gives batches of any size is an IterableDataset or a generator."
+        )
+    return rows
 
 
 def _size(dataset: Any) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 from torch import Tensor
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch
+from cyxtrain.data.batching import check_parts
 from cyxtrain.data.feed import Feed
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.rows import Rows
+from cyxtrain.data.tree import num_rows
+from cyxtrain.data.weights import weighted
 
 
 class Source(ABC):
@@ -137,8 +142,44 @@ class Source(ABC):
         return None
 
 
-WeighRows = Callable[[Rows], Rows]
-"""What weighs the rows of a batch by their classes."""
+class FetchedSource(Source):
+    """Rows that a user's code gives batch by batch; `example` has the first ones."""
+
+    _weigh: Callable[[Rows], Rows] | None = None
+    """Gives rows the weights of their classes."""
+    _limit: int | None = None
+    """Batches to evaluate; None: all."""
+
+    def meet(self, openings: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
+        """As `Source`; the example looks like the batches that will come."""
+        if self._weigh is not None and self.example.weights is None:
+            self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs)))
+
+    def first(self, rows: int) -> Rows:
+        """Returns rows of the example."""
+        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+
+    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> FetchedSource:
+        """As `Source`: batch by batch."""
+        source = copy.copy(self)
+        source._weigh = lambda rows: weighted(rows, weights, ignored)
+        return source
+
+    def shortened(self, batches: int, batch_size: int) -> FetchedSource:
+        """As `Source`."""
+        source = copy.copy(self)
+        source._limit = batches
+        return source
+
+    def weighed(self, rows: Rows) -> Rows:
+        """Returns a batch with the weights of its classes.
+
+        Raises:
+            ConfigError: It does not have the parts of the first one.
+        """
+        found = rows if self._weigh is None else self._weigh(rows)
+        check_parts(found, self.example)
+        return found
 
 
 class Opened(NamedTuple):

@@ -10,7 +10,6 @@ draws from them meanwhile: so the same batches come again where a fit goes on, a
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,22 +22,20 @@ from torch import Tensor
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share
-from cyxtrain.data.batching import check_parts
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.forms import dtypes_of, example_of, form_of
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.passes import Pass
 from cyxtrain.data.rows import Rows, sampled_hash
-from cyxtrain.data.source import Source, WeighRows
+from cyxtrain.data.source import FetchedSource
 from cyxtrain.data.tree import num_rows
-from cyxtrain.data.weights import weighted
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 
 _OWN = 1
 """`Place.order` where each rank has data of its own."""
 
 
-class StreamSource(Source):
+class StreamSource(FetchedSource):
     """Batches, one after the other.
 
     Args:
@@ -71,8 +68,6 @@ class StreamSource(Source):
         self._rank = runtime.get_rank() if config.sharded_data else 0
         self._what = what
         self._seed = config.seed
-        self._weigh: WeighRows | None = None
-        self._limit: int | None = None
         self.reads_once = once
         self.is_dealt = True
         self._begun: Pass | None = self._pass(number)
@@ -130,28 +125,11 @@ class StreamSource(Source):
         self.example = Rows(*map(example_of, form)) if self._first is None else self._first
         self.batch_size = self.batch_size or max(opening["rows"] for opening in openings)
         self.is_numpy = any(opening["numpy"] for opening in openings)
-        if self._weigh is not None and self.example.weights is None:
-            self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs)))
-
-    def first(self, rows: int) -> Rows:
-        """Returns rows of the first batch."""
-        return self.example.mapped(lambda tensor: tensor[:rows].clone())
+        super().meet(openings, rank, sharded=sharded)
 
     def facts(self, name: str) -> dict[str, Any]:
         """Returns what its batches consist of."""
         return {f"the {name} data": dtypes_of([form_of(part) for part in self.example])}
-
-    def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> StreamSource:
-        """As `Source`: batch by batch."""
-        source = copy.copy(self)
-        source._weigh = lambda rows: weighted(rows, weights, ignored)
-        return source
-
-    def shortened(self, batches: int, batch_size: int) -> StreamSource:
-        """As `Source`."""
-        source = copy.copy(self)
-        source._limit = batches
-        return source
 
     def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> StreamFeed:
         """As `Source`.
@@ -206,16 +184,6 @@ class StreamSource(Source):
                 "calling it."
             )
         return self._pass(number)
-
-    def weighed(self, rows: Rows) -> Rows:
-        """Returns rows with the weights of their classes.
-
-        Raises:
-            ConfigError: They do not have the parts of the first ones.
-        """
-        found = rows if self._weigh is None else self._weigh(rows)
-        check_parts(found, self.example)
-        return found
 
 
 class StreamFeed(Feed):
