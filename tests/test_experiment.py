@@ -305,6 +305,7 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
     ("section", "value", "says"),
     [
         ("modle", {}, r"the config has no section 'modle'. Did you mean 'model'\?"),
+        ("epochs", 3, r"the config has no section 'epochs'. Did you mean 'training.epochs'\?"),
         ("model", None, "the section 'model' needs a name"),
         ("model", {"hidden": [3]}, "the section 'model' needs a name"),
         ("model", {**MLP, "hiden": [3]}, r"the model 'mlp' has no setting 'hiden'. Did you mean 'hidden'\?"),

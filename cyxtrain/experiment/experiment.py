@@ -18,7 +18,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.naming import Names, is_path, make, named, section_of
-from cyxtrain.experiment.reading import SECTIONS, Overrides, with_names, words_of
+from cyxtrain.experiment.reading import Overrides, check_section, with_names, words_of
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.settings import is_number, unknown_name
 from cyxtrain.training.callbacks import Callback
@@ -62,8 +62,7 @@ class Experiment:
         names = Names(own_code)
         with _naming(source):
             for section in values:
-                if section not in SECTIONS:
-                    raise unknown_name("the config", section, list(SECTIONS), "section")
+                check_section("the config", section)
             self._training = _training(values)
             self._distributed, ddp_config = _distributed(values)
             _import(values, names)

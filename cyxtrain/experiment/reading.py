@@ -64,7 +64,7 @@ def read_file(path: str | os.PathLike[str], readers: tuple[Path, ...] = ()) -> V
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: {_BASE} must be a file, or a list of files, got {bases!r}.")
     for section in values:
-        _check_section(str(path), section, _BASE)
+        check_section(str(path), section, _BASE)
     found: Values = {}
     for base in bases:
         if not (file.parent / base).exists():
@@ -90,7 +90,7 @@ def merged(values: Values, overrides: Overrides) -> Values:
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {override!r}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
             raise ConfigError(f"the override {override}: lists are replaced whole, such as model.hidden=[64, 64].")
-        _check_section("the config", name.split(".")[0])
+        check_section("the config", name.split(".")[0])
         source = f"the override {override}"
         given = _over(source, given, with_names(_parsed_override(source, override)), by_name=False)
     return _over("the overrides", values, given)
@@ -147,6 +147,23 @@ def to_yaml(values: Values) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
+def check_section(owner: str, section: str, *more: str) -> None:
+    """Refuses a section that does not exist.
+
+    Args:
+        owner: What has it, for messages.
+        section: Its name.
+        *more: What else may stand beside sections.
+
+    Raises:
+        ConfigError: With the nearest one that does.
+    """
+    if section in _TRAINING:
+        raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
+    if section not in SECTIONS:
+        raise unknown_name(owner, section, [*SECTIONS, *more], "section")
+
+
 def _parsed(file: Path) -> Values:
     try:
         text = file.read_text(encoding="utf-8")
@@ -166,14 +183,6 @@ def _parsed(file: Path) -> Values:
 
 def _parsed_override(source: str, override: str) -> Values:
     return _library(source, lambda: _container(OmegaConf.from_dotlist([override])), override)
-
-
-def _check_section(owner: str, section: str, *more: str) -> None:
-    """Refuses a section that does not exist."""
-    if section in _TRAINING:
-        raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
-    if section not in SECTIONS:
-        raise unknown_name(owner, section, [*SECTIONS, *more], "section")
 
 
 def _no_file(file: Path) -> str:
