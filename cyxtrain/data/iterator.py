@@ -22,7 +22,8 @@ class DistributedBatchIterator:
     an empty batch is still a step, because the other ranks take it too (with `pad=False`; a sampler
     that pads gives all ranks equal batches).
 
-    Each `for` starts at the beginning of the sampler's current epoch. `num_batches` is a property.
+    Each `for` starts at the beginning of the sampler's current epoch. `num_batches` is a property. A loop of one's
+    own divides the gradients of batch k by `global_batch_size(k)`: `examples/custom_loop.py` shows how.
 
     Args:
         sampler: Gives the order, the rank and the world size.
