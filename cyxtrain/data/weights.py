@@ -15,7 +15,7 @@ from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.settings import is_number
 
 
-def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int | None = None) -> Tensor:
+def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int | None) -> Tensor:
     """Returns how much each row counts, shape (n,), float64.
 
     Args:

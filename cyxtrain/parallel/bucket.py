@@ -119,9 +119,9 @@ class Bucket:
         group: Any,
         *,
         absent: bool,
-        signals: Sequence[float] = (),
-        loss: Tensor | None = None,
-        scale: float = 1.0,
+        signals: Sequence[float],
+        loss: Tensor | None,
+        scale: float,
     ) -> None:
         """Sends the bucket on its way.
 

@@ -342,8 +342,8 @@ def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
     return wrappers, model
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], src: int = 0) -> None:
-    """Copies the tensors of rank `src` to all, in place; small ones travel together.
+def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+    """Copies rank 0's tensors to all, in place; small ones travel together.
 
     Cost: the bytes once in and once out, in messages of up to 25 MiB per dtype and device.
     """
@@ -353,8 +353,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], src: int = 0) -> None:
     for kind in kinds.values():
         for batch in _batches(kind):
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, src)
-            if dist.get_rank() == src:
+            dist.broadcast(flat, 0)
+            if dist.get_rank() == 0:
                 continue
             for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                 # data: a buffer that autograd saved in an earlier forward may be written to between backwards.

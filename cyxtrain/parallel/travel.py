@@ -65,7 +65,7 @@ class Travel(ABC):
         self._under_way: list[Waitable] = []
         self._scale = 1.0
 
-    def launch(self, group: Any, scale: float = 1.0) -> None:
+    def launch(self, group: Any, scale: float) -> None:
         """Sends this rank's numbers on their way.
 
         Args:

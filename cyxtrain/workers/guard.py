@@ -38,7 +38,7 @@ class Guard:
         grace_seconds: Between its request to end and SIGKILL, where the supervisor is gone.
     """
 
-    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+    def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -108,9 +108,7 @@ class OutputReader:
     keep the pipe open for as long as it lives.
     """
 
-    def __init__(
-        self, source: IO[bytes], label: str, write: Callable[[bytes], None], log: Stream | None = None
-    ) -> None:
+    def __init__(self, source: IO[bytes], label: str, write: Callable[[bytes], None], log: Stream | None) -> None:
         self._source = source
         self._log = log
         self._prefix = f"[{label}] ".encode()
@@ -154,7 +152,7 @@ class OutputReader:
 
 
 def read_output(
-    process: subprocess.Popen[bytes], label: str, terminal: Terminal, log: Stream | None = None
+    process: subprocess.Popen[bytes], label: str, terminal: Terminal, log: Stream | None
 ) -> list[OutputReader]:
     """Starts to show what a process writes; returns the readers of its stdout and stderr, or none without pipes."""
     pairs = ((process.stdout, terminal.write_out), (process.stderr, terminal.write_err))
