@@ -42,6 +42,12 @@ class LoadedSource(FetchedSource):
         loader: How they are fetched, and in which order; None: one by one, in ours.
         config: Of the fit.
 
+    Attributes:
+        seed: Of the run.
+        order: Of the rows in each epoch.
+        drop_last: Whether a step with fewer rows, at the end of an epoch, is left out.
+        to_train: Fetches the rows of a fit; those of an evaluation have a fetcher, and workers, of their own.
+
     Raises:
         ConfigError: There are none, or what is fetched is no batch.
     """

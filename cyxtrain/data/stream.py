@@ -47,6 +47,9 @@ class StreamSource(FetchedSource):
         parts: Of the data, as `Pass`.
         batch_size: Rows of a batch, where somebody has said it; None: as many as the first one has.
 
+    Attributes:
+        is_dealt: Whether all ranks go through the same batches, and each takes its share; known once they have met.
+
     Raises:
         ConfigError: The first is no batch.
     """
