@@ -109,6 +109,15 @@ def test_every_for_starts_at_the_beginning_of_the_current_epoch():
     assert [batch.tolist() for batch in iterator] == first
 
 
+def test_next_goes_on_from_the_batch_that_reset_names_and_a_for_does_not():
+    (iterator,) = iterators(10, 1, 3)
+    whole = [batch.tolist() for batch in iterator]
+    iterator.reset(batch=2)
+    assert [iterator.next().tolist(), iterator.next().tolist(), iterator.has_next()] == [*whole[2:], False]
+    iterator.reset(batch=2)
+    assert [batch.tolist() for batch in iterator] == whole
+
+
 def test_an_epoch_set_in_the_middle_does_not_mix_two_orders():
     (iterator,) = iterators(10, 1, 3)
     seen = iterator.next().tolist()

@@ -88,7 +88,10 @@ class DistributedBatchIterator:
         return own
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
-        """Goes back to the first batch, or to that of number `batch`; of `epoch` where it is given."""
+        """Lets `next` go on from the first batch, or from number `batch`; of `epoch` where it is given.
+
+        A `for` begins at the first batch all the same.
+        """
         if epoch is not None:
             self.sampler.set_epoch(epoch)
         self._next_number = batch
