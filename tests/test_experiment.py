@@ -325,6 +325,7 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
         ("loss_fn", {"name": "CrossEntropyLoss", "weight": ["a"]}, "cannot be made of"),
         ("metrics", ["own_things:none"], "own_things has no class or function 'none'"),
         ("metrics", [3], "each of 'metrics' needs a name"),
+        ("metrics", 3, "the section 'metrics' must be a list"),
         ("callbacks", [{"CSVLogger": "a.csv"}], "each of 'callbacks' needs a name, such as '- {name: EarlyStopping"),
         ("data", "own_things:no_data", r"must be \(train, test\), or a dictionary with 'train'.*got ndarray"),
         ("loss_fn", "cross_entrop", r"no loss 'cross_entrop'. Did you mean 'cross_entropy'\?"),
@@ -361,6 +362,14 @@ def test_a_file_of_arrays_must_have_known_names(own):
     np.savez("none.npz", y_train=np.zeros(2))
     for name, says in (("odd.npz", r"no array 'y_tran'. Did you mean 'y_train'\?"), ("none.npz", "has no x_train")):
         with pytest.raises(cx.ConfigError, match=says):
+            cx.Experiment({**DIGITS, "data": {"name": "npz", "path": name}})
+
+
+def test_a_file_that_is_empty_or_holds_one_array_without_a_name_is_refused(own):
+    (own / "empty.npz").touch()
+    np.save("one.npy", np.zeros((2, 64)))
+    for name, says in (("empty.npz", "is no file of arrays"), ("one.npy", "holds a single one, without a name")):
+        with pytest.raises(cx.ConfigError, match=f"^the config: data.path: {name} .*{says}"):
             cx.Experiment({**DIGITS, "data": {"name": "npz", "path": name}})
 
 

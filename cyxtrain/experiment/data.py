@@ -44,13 +44,19 @@ def npz(path: str) -> dict[str, Any]:
 
     Args:
         path: Of the file; only x_train must be in it.
+
+    Raises:
+        ConfigError: There is none, it is something else, or holds other arrays.
     """
     try:
-        with np.load(path) as file:  # without pickles: it runs no code
+        file = np.load(path)  # without pickles: it runs no code
+        if isinstance(file, np.ndarray):
+            raise ValueError("it holds a single one, without a name")
+        with file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise ConfigError(f"data.path: there is no file {path} (now in {Path.cwd()}).") from None
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"data.path: {path} is no file of arrays that np.savez has written: {error}.") from error
     known = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
     for name in arrays:

@@ -247,7 +247,10 @@ def _scheduler(values: Mapping[str, Any], names: Names, optimizer: torch.optim.O
 def _metrics(values: Mapping[str, Any], names: Names) -> Any:
     """Returns what the trainer takes: names; and functions or classes of a user's own, by theirs."""
     found = values.get("metrics") or []
-    return [_metric(each, names) for each in ([found] if isinstance(found, (str, Mapping)) else found)]
+    found = [found] if isinstance(found, (str, Mapping)) else found
+    if not isinstance(found, list):
+        raise ConfigError(f"the section 'metrics' must be a list, such as [f1, mae], got {found!r}.")
+    return [_metric(each, names) for each in found]
 
 
 def _metric(each: Any, names: Names) -> Any:
