@@ -439,6 +439,11 @@ def halved(items: list[Any]) -> Any:
     return torch.utils.data.default_collate(items[: -(-len(items) // 2)])
 
 
+class Miscounted(list):
+    def __len__(self) -> int:
+        return ROWS
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no length": (NoLength(), {}, "NoLength has no length"),
     "y beside it": (DataLoader(Plain(), 4), {"y": torch.zeros(ROWS)}, "X is a DataLoader, which gives y itself"),
@@ -448,6 +453,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "four parts": (DataLoader(Four(), 4), {}, r"one has 4 parts"),
     "no rows": (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), {}, "X has no rows"),
     "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no rows"),
+    "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give row numbers"),
+    "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave a batch without rows"),
+    "fewer than said": (DataLoader(Plain(), 4, sampler=Miscounted([0, 1])), {}, rf"it has {ROWS}, and gave 2\."),
+    "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
     "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "of 2 rows the DataLoader's collate_fn has made 1"),
     "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
     "sizes twice": (

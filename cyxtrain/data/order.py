@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ class DrawnOrder(Order):
         """Returns what the sampler gives; where it has a `set_epoch`, it is told the epoch.
 
         Raises:
-            ConfigError: It gives no row numbers, or another count of them than it says.
+            ConfigError: It gives no row numbers, an empty batch of them, or another count than it says.
         """
         parts = [self._sampler, getattr(self._sampler, "sampler", None)]
         own = generators_of(parts)
@@ -139,6 +140,8 @@ class DrawnOrder(Order):
 
     def _batches(self, given: list[Any], name: str) -> OrderOf:
         batches = [_numbers(batch, name) for batch in given]
+        if not all(map(len, batches)):
+            raise ConfigError(f"the DataLoader's {name} gave a batch without rows: each must have some.")
         return OrderOf(np.concatenate(batches), np.cumsum([len(batch) for batch in batches], dtype=np.int64))
 
     def to_evaluate(self) -> OrderOf:
@@ -182,6 +185,6 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
 
 def _numbers(given: Iterable[Any], name: str) -> Indices:
     try:
-        return np.array([int(number) for number in given], dtype=np.int64)
+        return np.array([operator.index(number) for number in given], dtype=np.int64)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the DataLoader's {name} must give row numbers: {error}") from error
