@@ -127,6 +127,13 @@ def test_a_restart_adds_to_the_log_and_one_rank_alone_has_one_too(tmp_path):
     assert done.stdout == b"[rank 0] attempt 0\n[rank 0] attempt 1\n"
 
 
+def test_a_log_that_cannot_be_written_is_not_taken_for_a_command_that_cannot_be_started(tmp_path):
+    (tmp_path / "rank1.log").mkdir()
+    done = run("-n", 2, "--logs", tmp_path, "--", "true")
+    assert done.returncode == 2
+    assert done.stderr == f"cyxtrain launch: --logs {tmp_path}: Is a directory (see --help)\n".encode()
+
+
 # --- how many -------------------------------------------------------------------------------------------------------
 
 

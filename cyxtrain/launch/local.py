@@ -47,6 +47,18 @@ class Start:
         """Returns where the output of a rank goes, if there are logs."""
         return (self.logs or Path()) / f"rank{rank}.log"
 
+    def begin_logs(self) -> None:
+        """Makes the folder for logs, if there are some, and an empty one for each rank: restarts add to it.
+
+        Raises:
+            OSError: They cannot be written there.
+        """
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for rank in self.ranks:
+                self.log_of(rank).unlink(missing_ok=True)
+                self.log_of(rank).touch()
+
 
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     """Runs the ranks of this machine and returns the exit code for the launcher.
@@ -60,8 +72,6 @@ def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     """
     environment = {**environment, "CYXTRAIN_RUN": secrets.token_hex(8)}
     terminal = Terminal.standard()
-    for rank in start.ranks if start.logs is not None else ():
-        start.log_of(rank).unlink(missing_ok=True)  # restarts add to what this run has begun
     for attempt in range(start.restarts + 1):
         outcome = _run_once(start, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
         ends = outcome.stopped_by is not None or outcome.first_failure is None or bool(outcome.unstoppable)

@@ -110,11 +110,10 @@ def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options:
         f"--master-port must be a number from 1 to 65535, got {port!r}",
     )
     start = Start(command, num_ranks, nnodes, node_rank, master_addr, port, own.restarts, own.logs)
-    if own.logs is not None:
-        try:
-            own.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.UsageError(f"--logs {own.logs}: {error.strerror}") from error
+    try:
+        start.begin_logs()
+    except OSError as error:
+        raise click.UsageError(f"--logs {own.logs}: {error.strerror}") from error
     try:
         return run_ranks(start, {**environment, **more})
     except OSError as error:
