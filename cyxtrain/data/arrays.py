@@ -25,7 +25,7 @@ from cyxtrain.data.rows import (
 )
 from cyxtrain.data.sampler import DistributedSampler, Indices
 from cyxtrain.data.source import Source
-from cyxtrain.data.tree import num_rows, tensors
+from cyxtrain.data.tree import num_rows
 from cyxtrain.data.weights import weighted
 from cyxtrain.errors import ConfigError, counted
 
@@ -52,17 +52,12 @@ class ArraySource(Source):
         self._first_row = 0  # in the arrays that the user gave
         self.is_numpy = not holds_tensors(inputs)
         self.example = as_rows(inputs, targets, weights)
-        if not tensors(self.inputs) or len(self) == 0:
+        if len(self) == 0:
             raise ConfigError("X has no rows: there is nothing to train on or to evaluate.")
         self.example.check_lengths()
 
     def __len__(self) -> int:
         return num_rows(self.example.inputs)
-
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return len(self)
 
     def describe(self) -> str:
         """Returns how many rows there are."""

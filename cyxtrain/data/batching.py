@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from cyxtrain.data.rows import NAMES, Rows, as_rows
-from cyxtrain.data.tree import tensors
 from cyxtrain.errors import ConfigError
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -44,8 +43,6 @@ def as_batch(given: Any) -> Rows:
             else ""
         )
         raise ConfigError(f"in a batch of the data, {error}{hint}") from error
-    if not tensors(rows.inputs):
-        raise ConfigError("a batch of the data has no inputs.")
     rows.check_lengths()
     return rows
 

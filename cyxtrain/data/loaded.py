@@ -84,14 +84,10 @@ class LoadedSource(FetchedSource):
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
 
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return len(self.order.to_evaluate().indices) if self.order.in_batches else len(self.order)
-
     def describe(self) -> str:
         """As `Source`."""
-        return f"{counted(self.count, 'row')} of {type(self._dataset).__name__}"
+        rows = len(self.order.to_evaluate().indices) if self.order.in_batches else len(self.order)
+        return f"{counted(rows, 'row')} of {type(self._dataset).__name__}"
 
     def explain(self) -> str:
         """As `Source`."""

@@ -51,18 +51,13 @@ class Source(ABC):
         """Y of the example, or None."""
         return self.example.targets
 
-    @property
-    @abstractmethod
-    def count(self) -> int | None:
-        """How many rows there are, over all ranks; None: nobody knows before they have come."""
-
     @abstractmethod
     def describe(self) -> str:
         """Returns how much there is, and of what, for people."""
 
+    @abstractmethod
     def explain(self) -> str:
         """Returns in which order its rows come and who has which, for people; "": as everybody would think."""
-        return ""
 
     def opening(self) -> dict[str, Any]:
         """Returns what the other ranks must know of it before anything is planned, as JSON values."""

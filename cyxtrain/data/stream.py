@@ -80,11 +80,6 @@ class StreamSource(FetchedSource):
     def _pass(self, number: int) -> Pass:
         return Pass(self._make, self._parts, self._seed, number, self._rank)
 
-    @property
-    def count(self) -> None:
-        """Nobody knows."""
-        return
-
     def describe(self) -> str:
         """As `Source`."""
         return f"batches of {self._what}"

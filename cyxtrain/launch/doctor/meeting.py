@@ -149,10 +149,9 @@ def others_patience(config: DistributedConfig) -> Deadline:
 
 def wait_for(condition: Callable[[], bool], deadline: Deadline) -> bool:
     """Waits until something is so; returns False where it is not at the deadline."""
-    for nap_seconds in naps():
-        if condition():
-            return True
+    lasting = naps()
+    while not condition():
         if deadline.passed():
             return False
-        time.sleep(min(nap_seconds, deadline.left()))
-    raise AssertionError("naps end never")
+        time.sleep(min(next(lasting), deadline.left()))
+    return True
