@@ -24,7 +24,7 @@ class LowRankGradient:
 
     Args:
         number: Of the gradient in its bucket.
-        matrix: M, m x n, in the bucket.
+        matrix: M, m x n, in the bucket; float32 or float64.
         width: Columns of P and Q.
         seed: For the first Q, the same on every rank.
     """
@@ -34,7 +34,7 @@ class LowRankGradient:
         self.matrix = matrix
         rows, columns = matrix.shape
         numbers = torch.randn(columns, width, generator=torch.Generator().manual_seed(seed))
-        self.query = numbers.to(matrix.device, _computed_in(matrix.dtype))
+        self.query = numbers.to(matrix.device, matrix.dtype)
         """Q of the step before, n x width: the same on every rank."""
         self.error = self.query.new_zeros(rows, columns)
         """What this rank's approximations have left out so far, m x n, in units of the unscaled gradient."""
@@ -48,7 +48,7 @@ class LowRankGradient:
             scale: What gradients are multiplied by in this step.
         """
         self.matrix.add_(self.error, alpha=scale)
-        torch.mm(self.matrix.to(self.query.dtype), self.query, out=left)
+        torch.mm(self.matrix, self.query, out=left)
 
     def project_back(self, left: Tensor, right: Tensor) -> None:
         """Makes the mean of M Q orthonormal, and gives `right` M^T P.
@@ -59,7 +59,7 @@ class LowRankGradient:
         """
         # QR gives a direction even to a column of zeros, as long as it is finite: it may be needed in the next step.
         self.left = torch.linalg.qr(left).Q
-        self.own_right = torch.mm(self.matrix.to(self.query.dtype).t(), self.left)
+        self.own_right = torch.mm(self.matrix.t(), self.left)
         right.copy_(self.own_right)
 
     def settle(self, right: Tensor, scale: float, *, keeps_error: bool) -> None:
@@ -70,15 +70,12 @@ class LowRankGradient:
             scale: As in `project`.
             keeps_error: Whether this approximation counts.
         """
-        wide = self.matrix.to(self.query.dtype)
         if keeps_error:
-            torch.addmm(wide, self.left, self.own_right.t(), alpha=-1, out=self.error)
+            torch.addmm(self.matrix, self.left, self.own_right.t(), alpha=-1, out=self.error)
             if scale != 1:
                 self.error.div_(scale)
             self.query.copy_(right)
-        torch.mm(self.left, right.t(), out=wide)
-        if wide is not self.matrix:
-            self.matrix.copy_(wide)
+        torch.mm(self.left, right.t(), out=self.matrix)
 
 
 class LowRank(Travel):
@@ -161,9 +158,5 @@ def as_matrix(gradient: Tensor) -> Tensor:
 def _joined(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns one flat tensor, and parts of these shapes that make it up."""
     counts = [rows * columns for rows, columns in shapes]
-    flat = torch.zeros(sum(counts), dtype=_computed_in(like.dtype), device=like.device)
+    flat = torch.zeros(sum(counts), dtype=like.dtype, device=like.device)
     return flat, [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
