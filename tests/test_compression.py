@@ -21,6 +21,7 @@ from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
+from cyxtrain.parallel.compression import load_state
 from cyxtrain.parallel.powersgd import LowRankGradient, as_matrix
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 
@@ -268,6 +269,28 @@ def test_the_first_directions_are_the_same_wherever_they_are_drawn():
     queries = [LowRankGradient(3, torch.zeros(8, 6), 2, seed=3).query for _ in range(2)]
     assert torch.equal(*queries)
     assert torch.linalg.matrix_rank(queries[0]) == 2
+
+
+def kept(name: str, rows: int = 8) -> dict[str, LowRankGradient]:
+    return {name: LowRankGradient(3, torch.zeros(rows, 6), 2, seed=3)}
+
+
+def test_what_a_checkpoint_does_not_know_begins_anew():
+    state = {"queries": {"old": torch.ones(6, 2)}, "errors": [{"old": torch.ones(8, 6)}]}
+    known, new, reshaped = kept("old"), kept("new"), kept("old", rows=9)
+    for own in (known, new, reshaped):
+        load_state(own, state, 0, 1)
+    assert torch.equal(known["old"].error, torch.ones(8, 6))
+    assert torch.equal(known["old"].query, torch.ones(6, 2))
+    assert not new["new"].error.any()
+    assert torch.equal(new["new"].query, kept("new")["new"].query)
+    assert not reshaped["old"].error.any()
+
+
+@pytest.mark.parametrize("state", [{}, {"queries": {}, "errors": 3}, {"queries": {"old": 3}, "errors": []}])
+def test_a_state_that_is_none_is_refused(state):
+    with pytest.raises(cx.CheckpointError, match="what gradient compression has kept cannot be used"):
+        load_state(kept("old"), state, 0, 1)
 
 
 # --- fits -----------------------------------------------------------------------------------------------------------

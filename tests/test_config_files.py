@@ -206,3 +206,19 @@ def test_a_missing_setting_names_the_nearest_one(files):
     with pytest.raises(AttributeError, match=r"the config has no 'epoch'. Did you mean 'epochs'\?"):
         _ = config.training.epoch
     assert getattr(config, "nothing", 3) == 3
+
+
+def test_a_file_of_other_bytes_than_text_is_refused(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("model: größer".encode("latin-1"))
+    with pytest.raises(cx.ConfigError, match=r"cannot read .*latin\.yaml"):
+        cx.Config.from_file(tmp_path / "latin.yaml")
+
+
+def test_a_variable_that_is_no_yaml_is_text(tmp_path, monkeypatch):
+    (tmp_path / "own.yaml").write_text("data: {name: npz, path: '${FOLDER}'}")
+    monkeypatch.setenv("FOLDER", "[a")
+    assert cx.Config.from_file(tmp_path / "own.yaml").data.path == "[a"
+
+
+def test_a_config_shows_its_settings():
+    assert repr(cx.Config({"training": {"epochs": 3}})) == "Config({'training': {'epochs': 3}})"

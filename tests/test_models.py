@@ -104,6 +104,7 @@ def test_a_cell_may_register_its_class_again_and_nobody_else_that_name():
         (lambda: cx.get_model("mlp")(hidden=[2]), "the model 'mlp' needs inputs and outputs"),
         (lambda: cx.get_model("mlp")(inputs="a", outputs=1), "the model 'mlp' cannot be made of"),
         (lambda: cx.get_model("cnn")(image=[1, 8, 2], outputs=1), "pictures of 8 x 2 cannot be halved 2 times"),
+        (lambda: cx.get_model("mlp")(3), "is made of a Config, or of settings by name, got 3"),
         (lambda: cx.get_model("mlp")({"model": "mlp"}), "the section 'model' must have settings by name"),
         (lambda: cx.register_model("x")(lambda: 3) and cx.get_model("x")(), "must be a torch.nn.Module"),
     ],

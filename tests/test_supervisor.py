@@ -433,3 +433,21 @@ def test_a_group_of_zombies_has_ended() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         os.killpg(child.pid, 0)  # does not raise: to the kernel the group is still there
         assert not group_is_alive(child.pid)
+
+
+def test_a_signal_without_a_name_has_its_number():
+    assert RankExit(0, "rank 0", 128 + 63, 63, 0.0).describe() == "exit code 191 (signal 63)"
+
+
+def test_a_terminal_that_would_have_to_wait_is_given_the_rest_later():
+    taken: list[bytes] = []
+    answers = [2, None, 1]
+
+    class Full:
+        def write(self, data: bytes) -> int | None:
+            count = answers.pop(0) if answers else len(data)
+            taken.append(data[: count or 0])
+            return count
+
+    output.Terminal(Full(), Full()).write_out(b"a line\n")
+    assert taken == [b"a ", b"", b"l", b"ine\n"]
