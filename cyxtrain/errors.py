@@ -225,7 +225,10 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
 def reported(message: object, rank: int) -> str:
     """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
     text = str(message)
-    return text if "(reported by rank " in text else f"{text} (reported by rank {rank})"
+    if "(reported by rank " in text:
+        return text
+    gap = "" if text.endswith("\n") else " "  # below a traceback, which ends its last line
+    return f"{text}{gap}(reported by rank {rank})"
 
 
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:

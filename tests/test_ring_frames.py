@@ -13,7 +13,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError, error_from_facts
+from cyxtrain.errors import (
+    CollectiveTimeoutError,
+    CyxtrainError,
+    DistributedTrainingError,
+    PeerLostError,
+    error_from_facts,
+    reported,
+)
 from cyxtrain.ring.frames import (
     CONTROL_HEADER_BYTES,
     CONTROL_MAX_BYTES,
@@ -355,3 +362,12 @@ def test_an_error_says_what_each_rank_was_doing():
     assert str(error) == "rank 2 waited. This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
     assert (type(error), error.rank, error.during) == (CollectiveTimeoutError, 1, OPERATION.describe())
     assert str(at_operation(error, OPERATION)) == str(error)
+
+
+def test_what_is_added_to_a_traceback_stands_below_it():
+    failed = DistributedTrainingError.because_of(ValueError("no such row"), 1)
+    said = "This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
+    assert str(at_operation(failed, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", said]
+    heard = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
+    told = f"(reported by rank 1). {said}"
+    assert str(at_operation(heard, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", told]

@@ -187,7 +187,8 @@ def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
     here = operation.describe()
     message = str(error)
     if here not in message:
-        message = f"{message}{'' if message.endswith('.') else '.'} This rank was in {here}."
+        gap = "" if message.endswith("\n") else " " if message.endswith(".") else ". "  # a traceback ends its last line
+        message = f"{message}{gap}This rank was in {here}."
     return error_from_facts(error.to_facts() | {"message": message, "during": here})
 
 
