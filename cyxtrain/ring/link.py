@@ -132,7 +132,7 @@ class Link:
     """A connected, non-blocking stream to one peer.
 
     Args:
-        sock: The connected socket; the link owns it from now on.
+        sock: The connected socket; whoever made it closes it.
         rank: The peer.
         memory: The peer's, where this process can read it.
         offers: Whether the peer can read this process's memory.
@@ -244,10 +244,6 @@ class Link:
         """Ends both directions, so that everyone who waits on this link wakes; what has arrived can still be read."""
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Gives the socket back; harmless twice."""
-        self._sock.close()
 
 
 def _reason(error: OSError) -> str:
