@@ -16,10 +16,9 @@
           NonFiniteError            a loss or a gradient is NaN or infinite
           ReplicasDifferError       ranks hold different parameters
 
-Warnings (`warn`) are said in the name of the user's line that led to them.
-
 Each message says what happened, where ("rank 3", before any address) and what to do. Each error carries
-its facts as attributes, and travels between ranks as those facts, never as a pickled object.
+its facts as attributes, and travels between ranks as those facts, never as a pickled object. Below the tree: how they
+travel, `warn`, which warns in the name of the user's line that led here, and how messages count and name.
 """
 
 from __future__ import annotations
@@ -172,63 +171,10 @@ BLAMING_ANOTHER: tuple[type[CyxtrainError], ...] = (
 """What a rank raises because of another one: whoever looks for the cause looks elsewhere first."""
 
 
-def shortened(names: Iterable[str]) -> str:
-    """Returns the first few of many names, and how many more there are, for a message."""
-    found = [*names]
-    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
-    return ", ".join(found[:_SHOWN_NAMES]) + more
-
-
-def warn(message: str) -> None:
-    """Warns in the name of the line that called this package, however deep within it the cause is."""
-    frame, depth, level = inspect.currentframe(), 0, 1
-    while frame is not None:
-        depth += 1
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
-            level = depth + 1
-        frame = frame.f_back
-    warnings.warn(message, stacklevel=min(level, depth))
-
-
-def on_all_ranks(error: _Error) -> _Error:
-    """Marks an error that every rank raises at this point, and returns it: nobody needs to be told."""
-    error.__dict__[_ON_ALL_RANKS] = True
-    return error
-
-
-def is_on_all_ranks(error: BaseException) -> bool:
-    """Returns whether every rank raises this error."""
-    return _ON_ALL_RANKS in error.__dict__
-
-
 _BY_NAME: dict[str, type[CyxtrainError]] = {
-    kind.__name__: kind
-    for kind in (
-        CyxtrainError,
-        NotInitializedError,
-        ConfigError,
-        BackendUnavailableError,
-        RendezvousError,
-        PeerLostError,
-        PeerSilentError,
-        CollectiveTimeoutError,
-        CollectiveMismatchError,
-        DamagedFrameError,
-        CheckpointError,
-        DistributedTrainingError,
-        NonFiniteError,
-        ReplicasDifferError,
-    )
+    name: kind for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, CyxtrainError)
 }
-
-
-def reported(message: object, rank: int) -> str:
-    """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
-    text = str(message)
-    if "(reported by rank " in text:
-        return text
-    gap = "" if text.endswith("\n") else " "  # below a traceback, which ends its last line
-    return f"{text}{gap}(reported by rank {rank})"
+"""Of what is defined above: whoever does not know another name knows its message all the same."""
 
 
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
@@ -252,6 +198,44 @@ def _failures(values: object) -> Iterator[Failure]:
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
             yield Failure(**{name: value[name] for name in kinds})
+
+
+def reported(message: object, rank: int) -> str:
+    """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
+    text = str(message)
+    if "(reported by rank " in text:
+        return text
+    gap = "" if text.endswith("\n") else " "  # below a traceback, which ends its last line
+    return f"{text}{gap}(reported by rank {rank})"
+
+
+def on_all_ranks(error: _Error) -> _Error:
+    """Marks an error that every rank raises at this point, and returns it: nobody needs to be told."""
+    error.__dict__[_ON_ALL_RANKS] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Returns whether every rank raises this error."""
+    return _ON_ALL_RANKS in error.__dict__
+
+
+def warn(message: str) -> None:
+    """Warns in the name of the line that called this package, however deep within it the cause is."""
+    frame, depth, level = inspect.currentframe(), 0, 1
+    while frame is not None:
+        depth += 1
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
+            level = depth + 1
+        frame = frame.f_back
+    warnings.warn(message, stacklevel=min(level, depth))
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Returns the first few of many names, and how many more there are, for a message."""
+    found = [*names]
+    more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
+    return ", ".join(found[:_SHOWN_NAMES]) + more
 
 
 def counted(number: int, noun: str) -> str:
