@@ -162,6 +162,7 @@ def _share_cores(ranks: int) -> None:
     Where schedulers do not bind ranks to cores, each would start as many threads as there are cores: they wait for each
     other, and training takes tens of times as long.
     """
+    # All of the machine's: of those that this rank may run on nobody can tell whether the others may, too.
     cores = os.cpu_count() or 1
     if torch.get_num_threads() * ranks > max(cores, ranks):
         torch.set_num_threads(max(1, cores // ranks))

@@ -12,7 +12,7 @@ import cyxtrain
 
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "cores"},
     {"settings"},
     {"config", "clusters"},
     {"environment"},

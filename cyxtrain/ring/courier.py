@@ -7,7 +7,6 @@ are taken there is nothing to win: then a collective runs in the calling thread,
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cyxtrain.cores import count_usable_cores
 from cyxtrain.errors import CyxtrainError
 
 _log = logging.getLogger("cyxtrain.ring")
@@ -22,9 +22,7 @@ _log = logging.getLogger("cyxtrain.ring")
 
 def room_for_ranks() -> int:
     """Returns how many ranks like this one its machine can run with a core free for each."""
-    affinity = vars(os).get("sched_getaffinity")
-    cores = os.cpu_count() or 1 if affinity is None else len(affinity(0))
-    return cores // (torch.get_num_threads() + 1)
+    return count_usable_cores() // (torch.get_num_threads() + 1)
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:

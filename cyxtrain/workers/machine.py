@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from collections.abc import Mapping
+
+from cyxtrain.cores import count_usable_cores
 
 _MOST_RANKS = 8
 """With more, each has so little to do that they mostly wait for each other."""
@@ -56,13 +56,6 @@ def cores_of_each(num_ranks: int) -> int:
 def ranks_by_cores() -> int:
     """Returns how many ranks there are where nobody says how many and none has a GPU: one per core, up to 8."""
     return min(count_usable_cores(), _MOST_RANKS)
-
-
-def count_usable_cores() -> int:
-    """Returns on how many cores this process may run, which taskset and Slurm restrict."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def find_free_port() -> int:

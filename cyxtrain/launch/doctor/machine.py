@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from cyxtrain.cores import count_usable_cores
 from cyxtrain.launch import tables
 from cyxtrain.training.saving.checkpoint import library_versions
-from cyxtrain.workers.machine import count_usable_cores
 
 _SIOCGIFADDR = 0x8915
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

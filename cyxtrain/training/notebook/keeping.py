@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cyxtrain import environment, runtime
+from cyxtrain.cores import count_usable_cores
 from cyxtrain.errors import ConfigError, counted, shortened, warn
-from cyxtrain.workers.machine import count_usable_cores
 from cyxtrain.workers.pool import Pool
 
 if TYPE_CHECKING:
