@@ -31,8 +31,8 @@ _NUMBERS = re.compile(r"\[(\w+)[^\]]*\]")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a scheduler has put this process.
+class Identity:
+    """Who this process is, as a scheduler says.
 
     Attributes:
         by: Who says so, such as "Slurm".
@@ -88,8 +88,8 @@ class _Scheduler:
     host: Callable[[Variables], str | None] = lambda variables: None
     applies: Callable[[Variables], bool] = lambda variables: True
 
-    def place(self, variables: Variables) -> Place | None:
-        """Returns where it has put this process; None: it has not.
+    def identify(self, variables: Variables) -> Identity | None:
+        """Returns who this process is; None: this scheduler has not started it.
 
         Raises:
             ConfigError: A variable of it is missing or no number.
@@ -102,7 +102,7 @@ class _Scheduler:
         host = "127.0.0.1" if world_size in (1, local_size) else self.host(variables)
         named = [variables[name] for name in self.job if name in variables]
         port = _FIRST_PORT + zlib.crc32(".".join(named).encode()) % _NUM_PORTS if named else None
-        return Place(self.by, rank, world_size, local_rank, host, port, local_size)
+        return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
 
     def _number(self, variables: Variables, name: str) -> int:
         value = variables.get(name, "")
@@ -196,8 +196,8 @@ _SCHEDULERS = (
 )
 
 
-def detect(variables: Variables) -> Place | None:
-    """Returns where a scheduler has put this process; None: none has.
+def detect(variables: Variables) -> Identity | None:
+    """Returns who this process is, as a scheduler says; None: none has started it.
 
     Args:
         variables: The environment, without RANK and WORLD_SIZE.
@@ -206,13 +206,13 @@ def detect(variables: Variables) -> Place | None:
         ConfigError: What the scheduler says is half of it, or does not say which process this is.
     """
     for scheduler in _SCHEDULERS:
-        place = scheduler.place(variables)
-        if place is not None:
-            return place
+        identity = scheduler.identify(variables)
+        if identity is not None:
+            return identity
     return _in_kubernetes(variables)
 
 
-def _in_kubernetes(variables: Variables) -> Place | None:
+def _in_kubernetes(variables: Variables) -> Identity | None:
     """Returns which pod of a TrainJob this is: Kubeflow tells torchrun, by defaults of its options."""
     if not {"PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
         return None
@@ -225,7 +225,7 @@ def _in_kubernetes(variables: Variables) -> Place | None:
             "--', or set RANK and WORLD_SIZE, which rule."
         )
     rank, world_size, port = map(int, values)
-    return Place("Kubernetes", rank, world_size, 0, variables.get("PET_MASTER_ADDR") or None, port)
+    return Identity("Kubernetes", rank, world_size, 0, variables.get("PET_MASTER_ADDR") or None, port)
 
 
 def check_pod(variables: Variables) -> None:
@@ -252,7 +252,7 @@ def started_by(variables: Variables, rank: int, world_size: int) -> str:
     """
     if "RANK" in variables:
         return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
-    place = detect(variables)
-    if place is None or (place.rank, place.world_size) != (rank, world_size):
+    identity = detect(variables)
+    if identity is None or (identity.rank, identity.world_size) != (rank, world_size):
         return ""
-    return f"started by {place.by}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override what it says"
+    return f"started by {identity.by}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override what it says"

@@ -164,8 +164,8 @@ def is_launched(variables: Mapping[str, str] | None = None) -> bool:
     variables = os.environ if variables is None else variables
     if any(name in variables for name in (*_IDENTITY, *_SIGNS)):
         return True
-    place = clusters.detect(variables)
-    return place is not None and place.world_size > 1
+    identity = clusters.detect(variables)
+    return identity is not None and identity.world_size > 1
 
 
 def started_by(rank: int, world_size: int, variables: Mapping[str, str] | None = None) -> str:
@@ -189,8 +189,8 @@ def ranks_that_share_cores(variables: Mapping[str, str] | None = None) -> int:
     variables = os.environ if variables is None else variables
     if variables.get("OMP_NUM_THREADS") or any(name in variables for name in _IDENTITY):
         return 1
-    place = clusters.detect(variables)
-    return 1 if place is None else place.local_world_size or 1
+    identity = clusters.detect(variables)
+    return 1 if identity is None else identity.local_world_size or 1
 
 
 def settings_found(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -243,16 +243,16 @@ def _with_scheduler(variables: Mapping[str, str], *, asks_where: bool) -> Mappin
     if any(name in variables for name in _IDENTITY):
         clusters.check_pod(variables)
         return variables
-    place = clusters.detect(variables)
-    if place is None:
+    identity = clusters.detect(variables)
+    if identity is None:
         return variables
-    if asks_where and place.world_size > 1 and not (variables.get("MASTER_ADDR") or place.master_addr):
+    if asks_where and identity.world_size > 1 and not (variables.get("MASTER_ADDR") or identity.master_addr):
         raise ConfigError(
-            f"{place.by} has started {place.world_size} ranks and does not say where rank 0 is: set MASTER_ADDR to the "
-            "name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec -genv "
-            "MASTER_ADDR node1'; 127.0.0.1 where all are on one."
+            f"{identity.by} has started {identity.world_size} ranks and does not say where rank 0 is: set MASTER_ADDR "
+            "to the name or address of its machine on every rank, such as 'mpirun -x MASTER_ADDR=node1' or 'mpiexec "
+            "-genv MASTER_ADDR node1'; 127.0.0.1 where all are on one."
         )
-    said = place.to_variables()
+    said = identity.to_variables()
     return {**said, **{name: value for name, value in variables.items() if value or name not in said}}
 
 
