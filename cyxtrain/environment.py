@@ -104,12 +104,12 @@ def ring_options(variables: Mapping[str, str] | None = None) -> RingOptions:
     if milliseconds < 100:
         raise ConfigError(f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}.")
     return RingOptions(
-        variables.get("CYXTRAIN_SECRET") or None,
-        milliseconds / 1000,
-        _one_of(variables, "CYXTRAIN_CHECKSUMS", ("0", "1")) == "1",
-        _one_of(variables, "CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma")),
-        launched_run(variables)[1] > 0,
-        _one_of(variables, "CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread")),
+        secret=variables.get(_SECRET) or None,
+        heartbeat_timeout_seconds=milliseconds / 1000,
+        checksums=_one_of(variables, "CYXTRAIN_CHECKSUMS", ("0", "1")) == "1",
+        transport=_one_of(variables, "CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma")),
+        comes_again=launched_run(variables)[1] > 0,
+        communication=_one_of(variables, "CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread")),
     )
 
 
@@ -128,7 +128,7 @@ def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> No
             f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in whoever "
             "reaches its port. Use backend='cpu', cyxtrain's own ring."
         )
-    if not variables.get("CYXTRAIN_SECRET") and config.world_size != 1:
+    if not variables.get(_SECRET) and config.world_size != 1:
         raise ConfigError(
             "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random text into the environment "
             "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
