@@ -15,7 +15,7 @@ from cyxtrain.ring.routes import Routes, few
 from cyxtrain.ring.transfers import Buffers
 
 
-class Run(Protocol):
+class Runner(Protocol):
     """Runs a schedule of the operation, as `Mesh.run` does."""
 
     def __call__(self, schedule: Sequence[Step], buffers: Buffers, *, more: bool = False) -> None:
@@ -35,7 +35,7 @@ class Reducing:
     """
 
     def __init__(
-        self, reduction: Reduction, flat: Tensor, combiner: Combiner, scratch: Scratch, routes: Routes, run: Run
+        self, reduction: Reduction, flat: Tensor, combiner: Combiner, scratch: Scratch, routes: Routes, run: Runner
     ) -> None:
         self._flat = flat
         self._memory = combiner.memory
