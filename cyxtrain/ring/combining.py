@@ -83,7 +83,7 @@ def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[A
     return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
 
 
-class Arithmetic(NamedTuple):
+class Calculation(NamedTuple):
     """How a dtype is combined.
 
     Attributes:
@@ -115,7 +115,7 @@ def silent_numpy() -> contextlib.AbstractContextManager[None]:
 
 
 @functools.cache
-def arithmetic(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Arithmetic:
+def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
     """Returns how a reduction of a dtype is calculated.
 
     Args:
@@ -128,16 +128,16 @@ def arithmetic(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False)
     """
     _check_reduction(reduction, dtype)
     if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
-        return Arithmetic(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
+        return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if quick else None
     if array is not None:
-        return Arithmetic(np.add, _as_array(array))
+        return Calculation(np.add, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
-        return Arithmetic(_multiply_complex, _as_tensor)
+        return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:
         # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
-        return Arithmetic(_OPERATORS[reduction], _as_parts, parts=2)
-    return Arithmetic(_OPERATORS[reduction], _as_tensor)
+        return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
+    return Calculation(_OPERATORS[reduction], _as_tensor)
 
 
 class Scratch:
@@ -152,7 +152,7 @@ class Scratch:
         self._views: dict[tuple[torch.dtype, object], Any] = {}
         self.memory = memory_of(self._flat)
 
-    def of(self, dtype: torch.dtype, how: Arithmetic) -> Any:
+    def of(self, dtype: torch.dtype, how: Calculation) -> Any:
         """Returns it as elements of a dtype, as they are combined."""
         view = self._views.get((dtype, how.view))
         if view is None:
@@ -178,7 +178,7 @@ class Combiner:
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, quick: bool = False) -> None:
         dtype = flat.dtype
-        how = arithmetic(reduction, dtype, quick=quick)
+        how = calculation_of(reduction, dtype, quick=quick)
         self.memory = memory_of(flat)
         self._operator, view, self._parts = how
         self._flat = view(flat, self.memory)
