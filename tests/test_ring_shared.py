@@ -26,7 +26,7 @@ from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.ring import RingProcessGroup, shared
 from cyxtrain.ring.memory import open_to_reading
 from cyxtrain.ring.routes import FEW_BYTES
-from cyxtrain.ring.work import Options
+from cyxtrain.ring.work import CallOptions
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"
@@ -79,7 +79,7 @@ def test_infinities_and_nans_are_everybodys_without_a_word():
 def test_it_travels_beside_the_caller_where_collectives_do(communication):
     def rank_main(group):
         means = [mean_of(group, torch.float32, 70_000, seed) for seed in range(4)]
-        works = [mean.all_reduce(Options(asyncOp=True)) for mean in means]
+        works = [mean.all_reduce(CallOptions(asyncOp=True)) for mean in means]
         after = torch.full((3,), float(group.rank()))
         group.allreduce([after]).wait()
         assert [work.wait() for work in works] == [True] * 4

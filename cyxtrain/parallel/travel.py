@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.ring.shared import SharedMean
-from cyxtrain.ring.work import Options
+from cyxtrain.ring.work import CallOptions
 
-_ASYNCHRONOUS = Options(asyncOp=True)
+_ASYNCHRONOUS = CallOptions(asyncOp=True)
 
 
 class Waitable(Protocol):

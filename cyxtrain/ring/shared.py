@@ -28,7 +28,7 @@ from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.ready import Announcement
 from cyxtrain.ring.routes import few
-from cyxtrain.ring.work import Options, collective
+from cyxtrain.ring.work import CallOptions, collective
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -71,7 +71,7 @@ class SharedMean:
             self._pieces.append(([(parts[into], parts[source]) for into, source in steps], parts[total], others))
 
     @collective
-    def all_reduce(self, opts: Options | None = None) -> Any:
+    def all_reduce(self, opts: CallOptions | None = None) -> Any:
         """Averages over ranks, as torch.distributed.all_reduce does with AVG, and returns PyTorch's work.
 
         Cost: 2 (N - 1) empty frames; each rank reads and writes its part of everybody's elements once.

@@ -186,7 +186,7 @@ class MessageWork(_Work):
         return True
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """What a collective that PyTorch does not know is asked for, under PyTorch's names."""
 
     asyncOp: bool = False  # noqa: N815
