@@ -19,7 +19,7 @@ from cyxtrain.launch.doctor.schedule import partner, rounds
 from cyxtrain.ring.host import State, state_of
 from cyxtrain.ring.link import Deadline, watch_over
 from cyxtrain.ring.meeting.board import Board
-from cyxtrain.ring.meeting.calling import EndedError, call_once, socket_address
+from cyxtrain.ring.meeting.calling import ClosedError, call_once, socket_address
 from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.handshake import Claim, HandshakeError, RefusedError, Role
 from cyxtrain.ring.meeting.rendezvous import Meeting
@@ -203,7 +203,7 @@ class Visits:
             return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
         except (RefusedError, HandshakeError) as error:
             return None, Cause.STRANGER, f"what answers there is not this rank ({error})"
-        except EndedError:
+        except ClosedError:
             return None, Cause.BROKE, "it closed the connection"
         except OSError as error:
             return None, *_cause_of(error)

@@ -23,7 +23,7 @@ _PROOFS = 3
 _KNOCK_SECONDS = 1.0
 
 
-class EndedError(Exception):
+class ClosedError(Exception):
     """The other side closed the connection.
 
     Attributes:
@@ -59,10 +59,10 @@ def call(
             return call_once(socket_address(entry, near=near), claim, key, roll.deadline, roll.look)
         except RefusedError as refused:
             raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
-        except EndedError as ended:
+        except ClosedError as closed:
             _hear_why(roll)
             # Who was sent away before it could prove itself, or when its proof came late, had bad luck: it tries again.
-            disbelieved += ended.proven
+            disbelieved += closed.proven
             if disbelieved == _PROOFS:
                 raise RendezvousError(
                     f"{where} did not believe {who}: they were most likely started with different secrets. Set "
@@ -91,7 +91,7 @@ def call(
 
 def knock(entry: Entry, claim: Claim, key: bytes) -> None:
     """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
-    with contextlib.suppress(OSError, HandshakeError, RefusedError, EndedError):
+    with contextlib.suppress(OSError, HandshakeError, RefusedError, ClosedError):
         call_once(socket_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
 
 
@@ -121,7 +121,7 @@ def call_once(
 
     Raises:
         RefusedError: It knows the secret, and does not let us in.
-        EndedError: It closed the connection.
+        ClosedError: It closed the connection.
         HandshakeError: What answers there is no rank.
         OSError: It cannot be reached.
     """
@@ -152,7 +152,7 @@ def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
     try:
         sock.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
-        raise EndedError(proven) from None
+        raise ClosedError(proven) from None
 
 
 def _hear(
@@ -168,7 +168,7 @@ def _hear(
         except ConnectionResetError:
             part = b""
         if not part:
-            raise EndedError(proven)
+            raise ClosedError(proven)
         heard += part
     return body
 
