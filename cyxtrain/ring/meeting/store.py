@@ -87,7 +87,6 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
         RendezvousError: The true cause, and how often it was tried.
     """
     deadline = Deadline(timeout_seconds)
-    detail = ""
     while True:
         failure = _await_listener(address, port, deadline.left())
         if failure is not None:
