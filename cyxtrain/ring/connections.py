@@ -28,7 +28,7 @@ class Connections:
         meeting: The connections; owned from now on.
         rank: This rank.
         names: By rank, how errors call it.
-        options: Signs of life and checksums.
+        options: Signs of life, checksums, and whether to communicate beside the caller.
         describe: Returns what this rank does, for one that waits for it.
     """
 

@@ -61,7 +61,7 @@ class Group:
         join_timeout: Deadline of joining.
         generation: Frames of another generation are refused.
         names: By rank, how errors call it: its rank in the world; None: the same.
-        options: Secret, signs of life, checksums; None: none, the usual, none.
+        options: What the environment says about the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:

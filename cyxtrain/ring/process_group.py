@@ -68,7 +68,7 @@ class RingProcessGroup(NamedGroup):
         join_timeout: For joining alone.
         generation: Of the group; frames of another generation are refused.
         names: By rank, how errors call it: its rank in the world; None: the same.
-        options: Secret, signs of life, checksums; None: none, the usual, none.
+        options: What the environment says about the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:

@@ -120,9 +120,9 @@ class MessageWork(_Work):
 
     Args:
         mailbox: Moves messages.
-        message: This one; None where nothing had to travel.
-        tensor: Sent from or received into; kept alive until the end.
-        finish: Called once when a recv is done.
+        message: This one.
+        tensor: Sent from or received into, in one dimension; kept alive until the end.
+        finish: Called once when it is done.
         timeout_seconds: Until `wait` gives up.
     """
 
@@ -160,7 +160,7 @@ class MessageWork(_Work):
         return self._message.done
 
     def result(self) -> list[Tensor]:
-        """Returns the tensor."""
+        """Returns the elements, in one dimension."""
         return [self._tensor]
 
     def source_rank(self) -> int:
@@ -173,7 +173,7 @@ class MessageWork(_Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the tensor, after waiting."""
+        """Returns a future with the elements, in one dimension, after waiting."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([self._tensor])

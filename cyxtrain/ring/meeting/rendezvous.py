@@ -115,7 +115,7 @@ def meet(
         rank: This rank.
         names: By rank, how errors call it: its rank in the world.
         timeout_seconds: Until it gives up.
-        options: Secret and checksums.
+        options: Secret, transport, and what the ranks must have in common.
         generation: Of the group that is made.
         siblings: The other groups of the same world; None: there are none.
 
@@ -153,7 +153,7 @@ class _Members:
     Args:
         meeting: With table and listener; gets the rest.
         names: By rank, how errors call it.
-        options: Secret and checksums.
+        options: With the secret.
         own: What this rank says of itself.
     """
 
