@@ -125,7 +125,8 @@ def test_whether_few_are_summed_by_a_tree_follows_from_their_bytes(world_size, c
 
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count, item_bytes):
-    for routes in (Routes(0, world_size), Routes(world_size - 1, world_size, direct=True)):
+    ring = tuple(range(world_size))
+    for routes in (Routes(0, world_size, ring), Routes(world_size - 1, world_size, ring, direct=True)):
         tells_all = routes.tells_all(count, item_bytes)
         assert tells_all == (world_size <= 8 and count * item_bytes <= 16 * KIB)
         assert not tells_all or (
@@ -136,7 +137,7 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_bytes):
     """Such sends would wait for each other where the kernel's buffers are full; what is read is not sent."""
-    routes, spans = Routes(0, world_size), even_spans(count, world_size)
+    routes, spans = Routes(0, world_size, tuple(range(world_size))), even_spans(count, world_size)
     for schedule in (routes.all_gather(spans, item_bytes), routes.broadcast(count, 1, item_bytes)):
         first = schedule[0]
         if isinstance(first, Tell):

@@ -297,13 +297,13 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
         segment: Elements that are passed on at once.
         ring: As in `all_gather`.
     """
+    if world_size == 1:
+        return []
     own, first = ring.index(rank), ring.index(src)
     place = (own - first) % world_size
     behind = None if place == 0 else ring[own - 1]
     ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
-    if world_size == 1:
-        return []
     if behind is None:
         return agreed(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
     schedule = []

@@ -105,6 +105,6 @@ def _routes(meeting: Meeting, rank: int) -> Routes:
     return Routes(
         rank,
         len(machines),
-        direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
+        direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
     )

@@ -104,7 +104,7 @@ class Group:
         self._overlaps = self._ring is not None and self._ring.overlaps
         self._courier: Courier | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        self._routes = Routes(rank, world_size) if self._ring is None else self._ring.routes
+        self._routes = Routes(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
         links = {} if self._ring is None or options.checksums else self._ring.links
         self.ready = ReadyReductions(links, self._routes, generation)
         self._siblings.add(self)

@@ -29,14 +29,14 @@ class Routes:
     Attributes:
         rank: This rank.
         world_size: How many there are.
-        direct: Whether every rank can read the memory of every other.
         ring: All ranks, those of one machine next to each other.
+        direct: Whether every rank can read the memory of every other.
     """
 
     rank: int
     world_size: int
+    ring: tuple[int, ...]
     direct: bool = False
-    ring: tuple[int, ...] = ()
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
         """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
@@ -61,7 +61,7 @@ class Routes:
             return algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)
         if self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
-        return algorithms.all_gather(self.rank, self.world_size, spans, self.ring or tuple(range(self.world_size)))
+        return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Brings the buffer of `src` to all."""
@@ -70,9 +70,7 @@ class Routes:
         if self.are_read(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
-        return algorithms.broadcast(
-            self.rank, self.world_size, count, src, segment, self.ring or tuple(range(self.world_size))
-        )
+        return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
 
     def are_read(self, spans: Spans, item_bytes: int) -> bool:
         """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
