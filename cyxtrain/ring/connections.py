@@ -67,9 +67,11 @@ class Connections:
     @property
     def transport(self) -> str:
         """How collectives travel from this rank: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
-        near = {link.transport for link in self.links.values()} - {"tcp"}
-        all_near = all(link.transport != "tcp" for link in self.links.values())
-        return " and ".join(sorted(near)) + ("" if all_near else " within a machine, tcp between") if near else "tcp"
+        found = {link.transport for link in self.links.values()}
+        near = " and ".join(sorted(found - {"tcp"}))
+        if not near:
+            return "tcp"
+        return f"{near} within a machine, tcp between" if "tcp" in found else near
 
     def abandon(self) -> None:
         """Closes everything without a word, in a forked child."""
