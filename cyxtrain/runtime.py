@@ -137,6 +137,9 @@ def init_process_group(
         world_size: How many ranks there are.
         rank: This rank.
 
+    Returns:
+        As `init`.
+
     Raises:
         ConfigError, RendezvousError, BackendUnavailableError: As `init`.
     """
@@ -152,7 +155,11 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Does `finalize` under PyTorch's name."""
+    """Does `finalize` under PyTorch's name.
+
+    Raises:
+        CollectiveMismatchError: As `finalize`.
+    """
     finalize()
 
 
