@@ -138,15 +138,15 @@ class RollCall:
         Raises:
             RendezvousError: Ranks are missing at the deadline, or do not fit together; or one of them has failed.
         """
-        for nap_seconds in naps():
+        nap_seconds = naps()
+        while True:
             self.look()
             self._read_entries()
             if len(self._here) == len(self._names):
-                break
+                return [self._here[rank] for rank in range(len(self._names))]
             if self.deadline.passed():
                 raise self._missing()
-            time.sleep(nap_seconds)
-        return [self._here[rank] for rank in range(len(self._names))]
+            time.sleep(next(nap_seconds))
 
     def look(self) -> None:
         """Looks whether the meeting has failed.
