@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -214,3 +216,9 @@ def test_each_rank_takes_its_share_of_the_cores_where_nobody_has_seen_to_it(monk
 def test_nobody_has_started_a_process_that_is_alone():
     assert clusters.detect({}) is None
     assert environment.started_by(0, 1, {}) == ""
+
+
+def test_a_scheduler_need_not_say_how_many_processes_a_machine_has():
+    variables = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    assert clusters.detect(variables) == dataclasses.replace(clusters.detect(SLURM), local_world_size=None)
+    assert environment.ranks_that_share_cores(variables) == 1

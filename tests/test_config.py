@@ -233,3 +233,9 @@ def test_help_explains_every_field():
         text = settings.__doc__
         for field in dataclasses.fields(settings):
             assert re.search(rf"^    {field.name}: .*\n        \S", text, re.MULTILINE), field.name
+
+
+def test_epochs_of_validation_may_be_a_tuple():
+    config = cx.DistributedTrainingConfig(validation_freq=(1, 3))
+    config.validate()
+    assert config.validation_freq == [1, 3]  # as JSON has it

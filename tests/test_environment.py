@@ -225,3 +225,10 @@ def test_a_secret_is_not_pretended_where_the_backend_asks_for_none():
 def test_what_is_set_is_shown_and_the_secret_is_not():
     variables = {"RANK": "1", "CYXTRAIN_SECRET": "s3cr3t", "MASTER_PORT": "", "HOME": "here", "OMP_NUM_THREADS": "2"}
     assert environment.settings_found(variables) == {"RANK": "1", "CYXTRAIN_SECRET": "set", "OMP_NUM_THREADS": "2"}
+
+
+def test_a_worker_takes_its_channel_out_of_the_environment(monkeypatch):
+    monkeypatch.setenv(environment.WORKER_CHANNEL, "127.0.0.1 4711")
+    assert environment.take_worker_channel() == "127.0.0.1 4711"
+    with pytest.raises(cx.ConfigError, match="where num_processes asks for it"):
+        environment.take_worker_channel()

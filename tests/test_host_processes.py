@@ -125,3 +125,16 @@ def test_a_process_whose_files_are_hidden_is_not_taken_for_gone(own, monkeypatch
     assert state_of(own, own) is None
     monkeypatch.setattr(host.os, "kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError()))
     assert state_of(own, own) is State.GONE
+
+
+def test_a_kernel_without_time_namespaces_tells_processes_apart_too(monkeypatch):
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    own = this_process("10.0.0.1")
+    assert own.machine.count(" ") == 2  # the boot, the namespace of pids, the address
+    assert state_of(own, own) is State.ALIVE
+
+
+def test_in_a_container_that_sees_the_files_of_another_nobody_is_asked(monkeypatch):
+    readlink = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else readlink(path))
+    assert this_process("10.0.0.1") == Process("", os.getpid(), 0)

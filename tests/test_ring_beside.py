@@ -251,3 +251,20 @@ def test_room_counts_a_free_core_for_each_rank(cores, threads, room, monkeypatch
     monkeypatch.setattr(courier, "count_usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert courier.room_for_ranks() == room
+
+
+def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(caplog):
+    made = courier.Courier()
+    go = threading.Event()
+    delivery = made.post(go.wait)
+    delivery.when_done(lambda: 1 / 0)
+    go.set()
+    assert made.post(lambda: 5).wait(20)
+    assert "a callback of a collective has failed" in caplog.text
+    made.close(20)
+
+
+def test_a_group_may_be_left_in_a_callback():
+    made = courier.Courier()
+    assert made.post(lambda: made.close(20)).wait(20)  # it does not wait for its own end
+    made.close(20)

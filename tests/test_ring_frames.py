@@ -371,3 +371,12 @@ def test_what_is_added_to_a_traceback_stands_below_it():
     heard = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
     told = f"(reported by rank 1). {said}"
     assert str(at_operation(heard, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", told]
+
+
+def test_failures_that_travel_are_those_that_are_some():
+    facts = DistributedTrainingError.because_of(ValueError("no such row"), 1).to_facts()
+    good = facts["failures"][0]
+    for strange in (None, "", {}, good | {"rank": "1"}, good | {"message": None}):
+        heard = error_from_facts(facts | {"failures": [strange, good]})
+        assert [failure.message for failure in heard.failures] == ["no such row"]
+    assert error_from_facts(facts | {"failures": "none"}).failures == ()

@@ -155,3 +155,11 @@ def test_a_system_without_the_c_library_of_linux_has_no_such_call(monkeypatch):
     assert memory._find_reader() is None
     assert open_to_reading() == ""
     assert sys.platform == "linux" or memory._readv is None
+
+
+def test_only_so_many_places_are_kept_in_mind(monkeypatch):
+    monkeypatch.setattr(memory, "_MAX_SEEN", 2)
+    pages, held = memory.LargePages(), memoryview(bytearray(memory._LARGE_BYTES + 3))
+    for size in range(4):
+        pages.note(held[: memory._LARGE_BYTES + size])
+        assert len(pages._seen) <= 2
