@@ -1,0 +1,110 @@
+"""Where a rank listens: at an address that the others reach; which one that is, the routing table says."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from worlds import free_port
+
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.meeting import listening, store
+
+
+class Network:
+    """What this machine's names and routes are; in the place of `socket` in `listening`."""
+
+    AF_INET, AF_UNIX, SOCK_DGRAM, SOCK_STREAM = socket.AF_INET, socket.AF_UNIX, socket.SOCK_DGRAM, socket.SOCK_STREAM
+
+    def __init__(self, names: dict[str, str], routes: dict[str, str]) -> None:
+        self.names, self.routes, self.asked = names, routes, ""
+
+    def getaddrinfo(self, host: str, port: int, type: int) -> list[tuple[object, ...]]:
+        if host not in self.names:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(socket.AF_INET, type, 0, "", (self.names[host], port))]
+
+    def socket(self, family: int, kind: int, protocol: int = 0) -> Network:
+        if family == self.AF_UNIX:
+            raise OSError(errno.EACCES, "no such sockets here")
+        return self
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def connect(self, address: tuple[str, int]) -> None:
+        if address[0] not in self.routes:
+            raise OSError(errno.ENETUNREACH, "no route")
+        self.asked = address[0]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.routes[self.asked], 1
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "routes", "own"),
+    [
+        ("localhost", {}, {}, "127.0.0.1"),
+        ("127.0.1.1", {}, {}, "127.0.0.1"),
+        ("node0", {"node0": "10.0.0.1"}, {"10.0.0.1": "10.0.0.7"}, "10.0.0.7"),
+        # Its own name leads to a loopback address: the default route's is taken.
+        ("me", {"me": "127.0.1.1"}, {"127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.7"}, "10.0.0.7"),
+        ("gone", {}, {"192.0.2.1": "10.0.0.7"}, "10.0.0.7"),
+        ("me", {"me": "127.0.1.1"}, {"127.0.1.1": "127.0.0.1"}, "127.0.0.1"),  # it has no network
+    ],
+)
+def test_a_rank_listens_where_it_is_reached_from_the_store(monkeypatch, host, names, routes, own):
+    monkeypatch.setattr(listening, "socket", Network({"192.0.2.1": "192.0.2.1", **names}, routes))
+    assert listening._own_address(host) == own
+
+
+def test_of_a_store_in_a_file_the_default_route_is_taken(tmp_path):
+    assert listening._store_host(dist.FileStore(str(tmp_path / "store"), 2)) == "192.0.2.1"
+
+
+def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
+    monkeypatch.setattr(listening, "_own_address", lambda host: "192.0.2.1")  # nobody's
+    with pytest.raises(RendezvousError, match=r"rank 3 cannot listen at 192\.0\.2\.1 \(.+\)") as caught:
+        listening.listen(3, dist.HashStore())
+    assert caught.value.rank == 3
+
+
+# --- the store ------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_says_why_it_cannot_wait_at_its_address():
+    with pytest.raises(RendezvousError, match=r"cannot wait at 127\.0\.0\.300:29500: (?!unknown)"):
+        store.host_store("127.0.0.300", 29500, 2, 1.0)
+
+
+def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with store._listen("node0", 0) as listener:
+        assert listener.family == socket.AF_INET
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_an_interrupted_rank_0_gives_its_port_back(monkeypatch):
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    port = free_port()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_await_listener", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.host_store("127.0.0.1", port, 2, 1.0)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_rank_that_has_met_itself_goes_on_looking(monkeypatch):
+    """By chance the kernel connects a socket to itself, where the port that is tried is the one that it gives."""
+    itself = contextlib.nullcontext(SimpleNamespace(getsockname=lambda: "itself", getpeername=lambda: "itself"))
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments, **named: itself)
+    assert store._await_listener("127.0.0.1", 1, 0.0) == "connection refused (1 tries)"
