@@ -18,6 +18,8 @@ from rank_processes import on_ranks, rank_server, run_processes, run_ranks, valu
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx
+from cyxtrain import joining
+from cyxtrain.ring.meeting.board import StoreLostError
 from cyxtrain.ring.meeting.rollcall import RollCall
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -373,3 +375,29 @@ def test_exception_in_a_program_is_told_and_all_exit_codes_are_1(program):
     assert "PeerLostError: rank 1 has ended: KeyError: 'what is wrong'" in messages[0]
     assert "KeyError: 'what is wrong'" in messages[1]
     assert "PeerLostError" not in messages[1]
+
+
+def test_what_another_backend_cannot_do_is_said_with_what_to_do(monkeypatch):
+    def refuse(*arguments, **named):
+        raise RuntimeError("no such network card")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(cx.RendezvousError, match=r"no such network card.*other ranks"):
+        cx.init(cx.DistributedConfig(rank=0, world_size=1, backend="gloo"))
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    with pytest.raises(cx.BackendUnavailableError, match="Use backend='cpu'"):
+        cx.init(cx.DistributedConfig(rank=0, world_size=1, backend="gloo"))
+    assert not cx.is_initialized()
+
+
+def test_rank_0_that_loses_its_own_store_does_not_open_it_again(monkeypatch):
+    tries = []
+
+    def lose(*arguments):
+        tries.append(arguments)
+        raise StoreLostError("rank 0 lost the store.")
+
+    monkeypatch.setattr(joining, "_make_group", lose)
+    with pytest.raises(StoreLostError):
+        cx.init(cx.DistributedConfig(rank=0, world_size=1))
+    assert len(tries) == 1

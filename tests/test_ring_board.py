@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting import entry as entry_module
 from cyxtrain.ring.meeting import rendezvous
+from cyxtrain.ring.meeting.board import Board
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rollcall import RollCall
 from cyxtrain.ring.watching import waits
@@ -176,3 +178,26 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
     assert "rank 0 has waited" in line
     assert "for rank 1 in message (float32 [3], tag 0)" in line
     assert "It says: " in line
+
+
+def test_what_is_wrong_with_a_question_is_not_the_stores_end():
+    board = Board(dist.HashStore(), "rank 0", Deadline(5.0))
+    with pytest.raises(TypeError):
+        board.set("key", 5)
+    assert not board.lost
+
+
+@pytest.mark.parametrize("said", ["[]", '{"reads": 5}', '{"reads": ["a"]}', "{}"])
+def test_who_reads_whom_is_said_by_ranks_and_nobody_else(said):
+    store = dist.HashStore()
+    roll = RollCall(store, 0, [0], Deadline(5.0))
+    store.set("0/met/0", said)
+    assert "holds what no rank has written" in str(error_of(roll.readers))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"port": 70_000}, {"port": -1}, {"host": "näher"}, {"host": "node0"}, {"heartbeat_timeout_seconds": 0.0}]
+)
+def test_an_entry_that_cannot_be_is_none_of_a_ranks(fields):
+    text = dataclasses.replace(Entry(2), **fields).to_json()
+    assert "holds what no rank has written" in str(error_of(lambda: Entry.from_json(text)))
