@@ -152,6 +152,6 @@ def _cause(error: OSError) -> str:
         return f"the name cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer (timed out)"
-    if error.errno is None or error.errno < 0:  # a name that cannot be resolved has a number of its own kind
+    if not error.errno or error.errno < 0:  # a name that cannot be resolved has a number of its own kind
         return error.strerror or str(error)
     return os.strerror(error.errno).lower()
