@@ -151,6 +151,38 @@ def test_a_cycle_that_ends_before_the_fit_is_refused():
             trainer.fit(INPUTS, TARGETS, **SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "warns"),
+    [
+        (lambda optimizer: schedulers.StepLR(optimizer, 1, 0.1), True),  # 1e-10 after ten steps
+        (lambda optimizer: schedulers.StepLR(optimizer, 5, 0.1), False),
+        (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.1), True),
+        (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9), False),
+        (lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 2]), True),
+        (lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 7]), False),
+        (lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 2), True),
+        (lambda optimizer: schedulers.CosineAnnealingLR(optimizer, STEPS), False),
+        (lambda optimizer: schedulers.PolynomialLR(optimizer, 2), True),
+        (lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 2), False),
+        (
+            lambda optimizer: schedulers.ChainedScheduler(
+                [schedulers.LinearLR(optimizer), schedulers.PolynomialLR(optimizer, 2)], optimizer
+            ),
+            True,
+        ),
+        ("cosine", False),
+    ],
+)
+def test_a_schedule_that_seems_to_count_epochs_is_warned_of(schedule, warns):
+    trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", scheduler=schedule)
+    with one_process(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(INPUTS, TARGETS, **SETTINGS)
+    found = [str(each.message) for each in said if "seems to have been built to be stepped once per epoch" in str(each)]
+    assert len(found) == int(warns)
+    assert all("5 times in an epoch" in text and "LearningRateScheduler" in text for text in found)
+
+
 def fit_with_other_schedules() -> str:
     name = "StepLR" if cx.get_rank() == 0 else "ExponentialLR"
     with pytest.raises(cx.ConfigError) as caught:

@@ -22,7 +22,7 @@ from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoi
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
-from cyxtrain.training.schedules import check_schedule
+from cyxtrain.training.schedules import check_schedule, warn_of_epochs
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
@@ -165,6 +165,8 @@ def _begin_or_go_on(
         check_schedule(state.rates.scheduler, (run.all_steps or 0) - run.config.warmup_steps)
         run.check_steps()
         _warn_of_warmup(run)
+        if runtime.is_master():
+            warn_of_epochs(state.rates.scheduler, run.all_steps, run.steps_per_epoch)
         effective = run.feed.effective_batch_size
         state.begin_fit(run.config, data, effective, run.all_steps, run.initial_epoch)
         state.arithmetic = arithmetic

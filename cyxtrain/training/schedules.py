@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, warn
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.calling import takes
 from cyxtrain.training.rates import Cosine, schedules_in
@@ -23,6 +32,9 @@ _PROGRESS = {
     *("base_lrs", _PARTS, "_schedule_phases", "lr_lambdas", "_scale_fn_custom"),
 }
 """What of a state tells how far a schedule is, or has been said elsewhere, or is no setting."""
+
+_NEXT_TO_NOTHING = 1e-6
+"""Of a rate: what is left of it where a schedule for epochs goes by steps."""
 
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None
 SCHEDULERS = {"cosine": Cosine}
@@ -60,7 +72,7 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped once per optimizer step: "
-            "use another, such as CosineAnnealingLR."
+            "give the trainer callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
     if made.optimizer is not optimizer:
         raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
@@ -84,6 +96,38 @@ def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:
             f"{scheduler.last_epoch + steps:,}. It is stepped once per optimizer step: build it with as many "
             "total_steps."
         )
+
+
+def warn_of_epochs(scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None) -> None:
+    """Warns of a schedule that seems to count epochs: stepped once per optimizer step, it leaves nothing of the rate.
+
+    Args:
+        scheduler: Of the fit.
+        steps: Of the fit; None, as `steps_per_epoch`: nobody knows.
+        steps_per_epoch: Of an epoch.
+    """
+    for part in schedules_in(scheduler) if steps and steps_per_epoch else ():
+        if _seems_to_count_epochs(part, steps or 0, steps_per_epoch or 0):
+            name = type(part).__name__
+            warn(
+                f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
+                "have been built to be stepped once per epoch: little would be left of the rate, and soon. "
+                f"Build it with numbers of steps (2 * {steps_per_epoch:,} for two epochs), or give the trainer "
+                "callbacks=[cx.callbacks.LearningRateScheduler(...)], which goes by epochs."
+            )
+            return
+
+
+def _seems_to_count_epochs(part: LRScheduler, steps: int, steps_per_epoch: int) -> bool:
+    if isinstance(part, StepLR):
+        return bool(part.gamma ** (steps // part.step_size) < _NEXT_TO_NOTHING)
+    if isinstance(part, ExponentialLR):
+        return bool(part.gamma**steps < _NEXT_TO_NOTHING)
+    if isinstance(part, MultiStepLR):
+        return bool(part.gamma < 1 and max(part.milestones, default=steps) < steps_per_epoch)
+    if isinstance(part, CosineAnnealingLR):
+        return bool(part.T_max < steps_per_epoch)
+    return isinstance(part, PolynomialLR) and bool(part.total_iters < steps_per_epoch)
 
 
 def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
