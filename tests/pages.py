@@ -9,7 +9,8 @@ How a page says what shall happen to a block:
 - Blocks of `sh` are run by bash in that folder, by night. After the line `<!-- hosts -->` each line is the command of
   one host: all are started at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
 - `text` after the line `<!-- prints -->` is what the block before it prints: each line, in this order, perhaps with
-  others between. Decimals need to agree only roughly, samples per second and seconds not at all.
+  others between (`...` says so, also at either end of a line). Decimals need to agree only roughly, samples per second
+  and seconds not at all.
 - `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed. `<!-- by night: why -->` before
   one that takes long: it runs with the commands.
 """
@@ -110,7 +111,7 @@ def check_prints(page: Page, outputs: dict[int, str]) -> None:
     for number, block in enumerate(page.blocks):
         if "prints" in block.marks and number - 1 in outputs:
             printed = iter(outputs[number - 1].splitlines())
-            for line in filter(None, map(str.strip, block.text.splitlines())):
+            for line in filter(lambda text: text not in ("", "..."), map(str.strip, block.text.splitlines())):
                 found = any(is_like(line, each) for each in printed)
                 where = f"{page.path.name}:{block.line}"
                 assert found, f"{where}: {line!r} is not printed, or not there:\n{outputs[number - 1]}"
@@ -119,6 +120,7 @@ def check_prints(page: Page, outputs: dict[int, str]) -> None:
 def is_like(expected: str, line: str) -> bool:
     """Whether what is expected stands in a line, but for speeds, times and the last digits of decimals."""
     expected, line = (" ".join(_unclocked(text).split()) for text in (expected, line))
+    expected = expected.removeprefix("... ").removesuffix(" ...")
     pattern = r"([\d.,e+-]+|nan|inf)".join(re.escape(part) for part in _NUMBER.split(expected))
     found = re.search(rf"(?<![\w.]){pattern}(?!\w)", line)
     return found is not None and all(map(_is_near, _NUMBER.findall(expected), found.groups()))

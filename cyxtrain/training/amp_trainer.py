@@ -46,6 +46,7 @@ from cyxtrain.training.state import TrainingState
 
 _PRECISION = "fp16"
 _LEARNING_RATE = 1e-3
+"""Of the constructor: whoever gives an optimizer has not given one."""
 
 
 class DistributedAMPTrainer:
@@ -84,7 +85,7 @@ class DistributedAMPTrainer:
         world_size: int | None = None,
         *,
         accumulation_steps: int = 1,
-        learning_rate: float = _LEARNING_RATE,
+        learning_rate: float = 1e-3,
         optimizer: OptimizerLike | None = None,
         loss_fn: LossLike = None,
     ) -> None:

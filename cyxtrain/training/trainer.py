@@ -182,13 +182,13 @@ class DistributedTrainer:
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
 
-        Every rank gives the same whole data, and sees its part. Fitting again goes on: the epochs count on.
+        Every rank gives the same data, and sees its part. Fitting again goes on: the epochs count on.
 
         Args:
-            *data: NumPy arrays or tensors with a row per sample; then a `DistributedTrainingConfig`, or none.
-            **keywords: Fields of `DistributedTrainingConfig`; `validation_data=(X_val, y_val)`; `callbacks=[...]`; and
-                `resume="auto"` (the newest intact checkpoint in `checkpoint_dir`, or a fresh start) or the path of a
-                checkpoint: the fit that made it goes on, to the end of its `epochs`.
+            *data: X and y, arrays or tensors with a row per sample, or several by name; a Dataset, a DataLoader, or
+                what gives batches. The same to validate with, and a `DistributedTrainingConfig`, or none.
+            **keywords: Fields of the config; `validation_data`, `sample_weight`, `class_weight`, `callbacks`,
+                `initial_epoch`; `resume="auto"` (the newest intact checkpoint, or none) or a path: its fit goes on.
 
         Returns:
             The numbers of each epoch, the same on every rank.
