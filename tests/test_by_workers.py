@@ -785,6 +785,7 @@ def test_what_is_refused_is_refused_as_ever_and_workers_stay():
     assert pids() == before
 
 
+@pytest.mark.nightly
 def test_what_one_rank_refuses_is_its_own_error():
     with pytest.raises(cx.ConfigError, match=r"^the model cannot take X.*banana") as caught:
         trainer_of(Refusing()).fit(X, Y, **SETTINGS)

@@ -117,6 +117,7 @@ def test_it_predicts_with_the_weights_that_came_back(kernel):
     assert written == "True True True\n"
 
 
+@pytest.mark.nightly
 def test_it_is_interrupted_in_an_epoch_and_goes_on(kernel):
     begun = Path(kernel.run("import os; print(os.getcwd())")[0].strip()) / "begun"
     stop = threading.Thread(target=lambda: (wait_until(begun.exists), kernel.interrupt()))

@@ -58,6 +58,7 @@ def test_on_three_ranks(case, three):
         assert found[case] is None, found[case]
 
 
+@pytest.mark.nightly
 def test_a_process_that_comes_as_a_rank_that_is_taken_is_refused_and_harms_nobody(three):
     found, refused = three
     assert len(found) == 3

@@ -71,6 +71,7 @@ SHORT = {
         same_on_two_ranks=False,
     ),
 }
+LONG = dict.fromkeys(("imbalanced", "text_bytes"), pytest.mark.nightly)
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Those of which tests/test_examples.py speaks, and one that needs a browser."""
 
@@ -98,7 +99,7 @@ def check_same(said: str, other: str) -> None:
     assert list(map(float, NUMBER.findall(said))) == pytest.approx(list(map(float, NUMBER.findall(other))), abs=0.03)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SHORT])
 def test_alone_and_on_two_ranks_it_ends_as_it_says(name, tmp_path):
     (alone,) = values(run_ranks(1, run_example, name, str(tmp_path), seconds=SECONDS))
     first, second = values(run_ranks(2, run_example, name, str(tmp_path), seconds=SECONDS))

@@ -179,6 +179,7 @@ def test_an_error_in_one_ranks_own_code_is_shown_by_the_others_within_two_second
         assert ended.value["at"] - raised < 2.0
 
 
+@pytest.mark.nightly
 def test_the_launcher_shows_the_traceback_of_the_rank_whose_own_code_failed_and_the_others_stop(tmp_path: Path) -> None:
     source = """
         import torch
