@@ -59,7 +59,7 @@ def create_default_amp_config(
 
 @settings
 class DistributedTrainingConfig:
-    """One call of `fit`."""
+    """What one call of `fit` does: its epochs, batches, precision, checkpoints; keywords of `fit` are these fields."""
 
     epochs: int = 10
     """Passes over the training data."""
