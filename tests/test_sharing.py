@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,29 @@ def test_a_file_is_gone_when_it_is_closed_and_what_was_read_stays():
 def test_what_cannot_be_sent_says_why():
     with pytest.raises(TypeError, match="cannot pickle 'generator' object"):
         sent({"rows": (row for row in NUMBERS)})
+
+
+def test_what_comes_back_of_a_known_tensors_memory_shows_the_receivers_own():
+    there, here = torch.arange(12.0).reshape(3, 4), torch.zeros(3, 4)
+    found = from_bytes(as_bytes(there.t()[1:], returning({"rows": there})), {"rows": here})
+    assert (found.shape, found.stride()) == ((3, 3), (1, 4))
+    here[2, 3] = 7
+    assert found[2, 2] == 7
+
+
+def test_where_memory_has_no_files_a_temporary_one_is_gone_when_it_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    file = SharedFile()
+    write({"it": NUMBERS}, file, {})
+    assert (read(file.path, {}, mapped=False)["it"] == NUMBERS).all()
+    file.close()
+    assert not os.path.exists(file.path)
+    file.close()  # once more does nothing
+
+
+def test_where_the_system_shows_no_mappings_a_memory_map_goes_by_the_file_of_its_name(stored, monkeypatch):
+    array = np.load(stored, mmap_mode="r")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    found = from_bytes(as_bytes(array, returning({})))
+    assert isinstance(found, np.memmap)
+    assert (found == array).all()
