@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.allocator import keep_freed_memory
 
 _WARM_STEPS = 2
 _PROFILED_STEPS = 50
@@ -60,6 +61,8 @@ class Training:
         self.bare = MODELS[model]()
         self.model = WRAPPERS[wrapper](self.bare)
         self.is_wrapped = wrapper != "none"
+        if not self.is_wrapped:
+            keep_freed_memory()  # as our wrapper does: a limit must have it, too
         self.meet = meet
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(rank)

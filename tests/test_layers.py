@@ -12,7 +12,7 @@ import cyxtrain
 
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
-    {"errors", "cores"},
+    {"errors", "cores", "allocator"},
     {"settings"},
     {"config", "clusters"},
     {"environment"},

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
@@ -37,15 +38,15 @@ class Reducer:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: DDPConfig) -> None:
+        keep_freed_memory()  # autograd's own gradients are freed in each step, when they have come into a bucket
         self._names = {parameter: name for name, parameter in parameters}
         self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
         trained = [parameter for _, parameter in parameters]
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
-        last = len(layout) - 1
         self._buckets = [
-            Bucket(spec, trained, index, index == last, mean)
+            Bucket(spec, trained, index, spec is layout[-1], mean)
             for index, (spec, mean) in enumerate(zip(layout, _memory_in_common(layout, config), strict=True))
         ]
         named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]

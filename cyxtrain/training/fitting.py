@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain import runtime
+from cyxtrain.allocator import freed_memory_kept
 from cyxtrain.data.batches import Share
 from cyxtrain.data.randomness import generators_kept, seed_generators
 from cyxtrain.errors import is_on_all_ranks
@@ -68,6 +69,7 @@ class Fit:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
         stopped, position = None, self._state.position
         with contextlib.ExitStack() as stack:
+            stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._keeper))
             stack.enter_context(contextlib.closing(self._callbacks))
             stack.enter_context(generators_kept(self._device))
