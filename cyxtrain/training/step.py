@@ -32,6 +32,7 @@ from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.training.precision import LossScale
 from cyxtrain.training.rates import Rates
+from cyxtrain.training.stepping import Stepping
 from cyxtrain.training.totals import Answers, Totals, answers_to
 
 
@@ -73,7 +74,7 @@ class TrainingStep:
     ) -> None:
         self._ddp = ddp
         self._loss = loss
-        self._optimizer = optimizer
+        self._step_optimizer = Stepping(optimizer)
         self._rates = rates
         self._clip = clip
         self._guard = guard
@@ -114,7 +115,7 @@ class TrainingStep:
     def _update(self) -> None:
         if self._clip is not None:
             self._clip(self._parameters)
-        self._optimizer.step()
+        self._step_optimizer()
         self._rates.step()
 
     def _zero(self) -> None:

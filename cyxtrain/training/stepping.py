@@ -1,0 +1,111 @@
+"""An optimizer's step by PyTorch's fused kernel itself, where a step is all that is asked of it.
+
+`optimizer.step()` finds out in each step what the kernel is to be given, for every case that there is. For a small
+model that takes nearly as long as the kernel. Here the lists are made and handed over; they are the ones that `step()`
+hands over, so the bits are the same.
+Source: `_fused_adam` in torch/optim/adam.py, `_fused_sgd` in torch/optim/sgd.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.optim import optimizer as watchers
+
+_Prepare = Callable[[Mapping[str, Any], Mapping[Tensor, Any]], Callable[[], object] | None]
+"""Takes a group of parameters and the optimizer's state; returns what steps them, or None: it is not that simple."""
+
+
+class Stepping:
+    """Takes the steps of an optimizer.
+
+    Args:
+        optimizer: It; `fused` or not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._method: Any = type(optimizer).step
+        self._prepare: _Prepare | None = None
+        kinds = [{(p.device.type, p.dtype) for p in group["params"]} for group in optimizer.param_groups]
+        are_alike = all(len(kind) == 1 and next(iter(kind))[0] == "cpu" for kind in kinds)
+        if are_alike and self._method.__module__.startswith("torch.optim."):
+            self._prepare = _PREPARED.get(type(optimizer))
+
+    def __call__(self) -> None:
+        """Takes a step; by `optimizer.step()` where anything is unusual, as in the first one."""
+        steps = [] if self._prepare is None or self._is_watched() else self._prepared(self._prepare)
+        if not steps:
+            self._optimizer.step()
+            return
+        with torch.no_grad():
+            for step in steps:
+                step()
+
+    def _prepared(self, prepare: _Prepare) -> list[Callable[[], object]]:
+        """Returns what steps each group; nothing where one is not that simple. Nothing has changed yet."""
+        steps = []
+        for group in self._optimizer.param_groups:
+            step = prepare(group, self._optimizer.state)
+            if step is None:
+                return []
+            steps.append(step)
+        return steps
+
+    def _is_watched(self) -> bool:
+        """Returns whether somebody else has to do with each step: a schedule, a hook, a profiler, another method."""
+        optimizer = self._optimizer
+        return bool(
+            "step" in vars(optimizer)
+            or type(optimizer).step is not self._method
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or watchers._global_optimizer_pre_hooks
+            or watchers._global_optimizer_post_hooks
+            or profiler._is_profiler_enabled
+        )
+
+
+def _prepare_adam(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> Callable[[], object] | None:
+    parameters, (beta1, beta2) = group["params"], group["betas"]
+    gradients = [parameter.grad for parameter in parameters]
+    states = [state.get(parameter) for parameter in parameters]
+    if group["fused"] is not True or group["amsgrad"] or not all(states) or any(g is None for g in gradients):
+        return None
+    steps = [each["step"] for each in states]  # type: ignore[index]
+    averages, squares = ([each[name] for each in states] for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[index]
+    numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    step = partial(kernel, parameters, gradients, averages, squares, [], steps, beta1=beta1, beta2=beta2, **numbers)
+    return partial(_count_and_step, steps, step)
+
+
+def _count_and_step(steps: list[Tensor], step: Callable[[], object]) -> None:
+    torch._foreach_add_(steps, 1)
+    step()
+
+
+def _prepare_sgd(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> Callable[[], object] | None:
+    parameters = group["params"]
+    gradients = [parameter.grad for parameter in parameters]
+    if group["fused"] is not True or any(gradient is None for gradient in gradients):
+        return None
+    buffers = []
+    if group["momentum"]:
+        buffers = [state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
+        if any(buffer is None for buffer in buffers):
+            return None
+    numbers = {name: group[name] for name in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+    return partial(torch._fused_sgd_, parameters, gradients, buffers, is_first_step=False, **numbers)
+
+
+_PREPARED: dict[type[torch.optim.Optimizer], _Prepare] = {
+    torch.optim.Adam: _prepare_adam,
+    torch.optim.AdamW: _prepare_adam,
+    torch.optim.SGD: _prepare_sgd,
+}
