@@ -95,11 +95,6 @@ def test_it_gives_way_where_anything_is_unusual():
     assert not is_quick(stepping)
     trained.optimizer.state[first] = kept
     assert is_quick(stepping)
-    scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
-    assert not is_quick(stepping)  # it counts the calls of optimizer.step()
-    stepping()
-    scheduler.step()  # and would warn
-    assert group["lr"] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("where", ["before", "after", "before, of all", "after, of all"])
@@ -124,6 +119,23 @@ def test_a_hook_of_a_step_is_called(where):
     assert called == [where]
 
 
+def test_a_schedule_is_told_of_each_step(recwarn):
+    trained = Trained(torch.optim.Adam)
+    scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
+    torch.optim.lr_scheduler.ConstantLR(trained.optimizer)  # two of them
+    stepping = Stepping(trained.optimizer)
+    trained.optimizer.step()  # without a gradient: as the first step of all
+    trained.optimizer._opt_called = False
+    trained.backward()
+    stepping()
+    trained.backward()
+    trained.optimizer._opt_called = False
+    assert is_quick(stepping)
+    stepping()
+    scheduler.step()  # it would warn of steps in the wrong order
+    assert not recwarn.list
+
+
 def test_another_step_in_its_place_is_called(monkeypatch):
     trained, called = Trained(partial(torch.optim.SGD, lr=0.1)), []
     stepping = Stepping(trained.optimizer)
@@ -131,7 +143,10 @@ def test_another_step_in_its_place_is_called(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: called.append(self))
     stepping()
     Stepping(trained.optimizer)()  # also where it was there before
-    assert called == [trained.optimizer] * 2
+    monkeypatch.undo()
+    trained.optimizer.step = lambda: called.append(trained.optimizer)  # type: ignore[method-assign]
+    stepping()
+    assert called == [trained.optimizer] * 3
 
 
 def test_parameters_of_two_dtypes_and_other_optimizers_go_their_own_way():

@@ -46,6 +46,8 @@ class Stepping:
         with torch.no_grad():
             for step in steps:
                 step()
+        if "step" in vars(self._optimizer):
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedule warns
 
     def _prepared(self, prepare: _Prepare) -> list[Callable[[], object]]:
         """Returns what steps each group; nothing where one is not that simple. Nothing has changed yet."""
@@ -58,10 +60,13 @@ class Stepping:
         return steps
 
     def _is_watched(self) -> bool:
-        """Returns whether somebody else has to do with each step: a schedule, a hook, a profiler, another method."""
+        """Returns whether somebody else has to do with each step: a hook, a profiler, another method in its place."""
         optimizer = self._optimizer
+        own = vars(optimizer).get("step", self._method)
+        if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
+            own = own.__wrapped__
         return bool(
-            "step" in vars(optimizer)
+            own is not self._method
             or type(optimizer).step is not self._method
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
