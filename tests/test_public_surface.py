@@ -138,6 +138,8 @@ assert events == [], events
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 assert not torch.distributed.is_initialized()
 assert os.environ.__dict__["_data"] == before
+LATER = {"omegaconf", "yaml", "rich", "click", "tensorboard", "torchmetrics", "matplotlib"}
+assert not LATER & sys.modules.keys(), LATER & sys.modules.keys()  # each costs time and memory: where it is used
 os.environ.get("RANK"), __import__("socket").socket().close()
 assert len(events) == 2, "this test must see what it looks for"
 """

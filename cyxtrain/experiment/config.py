@@ -1,4 +1,7 @@
-"""Settings by name, as a YAML file has them: `config.training.epochs`."""
+"""Settings by name, as a YAML file has them: `config.training.epochs`.
+
+What reads and writes YAML is imported by the methods that do: who has no such file saves its memory and time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from cyxtrain import environment
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.reading import Overrides, literal, merged, read_file, resolved, to_yaml, with_names
+from cyxtrain.experiment.sections import Overrides, with_names
 from cyxtrain.settings import nearest
 
 
@@ -49,6 +52,8 @@ class Config(Mapping[str, Any]):
             ConfigError: There is no such file, or it is no YAML; files that are each other's base; a variable that
                 is not set; a section that does not exist, with the nearest one that does.
         """
+        from cyxtrain.experiment.reading import merged, read_file, resolved
+
         return cls(resolved(merged(read_file(path), overrides), environment.to_pass_on(), os.fspath(path)))
 
     def with_overrides(self, overrides: Overrides) -> Config:
@@ -60,6 +65,8 @@ class Config(Mapping[str, Any]):
         Raises:
             ConfigError: As `from_file`.
         """
+        from cyxtrain.experiment.reading import literal, merged, resolved
+
         values = merged(with_names(literal(self.to_dict())), overrides)
         return Config(resolved(values, environment.to_pass_on(), "the config"))
 
@@ -69,6 +76,8 @@ class Config(Mapping[str, Any]):
 
     def to_yaml(self) -> str:
         """Returns the settings as a YAML file has them."""
+        from cyxtrain.experiment.reading import to_yaml
+
         return to_yaml(self._values)
 
     def __getitem__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.config import Config
 from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.naming import Names, is_path, make, named, section_of
-from cyxtrain.experiment.reading import Overrides, check_section, with_names, words_of
+from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.settings import is_number, unknown_name
 from cyxtrain.training.callbacks import Callback

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,31 +13,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import unknown_name
+from cyxtrain.experiment.sections import NAMED, Overrides, Values, check_section, with_names, words_of
 
-SECTIONS = (
-    "imports",
-    "model",
-    "data",
-    "loss_fn",
-    "optimizer",
-    "scheduler",
-    "metrics",
-    "callbacks",
-    "training",
-    "distributed",
-)
-_NAMED = ("model", "data", "loss_fn", "optimizer", "scheduler")
-"""Sections of one thing that has a name, and settings of its own."""
 _BASE = "_base_"
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
-_TRAINING = {field.name for field in dataclasses.fields(DistributedTrainingConfig)}
 
-Values = dict[str, Any]
-Overrides = Sequence[str] | Mapping[str, Any]
 _Answer = TypeVar("_Answer")
 
 
@@ -96,26 +76,6 @@ def merged(values: Values, overrides: Overrides) -> Values:
     return _over("the overrides", values, given)
 
 
-def words_of(overrides: Overrides) -> list[str]:
-    """Returns overrides as words, also those of a dictionary.
-
-    Raises:
-        ConfigError: It is one word, not a list of them.
-    """
-    if isinstance(overrides, Mapping):
-        return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides are a list, such as [{overrides!r}], or a dictionary; got {overrides!r}.")
-    return list(overrides)
-
-
-def with_names(values: Values) -> Values:
-    """Returns settings in which a section that is only a name has it as its setting."""
-    return {
-        name: {"name": value} if name in _NAMED and isinstance(value, str) else value for name, value in values.items()
-    }
-
-
 def resolved(values: Values, variables: Mapping[str, str], source: str) -> Values:
     """Returns settings in which variables and other settings stand for what they are.
 
@@ -145,23 +105,6 @@ def literal(value: Any) -> Any:
 def to_yaml(values: Values) -> str:
     """Returns settings as a YAML file has them."""
     return OmegaConf.to_yaml(OmegaConf.create(values))
-
-
-def check_section(owner: str, section: str, *more: str) -> None:
-    """Refuses a section that does not exist.
-
-    Args:
-        owner: What has it, for messages.
-        section: Its name.
-        *more: What else may stand beside sections.
-
-    Raises:
-        ConfigError: With the nearest one that does.
-    """
-    if section in _TRAINING:
-        raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
-    if section not in SECTIONS:
-        raise unknown_name(owner, section, [*SECTIONS, *more], "section")
 
 
 def _parsed(file: Path) -> Values:
@@ -203,7 +146,7 @@ def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Va
     kept = {
         name: value
         for name, value in base.items()
-        if not by_name or name not in _NAMED or _name_of(own.get(name)) in (None, _name_of(value))
+        if not by_name or name not in NAMED or _name_of(own.get(name)) in (None, _name_of(value))
     }
     try:
         return _library(source, lambda: _container(OmegaConf.merge(kept, own)))

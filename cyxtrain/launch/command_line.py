@@ -58,7 +58,7 @@ cyxtrain.add_command(launch)
 def _complete_overrides(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Completes sections, and the settings of those that have the same ones always."""
     from cyxtrain.config import DistributedTrainingConfig
-    from cyxtrain.experiment.reading import SECTIONS
+    from cyxtrain.experiment.sections import SECTIONS
 
     names = [f"{section}." for section in SECTIONS]
     names += [f"training.{field.name}=" for field in dataclasses.fields(DistributedTrainingConfig)]

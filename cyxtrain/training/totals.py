@@ -17,7 +17,7 @@ from cyxtrain.training.metrics import Metrics
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4
-_FOLD_BATCHES = 8
+_FOLD_BATCHES = 16
 """Batches whose numbers are kept until they are added in one go: single additions would cost a step more. Of many,
 what is kept lies between what models allocate and free, and breaks up the heap: 32 cost a convnet up to 12 MiB."""
 
