@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import optimizer as watchers
 
-_Prepare = Callable[[Mapping[str, Any], Mapping[Tensor, Any]], Callable[[], object] | None]
-"""Takes a group of parameters and the optimizer's state; returns what steps them, or None: it is not that simple."""
+_Prepare = Callable[[Mapping[str, Any], list[Tensor], Mapping[Tensor, Any]], Callable[[], object] | None]
+"""Takes a group of parameters, the gradient of each, and the optimizer's state; returns what steps them, or None: the
+optimizer has first to make what it keeps, or more is asked of it."""
 
 
 class Stepping:
@@ -53,7 +54,9 @@ class Stepping:
         """Returns what steps each group; nothing where one is not that simple. Nothing has changed yet."""
         steps = []
         for group in self._optimizer.param_groups:
-            step = prepare(group, self._optimizer.state)
+            gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            is_simple = group["fused"] is True and len(gradients) == len(group["params"])
+            step = prepare(group, gradients, self._optimizer.state) if is_simple else None
             if step is None:
                 return []
             steps.append(step)
@@ -76,14 +79,14 @@ class Stepping:
         )
 
 
-def _prepare_adam(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> Callable[[], object] | None:
+def _prepare_adam(
+    group: Mapping[str, Any], gradients: list[Tensor], state: Mapping[Tensor, Any]
+) -> Callable[[], object] | None:
     parameters, (beta1, beta2) = group["params"], group["betas"]
-    gradients = [parameter.grad for parameter in parameters]
-    states = [state.get(parameter) for parameter in parameters]
-    if group["fused"] is not True or group["amsgrad"] or not all(states) or any(g is None for g in gradients):
+    states = [state.get(parameter, {}) for parameter in parameters]
+    if group["amsgrad"] or not all(states):
         return None
-    steps = [each["step"] for each in states]  # type: ignore[index]
-    averages, squares = ([each[name] for each in states] for name in ("exp_avg", "exp_avg_sq"))  # type: ignore[index]
+    steps, averages, squares = ([each[name] for each in states] for name in ("step", "exp_avg", "exp_avg_sq"))
     numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     step = partial(kernel, parameters, gradients, averages, squares, [], steps, beta1=beta1, beta2=beta2, **numbers)
@@ -95,12 +98,10 @@ def _count_and_step(steps: list[Tensor], step: Callable[[], object]) -> None:
     step()
 
 
-def _prepare_sgd(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> Callable[[], object] | None:
-    parameters = group["params"]
-    gradients = [parameter.grad for parameter in parameters]
-    if group["fused"] is not True or any(gradient is None for gradient in gradients):
-        return None
-    buffers = []
+def _prepare_sgd(
+    group: Mapping[str, Any], gradients: list[Tensor], state: Mapping[Tensor, Any]
+) -> Callable[[], object] | None:
+    parameters, buffers = group["params"], []
     if group["momentum"]:
         buffers = [state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
         if any(buffer is None for buffer in buffers):

@@ -87,9 +87,9 @@ class Totals:
         """Counts the answers of batches of one shape in one go."""
         rows, outputs, targets = zip(*kept, strict=True)
         right, valid = _compare(torch.cat(outputs), torch.cat(targets), self._loss)
-        if len(self._sums) == 1:
+        if len(self._sums) == 1:  # a running epoch, where it is in the way of the steps; whole numbers have no order
             for column, found in ((CORRECT, right), (COUNTED, valid)):
-                self._sums[0, column] += found.sum()  # whole numbers: any order is right
+                self._sums[0, column] += found.sum()
             return
         where = torch.repeat_interleave(
             torch.tensor(rows, device=right.device),
