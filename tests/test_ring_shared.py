@@ -62,6 +62,22 @@ def test_its_bits_are_those_of_all_reduce(world_size):
     assert run_threads(world_size, rank_main, seconds=60) == [[]] * world_size
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_smallest_numbers_are_rounded_as_all_reduce_rounds_them(world_size, dtype):
+    smallest = torch.tensor(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, dtype=dtype)
+
+    def rank_main(group):
+        mean = mean_of(group, dtype, 1000)
+        own = smallest * torch.arange(group.rank(), group.rank() + 1000)
+        mean.tensor.copy_(own)
+        mean.all_reduce().wait()
+        assert mean.tensor[1] > 0  # else nothing would be shown
+        return same(mean.tensor, all_reduce(group, own, Op.AVG))
+
+    assert run_threads(world_size, rank_main) == [True] * world_size
+
+
 def test_infinities_and_nans_are_everybodys_without_a_word():
     def rank_main(group):
         mean = mean_of(group, torch.float32, 100_000)

@@ -143,7 +143,7 @@ class Bucket:
         if self._signals is not None and any(signals):
             self._signals.copy_(torch.tensor(signals))
         if self._loss is not None and loss is not None:
-            torch.mul(loss, 0, out=self._loss)  # without asking the device what it is
+            torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without asking the device what it is
         self.travel.launch(group, scale)
 
     def finish(self, *, as_view: bool, is_whole: bool) -> list[nn.Parameter]:
@@ -158,7 +158,7 @@ class Bucket:
             gradient that they had: none.
         """
         flags = self._flags.real if self._flags.is_complex() else self._flags
-        numbers = flags.tolist() if bool(flags.any()) else [0.0] * len(flags)
+        numbers = flags.tolist()
         count = len(self._parameters)
         shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 : -1]
         self.losses_are_finite = not math.isnan(numbers[-1])

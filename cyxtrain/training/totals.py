@@ -31,8 +31,8 @@ class Answers(NamedTuple):
     """What a model has said to a batch whose targets are classes: counted, or to be counted.
 
     Attributes:
-        correct: How many are right.
-        counted: Of how many.
+        correct: How many are right, of what has been looked at.
+        counted: How many answers count.
         output: What is still to be looked at, or None.
         target: Beside it.
     """
@@ -57,11 +57,12 @@ class Totals:
         self.metrics = metrics.copy()
         self._sums = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
         self._loss = loss
-        self._pending: list[tuple[int, tuple[_Number, ...], Answers]] = []
+        self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
 
     def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
         """Adds a batch to a row, without waiting for the device."""
-        self._pending.append((row, (loss.value.detach(), loss.terms, loss.weight), answers))
+        numbers = (loss.terms, loss.weight, answers.correct, answers.counted)
+        self._pending.append((row, loss.value.detach(), numbers, answers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
 
@@ -69,14 +70,12 @@ class Totals:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        rows, losses, answers = zip(*pending, strict=True)
-        values, terms, weights = (self._column(column) for column in zip(*losses, strict=True))
-        correct = self._column([each.correct for each in answers])
-        counted = self._column([each.counted for each in answers])
-        where = torch.tensor(rows, device=self._sums.device)
-        self._sums.index_add_(0, where, torch.stack([values * terms, weights, correct, counted], dim=1))
+        rows, values, numbers, answers = zip(*pending, strict=True)
+        table = self._table(numbers)
+        table[:, LOSS].mul_(torch.stack(values))  # what was there is the terms
+        self._sums.index_add_(0, torch.tensor(rows, device=self._sums.device), table)
         kinds: dict[tuple[torch.Size, torch.Size], list[tuple[int, Tensor, Tensor]]] = {}
-        for row, _, each in pending:
+        for row, each in zip(rows, answers, strict=True):
             if each.output is not None and each.target is not None:
                 kind = each.output.shape[1:], each.target.shape[1:]
                 kinds.setdefault(kind, []).append((row, each.output, each.target))
@@ -87,24 +86,29 @@ class Totals:
         """Counts the answers of batches of one shape in one go."""
         rows, outputs, targets = zip(*kept, strict=True)
         right, valid = _compare(torch.cat(outputs), torch.cat(targets), self._loss)
+        found = {CORRECT: right} if valid is None else {CORRECT: right, COUNTED: valid}
         if len(self._sums) == 1:  # a running epoch, where it is in the way of the steps; whole numbers have no order
-            for column, found in ((CORRECT, right), (COUNTED, valid)):
-                self._sums[0, column] += found.sum()
+            for column, each in found.items():
+                self._sums[0, column].add_(each.sum())
             return
         where = torch.repeat_interleave(
             torch.tensor(rows, device=right.device),
             torch.tensor([len(output) for output in outputs], device=right.device),
         )
-        for column, found in ((CORRECT, right), (COUNTED, valid)):
-            self._sums[:, column].index_add_(0, where, found.reshape(len(where), -1).sum(1, dtype=torch.float64))
+        for column, each in found.items():
+            self._sums[:, column].index_add_(0, where, each.reshape(len(where), -1).sum(1, dtype=torch.float64))
+
+    def _table(self, numbers: Sequence[Sequence[_Number]]) -> Tensor:
+        """Returns numbers, a row for each batch, beside the sums."""
+        if any(isinstance(number, Tensor) for row in numbers for number in row):
+            return torch.stack([self._column(column) for column in zip(*numbers, strict=True)], dim=1)
+        return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
 
     def _column(self, numbers: Sequence[_Number]) -> Tensor:
-        tensors = [number for number in numbers if isinstance(number, Tensor)]
-        if not tensors:
-            return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
-        if len(tensors) < len(numbers):
-            tensors = [torch.as_tensor(number, dtype=torch.float64, device=self._sums.device) for number in numbers]
-        return torch.stack(tensors).double()
+        if any(isinstance(number, Tensor) for number in numbers):
+            device = self._sums.device
+            return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+        return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
 
     def go_on_from(self, table: Sequence[Sequence[float]]) -> None:
         """Begins with the sums of an earlier table, of the same shape; none: with zeros."""
@@ -171,9 +175,9 @@ def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:
     if loss.is_binary:
         output = output.reshape(target.shape)
     if output.numel() <= _KEPT_ELEMENTS and len(output) > 0:
-        return Answers(0, 0, output.detach(), target)
+        return Answers(0, target.numel() if loss.ignored is None else 0, output.detach(), target)
     right, valid = _compare(output, target, loss)
-    return Answers(right.sum(), valid.sum())
+    return Answers(right.sum(), target.numel() if valid is None else valid.sum())
 
 
 def _are_classes(output: Tensor, target: Tensor, loss: Loss) -> bool:
@@ -183,9 +187,12 @@ def _are_classes(output: Tensor, target: Tensor, loss: Loss) -> bool:
     return is_class and output.dim() == target.dim() + 1 and output.shape[1] >= 2
 
 
-def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Returns (which are right, which count), of the targets' shape."""
+def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
+    """Returns (which are right, which count), of the targets' shape; None: all count."""
     if loss.is_binary:
-        return (output > loss.threshold) == (target > 0.5), torch.ones_like(target, dtype=torch.bool)
-    valid = torch.ones_like(target, dtype=torch.bool) if loss.ignored is None else target != loss.ignored
-    return (output.argmax(1) == target) & valid, valid
+        return (output > loss.threshold) == (target > 0.5), None
+    right = output.argmax(1) == target
+    if loss.ignored is None:
+        return right, None
+    valid = target != loss.ignored
+    return right & valid, valid
