@@ -21,6 +21,8 @@ _Prepare = Callable[[Mapping[str, Any], list[Tensor], Mapping[Tensor, Any]], Cal
 """Takes a group of parameters, the gradient of each, and the optimizer's state; returns what steps them, or None: the
 optimizer has first to make what it keeps, or more is asked of it."""
 
+_ONE = torch.ones((), device="cpu")
+
 
 class Stepping:
     """Takes the steps of an optimizer.
@@ -94,7 +96,7 @@ def _prepare_adam(
 
 
 def _count_and_step(steps: list[Tensor], step: Callable[[], object]) -> None:
-    torch._foreach_add_(steps, 1)
+    torch._foreach_add_(steps, _ONE, alpha=1.0)  # a number would be made a tensor for each of them
     step()
 
 
