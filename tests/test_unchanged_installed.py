@@ -24,6 +24,7 @@ import cyxtrain
 
 ROOT = TESTS.parent
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", ROOT / "pyproject.toml")
+OF_THE_STEP = ("allocator", "compile", "ddp", "features", "fused", "nonfinite", "precision", "resume", "stepping")
 NO_REGISTRY = ("connection broken by", "Failed to establish a new connection", "Temporary failure in name resolution")
 pytestmark = [
     pytest.mark.nightly,
@@ -137,7 +138,7 @@ def test_checkpoints_are_saved_by_a_process_in_the_background(tmp_path):
 
 
 def test_the_oldest_pytorch_runs_the_ring_and_what_stands_on_it(tmp_path):
-    """Every day-time test of the ring, and of what runs unchanged over it, under PyTorch 2.11."""
+    """Every day-time test of the ring, of what runs unchanged over it, and of the step, under PyTorch 2.11."""
     package = Path(cyxtrain.__file__).parent
     project = tmp_path / "project"  # pip builds where the project lies
     shutil.copytree(package, project / package.name)
@@ -146,9 +147,8 @@ def test_the_oldest_pytorch_runs_the_ring_and_what_stands_on_it(tmp_path):
     requirements = ("torch==2.11.*", f"{project}[test]", "torchmetrics")
     python = installed(tmp_path / "oldest", *requirements, inherit=False)
     assert run(python, "-c", "import torch; print(torch.__version__)", seconds=120, folder=tmp_path)[:5] == "2.11."
-    tests = sorted(TESTS.glob("test_ring_*.py")) + [
-        TESTS / name for name in ("test_collectives.py", "test_unchanged.py")
-    ]
+    others = ("collectives", "unchanged", *OF_THE_STEP)
+    tests = sorted(TESTS.glob("test_ring_*.py")) + [TESTS / f"test_{name}.py" for name in others]
     command = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", ROOT / "pyproject.toml", *tests)
     output = run(*command, seconds=900, folder=tmp_path)
     print(output[-300:])
