@@ -103,6 +103,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _known_part, (self.names[id(obj)],)
         if isinstance(obj, np.ndarray):
             return _reduced_array(obj) or super().reducer_override(obj)
+        if type(obj) is types.CodeType:
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            return _code_of, (make, arguments, obj.co_filename)
         if isinstance(obj, type) and self.returns and (key := cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)):
             return _class_of, (key,)
         if type(obj) is types.FunctionType and not cloudpickle._should_pickle_by_reference(obj):
@@ -268,6 +271,11 @@ def _tag_of(function: types.FunctionType) -> str:
 
 def _function_of(tag: str) -> types.FunctionType:
     return _functions[tag]
+
+
+def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
+    """Returns code that knows where it is from: from 3.1.3 on cloudpickle forgets it, and a traceback has no lines."""
+    return make(*arguments).replace(co_filename=filename)
 
 
 def _class_of(key: str) -> type:
