@@ -71,7 +71,7 @@ def connect(rank: int, addresses: list[Any], family: socket.AddressFamily) -> Li
         addresses: Where each rank listens.
         family: TCP or Unix sockets.
     """
-    with socket.socket(family) as listener:
+    with _new_socket(family) as listener:
         listener.bind(_address(addresses[rank]))
         listener.listen()
         ahead = _connect(_address(addresses[(rank + 1) % len(addresses)]), family)
@@ -87,12 +87,21 @@ def _address(address: Any) -> Any:
     return address if isinstance(address, str) else tuple(address)
 
 
+def _new_socket(family: socket.AddressFamily) -> socket.socket:
+    """Returns a socket. The port of one that connects can be where another rank is about to listen: both may."""
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return sock
+
+
 def _connect(address: Any, family: socket.AddressFamily) -> socket.socket:
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
-        sock = socket.socket(family)
+        sock = _new_socket(family)
         try:
             sock.connect(address)
+            if sock.getsockname() == address:  # its own port was the one it looked for
+                raise ConnectionRefusedError
         except OSError:  # the other rank does not listen yet
             sock.close()
             if time.monotonic() > deadline:

@@ -21,3 +21,11 @@ def pipe_of_pytorchs_stores() -> None:
     import torch.distributed as dist
 
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As many cores as the test's parameter says, for all that the ranks of this process know."""
+    count: int = request.param
+    monkeypatch.setattr("cyxtrain.ring.meeting.rendezvous.count_usable_cores", lambda: count)
+    return count

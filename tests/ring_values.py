@@ -124,7 +124,15 @@ def all_reduce(group, tensor, op=Op.SUM):
     return tensor
 
 
-WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
+def with_cores(*worlds):
+    """Runs a test in worlds of (ranks, cores): three ranks and more that share cores talk by way of rank 0."""
+    values = [getattr(world, "values", world) for world in worlds]
+    ids = [f"{size} ranks on {cores} core{'s' * (cores > 1)}" for size, cores in values]
+    return pytest.mark.parametrize(("world_size", "cores"), worlds, indirect=["cores"], ids=ids)
+
+
+WORLDS = with_cores((2, 1), (3, 1), (3, 3), (4, 3), (4, 4))
+
 LARGE = 2_000_003
 
 

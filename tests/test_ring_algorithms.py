@@ -214,13 +214,36 @@ def test_recursive_doubling_leaves_the_tree_on_every_rank(world_size, count):
 def test_telling_all_and_the_tree_are_the_result_of_recursive_doubling(world_size, count):
     sources = [own(rank, count) for rank in range(world_size)]
     targets = [[None] * (world_size * count) for _ in range(world_size)]
-    schedules = [algorithms.telling_all(rank, world_size, count) for rank in range(world_size)]
+    schedules = [[algorithms.telling_all(rank, world_size, count)] for rank in range(world_size)]
     ranks = Lockstep(schedules, sources, targets, buffered).run()  # few bytes always fit into the kernel's buffers
     assert ranks.all_heard()
     assert {len(apart(schedule)) for schedule in schedules} == {2 * (world_size - 1)}
     for rank, result in enumerate(ranks.results):
         rows = [result[row * count : (row + 1) * count] for row in range(world_size)]
         assert rows == [[None] * count if row == rank else own(row, count) for row in range(world_size)]
+
+
+@everywhere
+def test_collecting_brings_the_rows_of_all_to_rank_0_and_spreading_what_it_made_of_them_to_all(world_size, count):
+    ranks = range(world_size)
+    collecting = [[algorithms.collecting(rank, world_size, count)] for rank in ranks]
+    targets = [[None] * (world_size * count if rank == 0 else 0) for rank in ranks]
+    collected = Lockstep(collecting, [own(rank, count) for rank in ranks], targets, buffered).run()
+    assert collected.heard[0] == set(ranks)
+    assert collected.results[0] == [None] * count + [element for rank in ranks[1:] for element in own(rank, count)]
+    spreading = [[algorithms.spreading(rank, world_size, count)] for rank in ranks]
+    spread = Lockstep(spreading, [own(rank, count) for rank in ranks], way=buffered).run()
+    assert spread.results == [own(0, count)] * world_size
+    assert sum(len(apart(schedule)) for schedule in collecting + spreading) == 4 * (world_size - 1)
+
+
+@everywhere
+def test_of_a_meeting_by_way_of_rank_0_nobody_goes_before_all_have_come(world_size, count):
+    schedules = [
+        [algorithms.collecting(rank, world_size, 0), algorithms.spreading(rank, world_size, 0)]
+        for rank in range(world_size)
+    ]
+    assert Lockstep(schedules, [[] for _ in schedules], way=buffered).run().all_heard()
 
 
 # --- ranks that read each other -------------------------------------------------------------------------------------
@@ -253,7 +276,7 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
     spans = even_spans(count, world_size)
     gathering = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
-    telling = [algorithms.telling(rank, world_size, spans[rank], spans) for rank in range(world_size)]
+    telling = [[algorithms.telling(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
     for schedules, way in ((gathering, offered), (telling, buffered)):  # few bytes fit into the kernel's buffers
         buffers = [[None] * (world_size * count) for _ in range(world_size)]
         for rank, (start, end) in enumerate(spans):
@@ -265,7 +288,7 @@ def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
 
 @everywhere
 def test_fan_out_and_telling_of_bring_the_buffer_of_any_rank_to_all(world_size, count):
-    ways = ((algorithms.fan_out, offered), (algorithms.telling_of, buffered))
+    ways = ((algorithms.fan_out, offered), (lambda *of: [algorithms.telling_of(*of)], buffered))
     for src, (schedule, way) in itertools.product(range(world_size), ways):
         buffers = [own(rank, count) for rank in range(world_size)]
         schedules = [schedule(rank, world_size, count, src) for rank in range(world_size)]
@@ -324,8 +347,8 @@ def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world
         for schedule in (
             algorithms.folding(rank, world_size, spans),
             algorithms.gathering(rank, world_size, spans),
-            algorithms.telling_all(rank, world_size, 1),
-            algorithms.telling_of(rank, world_size, 1, world_size - 1),
+            [algorithms.telling_all(rank, world_size, 1)],
+            [algorithms.telling_of(rank, world_size, 1, world_size - 1)],
             *([] if world_size > algorithms.FEW_RANKS else copies_of_rank_0(rank, world_size)),
         ):
             first = apart(schedule)[: world_size - 1]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from contract_values import DTYPES, LAYOUTS, lengths
-from ring_values import Op, all_reduce, bits, made, reduced, reductions_of, same
+from ring_values import Op, all_reduce, bits, made, reduced, reductions_of, same, with_cores
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import run_threads
 
@@ -26,11 +26,12 @@ pytestmark = [
 ]
 
 
-BY_NIGHT = [pytest.param(world_size, marks=pytest.mark.nightly) for world_size in (4, 5)]
+def by_night(*world):
+    return pytest.param(*world, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, *BY_NIGHT])
-def test_all_reduce_gives_the_bits_of_the_documented_order_for_every_dtype_and_reduction(world_size):
+@with_cores((1, 1), (2, 1), (3, 1), (3, 3), by_night(4, 1), by_night(4, 4), by_night(5, 1), by_night(5, 5))
+def test_all_reduce_gives_the_bits_of_the_documented_order_for_every_dtype_and_reduction(world_size, cores):
     def rank_main(group):
         wrong = []
         for dtype in DTYPES:
@@ -44,8 +45,8 @@ def test_all_reduce_gives_the_bits_of_the_documented_order_for_every_dtype_and_r
     assert run_threads(world_size, rank_main) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_small_tensors_of_many_shapes_follow_each_other_in_any_order(world_size):
+@with_cores((2, 1), (3, 1), (3, 3))
+def test_small_tensors_of_many_shapes_follow_each_other_in_any_order(world_size, cores):
     shapes = [(count,) * dimensions for count in (1, 2, 3) for dimensions in range(8)] + [
         (count,) for count in range(80)
     ]
@@ -110,20 +111,39 @@ def test_the_bits_do_not_depend_on_how_a_tensor_lies_in_memory():
     assert run_threads(3, rank_main) == [[]] * 3
 
 
-def test_a_rank_whose_tensor_is_not_plain_has_the_bits_of_the_others():
+@with_cores((3, 1), (3, 3))
+def test_a_rank_whose_tensor_is_not_plain_has_the_bits_of_the_others(world_size, cores):
     def rank_main(group):
         wrong = []
-        for op, dtype, count in itertools.product((Op.SUM, Op.AVG), (torch.float32, torch.int64), (1, 3, 500)):
+        kinds = itertools.product((0, 1), (Op.SUM, Op.AVG), (torch.float32, torch.int64), (1, 3, 500))
+        for odd, op, dtype, count in kinds:
             tensor = made(dtype, count, group.rank())
-            if group.rank() == 1:
+            if group.rank() == odd:
                 tensor = torch.stack([tensor, tensor], dim=1)[:, 0]
-            assert tensor.is_contiguous() == (group.rank() != 1 or count == 1)
-            expected = reduced([made(dtype, count, rank) for rank in range(3)], op)
+            assert tensor.is_contiguous() == (group.rank() != odd or count == 1)
+            expected = reduced([made(dtype, count, rank) for rank in range(world_size)], op)
             found = torch.tensor(all_reduce(group, tensor, op).tolist(), dtype=dtype)
-            wrong += [] if same(found, expected) else [(op, dtype, count)]
+            wrong += [] if same(found, expected) else [(odd, op, dtype, count)]
         return wrong
 
-    assert run_threads(3, rank_main) == [[]] * 3
+    assert run_threads(world_size, rank_main) == [[]] * world_size
+
+
+@with_cores((2, 1), (3, 1), (3, 3), (8, 7), (8, 8))
+def test_where_ranks_share_cores_a_small_sum_takes_fewer_frames_and_has_the_same_bits(world_size, cores):
+    def rank_main(group):
+        frames = []
+        for link in group._group._ring.links.values():
+            send = link.send
+            link.send = lambda frame, send=send: frames.append(frame) or send(frame)
+        sums = [bits(all_reduce(group, made(torch.float32, 100, group.rank()))) for _ in range(3)]
+        return set(sums), len(frames) / 3
+
+    found = run_threads(world_size, rank_main)
+    expected = reduced([made(torch.float32, 100, rank) for rank in range(world_size)], Op.SUM)
+    assert [sums for sums, _ in found] == [{bits(expected)}] * world_size
+    shared = [world_size - 1] + [1] * (world_size - 1)
+    assert [frames for _, frames in found] == (shared if cores < world_size else [world_size - 1] * world_size)
 
 
 def test_tensors_without_memory_of_their_own_are_never_read_where_they_seem_to_be():

@@ -90,7 +90,7 @@ def test_a_peer_that_trickles_does_not_move_the_deadline():
 
 
 @WORLDS
-def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch):
+def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch, cores):
     def interrupting(*args):
         if threading.current_thread().name == "rank 1":
             raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def test_an_interrupted_rank_is_named_to_the_others(world_size, monkeypatch):
 
 
 @WORLDS
-def test_an_interruption_between_the_halves_of_a_collective_ends_the_group_too(world_size, monkeypatch):
+def test_an_interruption_between_the_halves_of_a_collective_ends_the_group_too(world_size, monkeypatch, cores):
     def interrupting(flat, divisor):
         if threading.current_thread().name == "rank 1":
             raise KeyboardInterrupt

@@ -157,7 +157,7 @@ def test_without_the_last_word_of_the_readers_this_would_be_noticed(monkeypatch)
 @WORLDS
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_nobody_returns_from_a_call_in_which_a_rank_was_interrupted_while_it_was_read(
-    world_size, at, options_of_ring, monkeypatch
+    world_size, at, options_of_ring, monkeypatch, cores
 ):
     """The rank overwrites its memory as soon as it is interrupted, as a user's program would that goes on."""
 
@@ -185,7 +185,7 @@ def test_nobody_returns_from_a_call_in_which_a_rank_was_interrupted_while_it_was
 
 
 @WORLDS
-def test_who_did_return_before_a_rank_was_interrupted_has_the_right_result(world_size, monkeypatch):
+def test_who_did_return_before_a_rank_was_interrupted_has_the_right_result(world_size, monkeypatch, cores):
     """Rank 1 is interrupted as it waits for its readers to say that they have read: only they may still be at work."""
 
     def interrupted(mesh, call):

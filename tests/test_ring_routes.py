@@ -28,10 +28,13 @@ PLACES = {
 }
 
 
-def routes_of(places, unread=()):
+def routes_of(places, unread=(), cores=64):
     """The routes of every rank, where each can read all of its machine but for the pairs (reader, other) named."""
     ranks = range(len(places))
-    table = [Entry(len(places), Process(place, 100 + rank, 0), host="127.0.0.1") for rank, place in enumerate(places)]
+    table = [
+        Entry(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
+        for rank, place in enumerate(places)
+    ]
     readers = [
         {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
         for rank in ranks
@@ -96,6 +99,25 @@ def test_broadcast_enters_every_machine_over_one_link(places):
         before = places[ring[ring.index(src) - 1]]
         entered = machines if machines > 1 and before == places[src] else machines - 1
         assert len(crossings(ranks.links, places)) == entered, src
+
+
+@pytest.mark.parametrize(
+    ("places", "cores", "crowded"),
+    [
+        ("aaaa", 3, True),  # one rank is bound to fewer cores: all do as it must
+        ("aaaa", 4, False),
+        ("aaa", 1, True),
+        ("aa", 1, False),  # by way of rank 0 it would be as many frames
+        ("aaab", 1, False),  # a second round over a network takes longer than what a core has to do
+    ],
+)
+def test_ranks_that_share_the_cores_of_one_machine_meet_by_way_of_rank_0(places, cores, crowded):
+    routes = routes_of(places, cores=cores)
+    assert [route.crowded for route in routes] == [crowded] * len(places)
+    assert [route.sums for route in routes] == [True] + [not crowded] * (len(places) - 1)
+    frames = [sum(len(tell.to) for tell in route.meeting(1)) for route in routes]
+    others = len(places) - 1
+    assert frames == ([others] + [1] * others if crowded else [others] * len(places))
 
 
 def test_ranks_of_one_machine_that_turn_up_one_after_the_other_keep_their_order():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ring_values import Op, all_reduce, made, reduced, same
+from ring_values import Op, all_reduce, made, reduced, same, with_cores
 from torch import nn
 from worlds import free_port, run_processes, run_threads
 
@@ -43,8 +43,8 @@ def mean_of(group, dtype, count, seed=0):
     return mean
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.nightly)])
-def test_its_bits_are_those_of_all_reduce(world_size):
+@with_cores((2, 1), (3, 1), (3, 3), pytest.param(5, 1, marks=pytest.mark.nightly))
+def test_its_bits_are_those_of_all_reduce(world_size, cores):
     def rank_main(group):
         wrong = []
         for dtype in FLOATS:

@@ -73,6 +73,7 @@ class Tell(NamedTuple):
     receive: tuple[Span, ...]
 
 
+SILENCE = Tell((), NOTHING, (), ())
 Step = Transfer | Fold | Tell
 
 
@@ -168,23 +169,43 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     return schedule
 
 
-def telling(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> list[Step]:
+def telling(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Tell:
     """Brings the span `send` of every rank's source to `receive[r]` of the target on all others, directly.
 
     For very few elements. Cost: N - 1 frames, in one round.
     """
     others = tuple(_others(rank, world_size))
-    return [Tell(others, send, others, tuple(receive[other] for other in others))]
+    return Tell(others, send, others, tuple(receive[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
-def telling_all(rank: int, world_size: int, count: int) -> list[Step]:
+def telling_all(rank: int, world_size: int, count: int) -> Tell:
     """Brings the source of every rank to a row of the target on all others. Cost: as `telling`."""
     return telling(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.lru_cache(maxsize=256)
-def telling_of(rank: int, world_size: int, count: int, src: int) -> list[Step]:
+def collecting(rank: int, world_size: int, count: int) -> Tell:
+    """Brings the source of every rank to a row of the target on rank 0, directly.
+
+    For very few elements. Cost: one frame of each other rank.
+    """
+    if rank != 0:
+        return Tell((0,), (0, count), (), ())
+    others, rows = tuple(_others(rank, world_size)), even_spans(count, world_size)
+    return Tell((), NOTHING, others, tuple(rows[other] for other in others))
+
+
+@functools.lru_cache(maxsize=256)
+def spreading(rank: int, world_size: int, count: int) -> Tell:
+    """Brings the source of rank 0 to the target of all others, directly. For very few elements. Cost: N - 1 frames."""
+    if rank != 0:
+        return Tell((), NOTHING, (0,), ((0, count),))
+    return Tell(tuple(_others(rank, world_size)), (0, count), (), ())
+
+
+@functools.lru_cache(maxsize=256)
+def telling_of(rank: int, world_size: int, count: int, src: int) -> Tell:
     """Brings the source of `src` to all others. Every rank hears of every other, so that nobody leaves too early.
 
     For very few elements. Cost: N - 1 frames, in one round; all are empty but those of `src`.

@@ -109,4 +109,5 @@ def _routes(meeting: Meeting, rank: int) -> Routes:
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
         direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
+        crowded=len(set(machines)) == 1 and len(ranks) > max(2, min(entry.cores for entry in meeting.table)),
     )

@@ -26,7 +26,7 @@ from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
 from cyxtrain.ring.mesh import Mesh
-from cyxtrain.ring.ready import Announcement, ReadyReductions
+from cyxtrain.ring.ready import Announcement, Exchange, ReadyReductions
 from cyxtrain.ring.reducing import Reducing
 from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
@@ -149,8 +149,10 @@ class Group:
                 work.by_chunks(spans, self._routes.all_gather(spans, flat.element_size()))
         copy_back(flat, tensor)
 
-    def take_rounds(self, announcement: Announcement, rounds: Iterable[None], timeout: timedelta | None = None) -> None:
-        """Does an operation that is kept ready. Cost: N - 1 frames each way for each round."""
+    def take_rounds(
+        self, announcement: Announcement, rounds: Iterable[Exchange], timeout: timedelta | None = None
+    ) -> None:
+        """Does an operation that is kept ready. Cost: that of its exchanges, see `Announcement`."""
         with self._lock:
             operation = self._begin(announcement.numbered(self.sequence + 1))
             self._mesh().take_rounds(announcement, rounds, operation, self._deadline(timeout))

@@ -32,7 +32,7 @@ from cyxtrain.ring.frames import (
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
-from cyxtrain.ring.ready import Announcement, Hearing
+from cyxtrain.ring.ready import Announcement, Exchange, Hearing
 from cyxtrain.ring.transfers import (
     SHORT_BYTES,
     Begins,
@@ -125,13 +125,13 @@ class Mesh:
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
     def take_rounds(
-        self, announcement: Announcement, rounds: Iterable[None], operation: Operation, deadline: Deadline
+        self, announcement: Announcement, rounds: Iterable[Exchange], operation: Operation, deadline: Deadline
     ) -> None:
         """Does an operation that is kept ready.
 
         Args:
             announcement: Of it.
-            rounds: What this rank does; it gives way wherever all must have told each other.
+            rounds: What this rank does; it gives way for each exchange with others.
             operation: With its number.
             deadline: When to give up.
 
@@ -175,16 +175,16 @@ class Mesh:
             self._settle(call)
 
     def _take_rounds(
-        self, announcement: Announcement, rounds: Iterable[None], operation: Operation, deadline: Deadline
+        self, announcement: Announcement, rounds: Iterable[Exchange], operation: Operation, deadline: Deadline
     ) -> None:
-        for _ in rounds:  # all send the same frame: links keep the order, and a rank reads one of each round
-            announcement.begin(operation.sequence)
-            hearings = announcement.hearings.values()
-            for hearing in hearings:
-                outgoing = begin_sending_frame(hearing.link, announcement.frame)
+        head = announcement.begin(operation.sequence)
+        for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+            for link in tells:
+                outgoing = begin_sending_frame(link, announcement.frame)
                 if outgoing is not None:
                     self._drive(outgoing, None, operation, deadline)
-            for hearing in hearings:
+            for hearing in hears:
+                hearing.expect(head)
                 self._drive(None, hearing, operation, deadline)
 
     def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:

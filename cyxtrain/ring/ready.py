@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,12 +107,28 @@ class ReadyReductions:
         return Announcement(operation, self._links, self.routes, payload_bytes)
 
 
-class Announcement:
-    """What each rank tells all others in an operation that is kept ready, and what they tell: a frame of few bytes.
+class Exchange(NamedTuple):
+    """What a rank does at once: it tells some ranks its frame, and then hears of some.
 
     Attributes:
-        frame: What is told to every other rank: header and payload.
-        hearings: What the others tell, by rank.
+        tells: The links to those.
+        hears: What those tell.
+    """
+
+    tells: tuple[Link, ...]
+    hears: tuple[Hearing, ...]
+
+
+class Announcement:
+    """What ranks tell each other in an operation that is kept ready, a frame of few bytes, and how it reaches all.
+
+    Cost: each tells all others, in one round; where ranks share cores each tells rank 0, and rank 0 all others.
+
+    Attributes:
+        frame: What this rank tells: header and payload.
+        hearings: What others tell this rank, by rank.
+        collecting: After it, those who make something of what all have told have it.
+        spreading: After it, all others have what was made of it.
 
     Args:
         operation: Without its number.
@@ -127,24 +143,32 @@ class Announcement:
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
         self.frame = _room_for_frame(payload_bytes)
         self.frame[:HEADER_BYTES] = head
-        [tell] = algorithms.telling_all(routes.rank, routes.world_size, 1)
-        assert isinstance(tell, Tell)
-        self.hearings = {other: Hearing(links[other], payload_bytes) for other in tell.hears}
+        self.hearings: dict[int, Hearing] = {}
+        self.collecting, self.spreading = (self._exchange(tell, links) for tell in routes.meeting(1))
+
+    def _exchange(self, tell: Tell, links: Mapping[int, Link]) -> Exchange:
+        """Returns a half of a meeting, with room for what is told in it."""
+        hears = {other: Hearing(links[other], self.payload_bytes) for other in tell.hears}
+        self.hearings.update(hears)
+        return Exchange(tuple(links[other] for other in tell.to), tuple(hears.values()))
+
+    @property
+    def meeting(self) -> tuple[Exchange, Exchange]:
+        """What all ranks do to know that all others have come."""
+        return self.collecting, self.spreading
 
     def numbered(self, sequence: int) -> Operation:
         """Returns the operation with its number."""
         return Operation(self._kind, sequence, self.reduction, self._dtype, self._shape, self._root, self._generation)
 
-    def begin(self, sequence: int) -> None:
-        """Begins a round."""
+    def begin(self, sequence: int) -> bytes:
+        """Numbers the frame; returns its header, which is that of all others."""
         put_sequence(self.frame, sequence)
-        head = bytes(self.frame[:HEADER_BYTES])
-        for hearing in self.hearings.values():
-            hearing.expect(head)
+        return bytes(self.frame[:HEADER_BYTES])
 
 
 class SmallReduction:
-    """An all_reduce of few elements in one round: each rank tells all others, and sums what all have told.
+    """An all_reduce of few elements: whoever has what all have told sums it, and the others get the sum.
 
     It is summed in the order of `algorithms.tree`, the same on every rank, in memory that is used again each time.
 
@@ -161,18 +185,19 @@ class SmallReduction:
         frames = {routes.rank: announcement.frame}
         frames.update((other, hearing.frame) for other, hearing in announcement.hearings.items())
         rows = {rank: np.frombuffer(frame, array, offset=HEADER_BYTES) for rank, frame in frames.items()}
-        self._steps: list[tuple[Any, Any]] = [
-            (rows[into], rows[source]) for into, source in algorithms.tree(self._world_size)
-        ]
+        steps = algorithms.tree(self._world_size) if routes.sums else []
+        self._steps: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in steps]
         self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (announcement.frame, frames[0]))
 
-    def rounds(self, tensor: Tensor) -> Iterator[None]:
-        """Reduces a tensor, in place; gives way where all must have told each other."""
+    def rounds(self, tensor: Tensor) -> Iterator[Exchange]:
+        """Reduces a tensor, in place; gives way for each exchange with others."""
         ctypes.memmove(self._own, tensor.data_ptr(), self.announcement.payload_bytes)
-        yield
-        with silent_numpy():
-            for into, source in self._steps:
-                np.add(into, source, into)
+        yield self.announcement.collecting
+        if self._steps:
+            with silent_numpy():
+                for into, source in self._steps:
+                    np.add(into, source, into)
+        yield self.announcement.spreading  # the sum is in what rank 0 tells
         ctypes.memmove(tensor.data_ptr(), self._sum, self.announcement.payload_bytes)
         if self._averages:
             divide(tensor.detach(), self._world_size)

@@ -51,10 +51,12 @@ class Reducing:
         """Leaves all of it reduced on every rank, in as few rounds as can be."""
         count, routes = self._flat.numel(), self._routes
         if routes.tells_all(count, self._item_bytes):
-            rows = Buffers(self._memory, self._scratch.memory, self._item_bytes)
-            self._run(algorithms.telling_all(routes.rank, routes.world_size, count), rows)
-            with silent_numpy():
-                self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
+            collecting, spreading = routes.meeting(count)
+            self._run([collecting], Buffers(self._memory, self._scratch.memory, self._item_bytes))
+            if routes.sums:
+                with silent_numpy():
+                    self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
+            self._run([spreading], self._buffers())
         else:
             self._run(algorithms.recursive_doubling(routes.rank, routes.world_size, count), self._buffers())
         if self._averages:

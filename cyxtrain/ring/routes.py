@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Spans, Step
+from cyxtrain.ring.algorithms import SILENCE, Spans, Step, Tell
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
 FEW_BYTES = 1 << 18
@@ -31,16 +31,36 @@ class Routes:
         world_size: How many there are.
         ring: All ranks, those of one machine next to each other.
         direct: Whether every rank can read the memory of every other.
+        crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
+            rounds.
     """
 
     rank: int
     world_size: int
     ring: tuple[int, ...]
     direct: bool = False
+    crowded: bool = False
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
-        """Returns whether every rank tells all others at once: one round, and so little that no send has to wait."""
+        """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""
         return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
+
+    def meeting(self, count: int) -> tuple[Tell, Tell]:
+        """Returns how very few elements of all ranks come to those who sum them, and then how the sum comes to others.
+
+        Where ranks share cores rank 0 alone sums: a core has less to do then, and sooner comes to whom all wait for.
+        """
+        if self.crowded:
+            return (
+                algorithms.collecting(self.rank, self.world_size, count),
+                algorithms.spreading(self.rank, self.world_size, count),
+            )
+        return algorithms.telling_all(self.rank, self.world_size, count), SILENCE
+
+    @property
+    def sums(self) -> bool:
+        """Whether this rank is one of those who sum, between the two halves of a meeting."""
+        return self.rank == 0 or not self.crowded
 
     def sums_alike(self, count: int, item_bytes: int) -> bool:
         """Returns whether each sum is made on one rank, or of memory that looks the same on all.
@@ -58,7 +78,7 @@ class Routes:
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
         if self.tells_all(max(end - first for first, end in spans), item_bytes):
-            return algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)
+            return [algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)]
         if self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
@@ -66,7 +86,7 @@ class Routes:
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Brings the buffer of `src` to all."""
         if self.tells_all(count, item_bytes):
-            return algorithms.telling_of(self.rank, self.world_size, count, src)
+            return [algorithms.telling_of(self.rank, self.world_size, count, src)]
         if self.are_read(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)

@@ -26,7 +26,7 @@ from cyxtrain.ring.arguments import timeout_of
 from cyxtrain.ring.combining import added_by_numpy, silent_numpy
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.ready import Announcement
+from cyxtrain.ring.ready import Announcement, Exchange
 from cyxtrain.ring.routes import few
 from cyxtrain.ring.work import CallOptions, collective
 
@@ -77,12 +77,12 @@ class SharedMean:
     def all_reduce(self, opts: CallOptions | None = None) -> Any:
         """Averages over ranks, as torch.distributed.all_reduce does with AVG, and returns PyTorch's work.
 
-        Cost: 2 (N - 1) empty frames; each rank reads and writes its part of everybody's elements once.
+        Cost: two meetings of all, see `Announcement`; each reads and writes its part of everybody's elements once.
         """
         self._group.take_rounds(self._announcement, self._rounds(), timeout_of(opts))
         return [self.tensor]
 
-    def _rounds(self) -> Iterator[None]:
+    def _rounds(self) -> Iterator[Exchange]:
         """Reduces; gives way where all ranks must have come that far.
 
         Before the first such place each rank has its elements there; between the two, a part of everybody's is this
@@ -91,7 +91,7 @@ class SharedMean:
         has_moved = self.tensor.data_ptr() != self._address  # as share_memory() moves what a user finds in .grad
         if has_moved:
             self._own[...] = self.tensor.numpy()
-        yield
+        yield from self._announcement.meeting
         with silent_numpy():
             for steps, total, others in self._pieces:
                 for into, source in steps:
@@ -99,7 +99,7 @@ class SharedMean:
                 self._divide(total, self._by, total)
                 for other in others:
                     other[...] = total
-        yield
+        yield from self._announcement.meeting
         if has_moved:
             self.tensor.copy_(torch.from_numpy(self._own))
 

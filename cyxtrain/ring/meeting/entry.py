@@ -36,6 +36,7 @@ class Entry:
         memory: What ranks of its machine need to try to read its memory; empty where they shall not.
         transport: What it was told to use, as CYXTRAIN_TRANSPORT.
         room: How many ranks like it its machine can run with a core free for each.
+        cores: On how many cores it may run.
         has_secret: Whether it knows one from its environment.
         checksums: Whether its frames carry checksums.
         heartbeat_timeout_seconds: How long it lets others say nothing.
@@ -53,6 +54,7 @@ class Entry:
     memory: str = ""
     transport: str = "auto"
     room: int = 0
+    cores: int = 0
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
+from cyxtrain.cores import count_usable_cores
 from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.courier import room_for_ranks
 from cyxtrain.ring.host import this_process
@@ -350,6 +351,7 @@ def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions
         memory=open_to_reading() if near and options.transport in ("auto", "cma") else "",
         transport=options.transport,
         room=room_for_ranks(),
+        cores=count_usable_cores(),
         has_secret=options.secret is not None,
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
