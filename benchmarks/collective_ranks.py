@@ -12,6 +12,8 @@ from torch import Tensor
 
 import cyxtrain  # noqa: F401 - registers the backend "ring"
 
+_WARM_UP = 5
+"""How many times as long as it counts the first row is measured before."""
 # PyTorch 2.13 warns of the older names at each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -163,9 +165,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(task["backend"])
     try:
-        asked = task["rows"]
-        # The first row is measured twice: at first ranks still disturb each other as they start.
-        rows = [measure(operation, size, task["seconds"]) for operation, size in asked[:1] + asked][1:]
+        # Processes that have just started change cores for up to half a second: three on one of two, say.
+        measure(*task["rows"][0], _WARM_UP * task["seconds"])
+        rows = [measure(operation, size, task["seconds"]) for operation, size in task["rows"]]
     finally:
         dist.destroy_process_group()
     launches.report(rows)

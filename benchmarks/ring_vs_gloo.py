@@ -4,8 +4,8 @@
         [--transports tcp auto] [--seconds-per-size 0.1] [--floors] [--json results.json]
 
 Gloo, the ring on each transport, and a raw program (`limits.py` says what the limit is) take turns, each in processes
-of its own with one thread per rank. Every launch checks the result of every row, before the timed calls, and measures
-its first row once more before it counts: processes that have just started disturb each other.
+of its own with one thread per rank. Every launch checks the result of every row, before the timed calls, and makes
+those of the first row for a while before they count: processes that have just started have not found their cores yet.
 
 - Time of a row in a launch: the median of its calls, on the rank where it is largest. The median, not a lower
   quartile: with more ranks than cores, waiting for a core is part of what a call costs; not the mean: one call that
