@@ -12,6 +12,7 @@ and no ranks; the same bytes are a file, or a message to the other ranks (`trans
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -38,11 +39,16 @@ _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
 
 def library_versions() -> dict[str, str]:
     """Returns the versions that decide how numbers come about, for whoever compares two runs."""
+    return {"cyxtrain": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@functools.cache
+def _own_version() -> str:
+    """Returns the version that was there first: to look it up takes longer than many a step."""
     try:
-        own = importlib.metadata.version("cyxtrain")
+        return importlib.metadata.version("cyxtrain")
     except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
-    return {"cyxtrain": own, "torch": str(torch.__version__), "python": platform.python_version()}
+        return "not installed"
 
 
 @dataclass
