@@ -261,13 +261,16 @@ def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
 def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
     """Brings the buffer of `src` to all, directly: for ranks that can read each other's memory.
 
-    Cost: as `agreed`; each rank reads the buffer.
+    What `src` offers says that it is here, too. Cost: as `agreed`, but for its frames; each rank reads the buffer.
     """
-    whole = (0, count)
-    if rank != src:
-        return agreed(rank, world_size, src, [Transfer(None, NOTHING, src, whole)])
-    offers = [Transfer(other, whole, None, NOTHING) for other in range(world_size) if other != src]
-    return agreed(rank, world_size, None, offers)
+    whole, others = (0, count), tuple(_others(rank, world_size))
+    offers = [Transfer(other, whole, None, NOTHING) for other in others]
+    transfers = offers if rank == src else [Transfer(None, NOTHING, src, whole)]
+    if world_size > FEW_RANKS:
+        return [*agreement(rank, world_size), *transfers]
+    last = tuple(other for other in others if other != src)
+    hears = Tell((), NOTHING, last, (NOTHING,) * len(last))
+    return [*transfers, hears] if rank == src else [Tell(others, NOTHING, (), ()), *transfers, hears]
 
 
 @functools.lru_cache(maxsize=256)
