@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
 from cyxtrain.ring.mesh import Mesh
-from cyxtrain.ring.ready import Announcement, Exchange, ReadyReductions
+from cyxtrain.ring.ready import Announcement, ReadyReductions, Rounds
 from cyxtrain.ring.reducing import Reducing
 from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.siblings import Siblings
@@ -149,9 +149,7 @@ class Group:
                 work.by_chunks(spans, self._routes.all_gather(spans, flat.element_size()))
         copy_back(flat, tensor)
 
-    def take_rounds(
-        self, announcement: Announcement, rounds: Iterable[Exchange], timeout: timedelta | None = None
-    ) -> None:
+    def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Does an operation that is kept ready. Cost: that of its exchanges, see `Announcement`."""
         with self._lock:
             operation = self._begin(announcement.numbered(self.sequence + 1))

@@ -32,7 +32,7 @@ from cyxtrain.ring.frames import (
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
-from cyxtrain.ring.ready import Announcement, Exchange, Hearing
+from cyxtrain.ring.ready import Announcement, Hearing, Rounds
 from cyxtrain.ring.transfers import (
     SHORT_BYTES,
     Begins,
@@ -124,9 +124,7 @@ class Mesh:
         """
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
-    def take_rounds(
-        self, announcement: Announcement, rounds: Iterable[Exchange], operation: Operation, deadline: Deadline
-    ) -> None:
+    def take_rounds(self, announcement: Announcement, rounds: Rounds, operation: Operation, deadline: Deadline) -> None:
         """Does an operation that is kept ready.
 
         Args:
@@ -175,7 +173,7 @@ class Mesh:
             self._settle(call)
 
     def _take_rounds(
-        self, announcement: Announcement, rounds: Iterable[Exchange], operation: Operation, deadline: Deadline
+        self, announcement: Announcement, rounds: Rounds, operation: Operation, deadline: Deadline
     ) -> None:
         head = announcement.begin(operation.sequence)
         for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time

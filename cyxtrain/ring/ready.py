@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +117,10 @@ class Exchange(NamedTuple):
 
     tells: tuple[Link, ...]
     hears: tuple[Hearing, ...]
+
+
+Rounds = Iterable[Exchange]
+"""What a rank does in an operation that is kept ready: it gives way for each exchange with others."""
 
 
 class Announcement:
