@@ -132,7 +132,6 @@ def with_cores(*worlds):
 
 
 WORLDS = with_cores((2, 1), (3, 1), (3, 3), (4, 3), (4, 4))
-
 LARGE = 2_000_003
 
 
