@@ -271,18 +271,20 @@ def test_a_fit_that_has_skipped_steps_resumes_bit_for_bit(world_size, tmp_path):
         assert all(each == found[0] for each in found), found
 
 
-def test_sums_that_overflow_are_no_alarm():
+@pytest.mark.parametrize("others", [0, 20])  # few are added up one by one, many are put together
+def test_sums_that_overflow_are_no_alarm(others):
+    rest = [torch.zeros(2)] * others
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
         largest = torch.full((3,), torch.finfo(dtype).max, dtype=dtype)
-        assert all_finite([largest, largest])
+        assert all_finite([*rest, largest, largest])
         for bad in (math.nan, math.inf, -math.inf):
-            assert not all_finite([torch.zeros(2), torch.tensor([1.0, bad]).to(dtype)])
+            assert not all_finite([*rest, torch.zeros(2), torch.tensor([1.0, bad]).to(dtype)])
             large = torch.ones(1 << 17, dtype=dtype)
-            assert all_finite([large])
+            assert all_finite([*rest, large])
             large[5] = bad
-            assert not all_finite([torch.zeros(2), large])
-    assert not all_finite([torch.tensor([math.inf, -math.inf])])
-    assert all_finite([])
+            assert not all_finite([*rest, torch.zeros(2), large])
+    assert not all_finite([*rest, torch.tensor([math.inf, -math.inf])])
+    assert all_finite(rest)
 
 
 def test_adam_sees_nothing_of_a_step_that_was_skipped():
