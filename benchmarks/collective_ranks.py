@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cyxtrain  # noqa: F401 - registers the backend "ring"
 
-_WARM_UP = 5
+_WARM_UP = 10
 """How many times as long as it counts the first row is measured before."""
 # PyTorch 2.13 warns of the older names at each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -165,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(task["backend"])
     try:
-        # Processes that have just started change cores for up to half a second: three on one of two, say.
+        # Processes that have just started change cores for up to a second: three on one of two, say.
         measure(*task["rows"][0], _WARM_UP * task["seconds"])
         rows = [measure(operation, size, task["seconds"]) for operation, size in task["rows"]]
     finally:
