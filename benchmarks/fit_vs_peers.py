@@ -2,7 +2,7 @@
 
     pip install '.[peers]'
     python benchmarks/fit_vs_peers.py [--ranks 1 2] [--models mlp "large mlp" convnet] [--launches 5] [--floors]
-        [--json results.json] [--plot picture.svg]
+        [--libraries Accelerate Ignite Lightning skorch Keras] [--json results.json] [--plot picture.svg]
 
 A hand-written loop with a DataLoader, the best one that we know how to write (rows gathered by index, the fused
 optimizer), Accelerate, Ignite, Lightning, skorch, Keras on PyTorch, and cyxtrain, each as it comes (`peer_ranks.py`
@@ -84,9 +84,9 @@ def floor_of(ranks: int, model: str, way: str) -> float | None:
     return _FLOORS.get((ranks, model), {}).get(way)
 
 
-def ways_of(ranks: int) -> list[str]:
+def ways_of(ranks: int, libraries: list[str]) -> list[str]:
     """Returns the ways, those of libraries only where they are installed."""
-    found = [HAND, TUNED, APART, OURS, *(name for name, package in LIBRARIES.items() if version_of(package))]
+    found = [HAND, TUNED, APART, OURS, *(name for name in libraries if version_of(LIBRARIES[name]))]
     return [way for way in found if way not in (_FOR_TWO if ranks == 1 else _FOR_ONE)]
 
 
@@ -166,7 +166,11 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures everything, and returns the rows."""
     rows = []
     for model in arguments.models:
-        tasks = {f"{way} on {ranks}": (way, ranks) for ranks in arguments.ranks for way in ways_of(ranks)}
+        tasks = {
+            f"{way} on {ranks}": (way, ranks)
+            for ranks in arguments.ranks
+            for way in ways_of(ranks, arguments.libraries)
+        }
         found = launches.take_turns(
             list(tasks),
             arguments.launches,
@@ -248,6 +252,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--libraries", nargs="*", choices=list(LIBRARIES), default=list(LIBRARIES))
     parser.add_argument("--launches", type=int, default=5, help="of each way; they take turns")
     parser.add_argument("--floors", action="store_true", help="mark rows that are not as fast as they must be")
     parser.add_argument("--json", type=Path)
@@ -258,7 +263,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     os.environ.setdefault("KERAS_BACKEND", "torch")
-    missing = [name for name, package in LIBRARIES.items() if version_of(package) is None]
+    missing = [name for name in arguments.libraries if version_of(LIBRARIES[name]) is None]
     if missing:
         print(f"not installed, and left out: {', '.join(missing)}")
     results: dict[str, Any] = {"machine": launches.machine()}
