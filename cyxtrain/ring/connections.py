@@ -103,11 +103,13 @@ def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
 
 def _routes(meeting: Meeting, rank: int) -> Routes:
     machines = [entry.machine for entry in meeting.table]
-    ranks = range(len(machines))
+    ranks, cores = range(len(machines)), min(entry.cores for entry in meeting.table)
+    are_together = len(set(machines)) == 1
     return Routes(
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
         direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
-        crowded=len(set(machines)) == 1 and len(ranks) > max(2, min(entry.cores for entry in meeting.table)),
+        crowded=are_together and len(ranks) > max(2, cores),
+        roomy=are_together and len(ranks) <= cores,
     )

@@ -17,14 +17,14 @@ import functools
 import json
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CyxtrainError, DamagedFrameError, error_from_facts
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MAGIC = b"CX"
 _MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
@@ -182,7 +182,21 @@ def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape
     )
 
 
-def at_operation(error: CyxtrainError, operation: Operation) -> CyxtrainError:
+class Numbered(Protocol):
+    """A collective that has its number: an `Operation`, or what is kept ready for one."""
+
+    @property
+    def sequence(self) -> int:
+        """The number."""
+
+    def identity(self) -> bytes:
+        """As `Operation.identity`."""
+
+    def describe(self) -> str:
+        """As `Operation.describe`."""
+
+
+def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
     """Returns a copy of a group's error that says what this rank was doing."""
     here = operation.describe()
     message = str(error)

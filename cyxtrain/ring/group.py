@@ -21,7 +21,7 @@ from cyxtrain.ring.algorithms import Span, Step, chunks, even_spans
 from cyxtrain.ring.combining import Combiner, Scratch
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.courier import Courier
-from cyxtrain.ring.frames import Kind, Operation, Reduction, at_operation, dtype_code
+from cyxtrain.ring.frames import Kind, Numbered, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
@@ -152,8 +152,9 @@ class Group:
     def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Does an operation that is kept ready. Cost: that of its exchanges, see `Announcement`."""
         with self._lock:
-            operation = self._begin(announcement.numbered(self.sequence + 1))
-            self._mesh().take_rounds(announcement, rounds, operation, self._deadline(timeout))
+            announcement.sequence = self.sequence + 1
+            self._begin(announcement)
+            self._mesh().take_rounds(announcement, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
@@ -325,14 +326,15 @@ class Group:
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
         name = -1 if root is None else self._names[root]
-        return self._begin(Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
+        operation = Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation)
+        self._begin(operation)
+        return operation
 
-    def _begin(self, operation: Operation) -> Operation:
+    def _begin(self, operation: Numbered) -> None:
         """Takes note of an operation with the next number."""
         self._raise_failure(operation)
         self.sequence += 1
         self._doing.latest = operation
-        return operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
         return Deadline((timeout or self.timeout).total_seconds())
@@ -354,7 +356,7 @@ class Group:
         self._ring.mesh.spins = self._courier is None or not self._courier.is_current
         return self._ring.mesh
 
-    def _raise_failure(self, operation: Operation) -> None:
+    def _raise_failure(self, operation: Numbered) -> None:
         """The first error of a group is final: what came after it could only be wrong."""
         failure = None if self._ring is None else self._ring.watch.failure
         if failure is not None:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Tran
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     FrameError,
+    Numbered,
     Operation,
     at_operation,
     damaged,
@@ -32,7 +34,7 @@ from cyxtrain.ring.frames import (
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
 from cyxtrain.ring.memory import LargePages
-from cyxtrain.ring.ready import Announcement, Hearing, Rounds
+from cyxtrain.ring.ready import Announcement, Hearing, Rounds, Sign
 from cyxtrain.ring.transfers import (
     SHORT_BYTES,
     Begins,
@@ -58,11 +60,15 @@ _SPIN_SECONDS = 1e-4
 """So long a rank looks again and again before it sleeps: to be woken costs more than most answers take."""
 _READING_SECONDS, _LONGEST_READING_SECONDS = 3e-10, 1e-3
 """So much longer for each byte that another rank reads from this one meanwhile; and at most."""
+_SIGN_SPIN_SECONDS = 1e-3
+"""The same for what a rank shows in memory: nothing wakes who waits for that."""
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-4, 2e-3
+"""After that it looks again when it has slept for a tenth of the wait, within these bounds."""
 _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
 
-_Arriving = Incoming | ShortIncoming | Hearing
+_Arriving = Incoming | ShortIncoming | Hearing | Sign
 
 
 class _Call(NamedTuple):
@@ -124,21 +130,20 @@ class Mesh:
         """
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
-    def take_rounds(self, announcement: Announcement, rounds: Rounds, operation: Operation, deadline: Deadline) -> None:
-        """Does an operation that is kept ready.
+    def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+        """Does an operation that is kept ready, and has its number.
 
         Args:
             announcement: Of it.
             rounds: What this rank does; it gives way for each exchange with others.
-            operation: With its number.
-            deadline: When to give up.
+            timeout: How long it may wait for others.
 
         Raises:
             As `run`.
         """
-        self._attempt(operation, self._take_rounds, announcement, rounds, operation, deadline)
+        self._attempt(announcement, self._take_rounds, announcement, rounds, timeout)
 
-    def _attempt(self, operation: Operation, do: Callable[..., None], *arguments: object) -> None:
+    def _attempt(self, operation: Numbered, do: Callable[..., None], *arguments: object) -> None:
         """Does something of an operation. Whatever goes wrong in it ends the group."""
         try:
             do(*arguments)
@@ -172,20 +177,21 @@ class Mesh:
         if not more and (self._offered or self._read):
             self._settle(call)
 
-    def _take_rounds(
-        self, announcement: Announcement, rounds: Rounds, operation: Operation, deadline: Deadline
-    ) -> None:
-        head = announcement.begin(operation.sequence)
+    def _take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+        deadline, head = None, b""
         for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+            if deadline is None:  # often there is nothing to be told or heard
+                deadline, head = Deadline(timeout.total_seconds()), announcement.number()
             for link in tells:
                 outgoing = begin_sending_frame(link, announcement.frame)
                 if outgoing is not None:
-                    self._drive(outgoing, None, operation, deadline)
+                    self._drive(outgoing, None, announcement, deadline)
             for hearing in hears:
                 hearing.expect(head)
-                self._drive(None, hearing, operation, deadline)
+                spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, Sign) else _SPIN_SECONDS
+                self._drive(None, hearing, announcement, deadline, spin_seconds)
 
-    def _fail(self, error: CyxtrainError, operation: Operation) -> CyxtrainError:
+    def _fail(self, error: CyxtrainError, operation: Numbered) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
         return at_operation(self._watch.fail(error), operation)
 
@@ -260,7 +266,7 @@ class Mesh:
         self,
         outgoing: Outgoing | None,
         incoming: _Arriving | None,
-        operation: Operation,
+        operation: Numbered,
         deadline: Deadline,
         spin_seconds: float = _SPIN_SECONDS,
     ) -> None:
@@ -288,7 +294,7 @@ class Mesh:
         self,
         incoming: _Arriving | None,
         outgoing: Outgoing | None,
-        operation: Operation,
+        operation: Numbered,
         deadline: Deadline,
     ) -> None:
         """Waits until this transfer can go on, and moves messages meanwhile."""
@@ -312,15 +318,17 @@ class Mesh:
             during=operation.describe(),
         )
 
-    def _look_around(self, operation: Operation, incoming: _Arriving | None, deadline: Deadline) -> None:
+    def _look_around(self, operation: Numbered, incoming: _Arriving | None, deadline: Deadline) -> None:
         """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
 
         Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
         is ahead by a call has done this one.
         """
         identity, began = operation.identity(), time.monotonic()
+        if isinstance(incoming, Sign):
+            self._ask(incoming, operation, deadline)
         for link in self._links.values():
-            if incoming is not None and link is incoming.link:
+            if incoming is not None and link is incoming.link and not isinstance(incoming, Sign):
                 continue
             found = link.peek(HEADER_BYTES)
             if len(found) < HEADER_BYTES or found.startswith(identity):
@@ -339,6 +347,8 @@ class Mesh:
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
+        if isinstance(incoming, Sign):
+            return self._nap_until(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
         readers: list[Pollable] = [incoming.link] if incoming else []
         writers: list[Pollable] = [outgoing.link] if outgoing else []
         if self._mailbox.busy:
@@ -347,7 +357,31 @@ class Mesh:
             readers, writers = readers + more_readers, writers + more_writers
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
-    def _mismatch(self, operation: Operation, unexpected: UnexpectedHeader) -> CyxtrainError:
+    def _nap_until(self, sign: Sign, until: Deadline, deadline: Deadline) -> bool:
+        """Returns whether a rank shows what is waited for, before a while is over; messages move meanwhile."""
+        began = time.monotonic()
+        while not sign.advance():
+            if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have shown it before
+                raise LinkBroken(sign.link.rank, "it shows nothing any more")
+            if self._mailbox.busy:
+                self._mailbox.progress()
+            now = time.monotonic()
+            nap_seconds = min(max((now - began) / 10, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS)
+            time.sleep(nap_seconds)
+            deadline.woke(time.monotonic() - now - nap_seconds)
+            if until.passed():
+                return False
+        return True
+
+    def _ask(self, sign: Sign, operation: Numbered, deadline: Deadline) -> None:
+        """Asks a rank that shows nothing, once: if it is in another collective it finds out now."""
+        question = sign.question(operation.sequence)
+        if question is not None:
+            outgoing = begin_sending_frame(sign.link, question)
+            if outgoing is not None:
+                self._drive(outgoing, None, operation, deadline)
+
+    def _mismatch(self, operation: Numbered, unexpected: UnexpectedHeader) -> CyxtrainError:
         peer, ours = unexpected.rank, operation.describe()
         try:
             theirs = decode_header(unexpected.found)[0].describe()

@@ -112,11 +112,11 @@ class Exchange(NamedTuple):
 
     Attributes:
         tells: The links to those.
-        hears: What those tell.
+        hears: What those tell, or show.
     """
 
     tells: tuple[Link, ...]
-    hears: tuple[Hearing, ...]
+    hears: tuple[Hearing | Sign, ...]
 
 
 Rounds = Iterable[Exchange]
@@ -133,6 +133,7 @@ class Announcement:
         hearings: What others tell this rank, by rank.
         collecting: After it, those who make something of what all have told have it.
         spreading: After it, all others have what was made of it.
+        sequence: Number of the operation at work.
 
     Args:
         operation: Without its number.
@@ -142,8 +143,10 @@ class Announcement:
     """
 
     def __init__(self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int) -> None:
-        self._kind, _, self.reduction, self._dtype, self._shape, self._root, self._generation = operation
+        kind, _, self.reduction, *others = operation
+        self._facts: tuple[Any, ...] = kind, self.reduction, *others
         self.payload_bytes = payload_bytes
+        self.sequence = 0
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
         self.frame = _room_for_frame(payload_bytes)
         self.frame[:HEADER_BYTES] = head
@@ -156,18 +159,37 @@ class Announcement:
         self.hearings.update(hears)
         return Exchange(tuple(links[other] for other in tell.to), tuple(hears.values()))
 
+    def sign(self, rank: int, peer: int, words: Mapping[int, memoryview]) -> Sign:
+        """Returns what shows this rank how far another one is.
+
+        Args:
+            rank: This one.
+            peer: That one.
+            words: By rank, what it shows: `SIGN_WORDS` words of 8 bytes.
+        """
+        hearing = self.hearings[peer]
+        return Sign(hearing.link, words[peer], words[rank], rank, peer, hearing, self.frame)
+
     @property
     def meeting(self) -> tuple[Exchange, Exchange]:
         """What all ranks do to know that all others have come."""
         return self.collecting, self.spreading
 
-    def numbered(self, sequence: int) -> Operation:
-        """Returns the operation with its number."""
-        return Operation(self._kind, sequence, self.reduction, self._dtype, self._shape, self._root, self._generation)
+    def identity(self) -> bytes:
+        """As `Operation.identity`."""
+        return self._operation().identity()
 
-    def begin(self, sequence: int) -> bytes:
+    def describe(self) -> str:
+        """As `Operation.describe`."""
+        return self._operation().describe()
+
+    def _operation(self) -> Operation:
+        kind, reduction, dtype, shape, root, generation = self._facts
+        return Operation(kind, self.sequence, reduction, dtype, shape, root, generation)
+
+    def number(self) -> bytes:
         """Numbers the frame; returns its header, which is that of all others."""
-        put_sequence(self.frame, sequence)
+        put_sequence(self.frame, self.sequence)
         return bytes(self.frame[:HEADER_BYTES])
 
 
@@ -243,6 +265,76 @@ class Hearing:
                 raise UnexpectedHeader(self.link.rank, head)
             self.done = have == len(self.frame)
         return count > 0
+
+
+class Sign:
+    """How far one other rank is in what both do in memory that they have in common, as it shows there.
+
+    Nothing comes from it, so whoever waits long for it to begin asks: with a frame, which it takes when it is through,
+    or which tells it that it is in another operation. When it has begun nobody asks: it might be through before.
+
+    Args:
+        link: To it.
+        theirs: Its words there: how far it is, and, by rank, in which operation it has asked that one.
+        own: This rank's.
+        rank: This rank.
+        peer: The other one.
+        hearing: Of what it asks.
+        frame: What this rank asks.
+
+    Attributes:
+        done: Whether it is as far as it was to be.
+    """
+
+    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "hearing", "link")
+
+    def __init__(
+        self,
+        link: Link,
+        theirs: memoryview,
+        own: memoryview,
+        rank: int,
+        peer: int,
+        hearing: Hearing,
+        frame: memoryview,
+    ) -> None:
+        self.link = link
+        self.hearing = hearing
+        self.done = False
+        self._theirs, self._own = theirs, own
+        self._rank, self._peer = rank, peer
+        self._frame = frame
+        self._wanted = 0
+
+    def shows(self, count: int) -> bool:
+        """Returns whether it is that far; what it has done before can then be seen. `advance` looks again."""
+        self._wanted = count
+        return self.advance()
+
+    def expect(self, head: bytes) -> None:
+        """Nothing comes."""
+
+    def advance(self) -> bool:
+        """Returns whether it is there."""
+        self.done = self._theirs[0] >= self._wanted
+        return self.done
+
+    def question(self, sequence: int) -> memoryview | None:
+        """Returns what to ask it in an operation; None: it has been asked, or has begun."""
+        has_begun = self._wanted % 2 == 0  # all do two things in each operation
+        if has_begun or self._own[_ASKED + self._peer] == sequence:
+            return None
+        self._own[_ASKED + self._peer] = sequence
+        return self._frame
+
+    def has_asked(self, sequence: int) -> bool:
+        """Returns whether it has asked this rank in an operation, once it shows that it has done its part of it."""
+        return bool(self._theirs[_ASKED + self._rank] == sequence)
+
+
+_ASKED = 8
+"""Another line of a cache than that of the first word."""
+SIGN_WORDS = _ASKED + algorithms.FEW_RANKS
 
 
 def _room_for_frame(payload_bytes: int) -> memoryview:

@@ -33,6 +33,7 @@ class Routes:
         direct: Whether every rank can read the memory of every other.
         crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
             rounds.
+        roomy: Whether all ranks are on one machine, with a core for each.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Routes:
     ring: tuple[int, ...]
     direct: bool = False
     crowded: bool = False
+    roomy: bool = False
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
         """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""

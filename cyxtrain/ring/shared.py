@@ -1,7 +1,8 @@
 """Memory that the ranks of one machine have in common, and the reduction of what each has put there (Linux).
 
 What a rank's neighbours can reach need not travel: each rank reduces its part of everybody's elements, and puts the
-result where each rank wants it. That takes two rounds of empty frames, and no more Python than that.
+result where each rank wants it. All ranks must have come so far twice. Where each has a core, every rank shows there
+how far it is, and looks at the others; elsewhere they tell each other, by empty frames.
 Sources: memfd_create(2); Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4, for who
 reduces what.
 """
@@ -12,9 +13,10 @@ import contextlib
 import ctypes
 import mmap
 import os
+import platform
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,16 @@ from cyxtrain.ring.arguments import timeout_of
 from cyxtrain.ring.combining import added_by_numpy, silent_numpy
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.ready import Announcement, Exchange
+from cyxtrain.ring.ready import SIGN_WORDS, Announcement, Exchange
 from cyxtrain.ring.routes import few
-from cyxtrain.ring.work import CallOptions, collective
+from cyxtrain.ring.work import CallOptions, DoneWork, collective
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
+_ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
+"""Whether others see what this processor writes in the order in which it was written."""
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 """The memory of this process that others have too, and the descriptor of the file that it is."""
 
@@ -47,18 +51,30 @@ class SharedMean:
         group: Of the ranks.
         announcement: Of no bytes.
         rows: By rank, where its elements are.
+        words: By rank, where it shows how far it is (`Sign`); None: the ranks tell each other by frames.
 
     Attributes:
         tensor: This rank's elements. While a reduction is under way nobody touches them.
     """
 
-    def __init__(self, group: Group, announcement: Announcement, rows: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        announcement: Announcement,
+        rows: Sequence[Any],
+        words: Mapping[int, memoryview] | None = None,
+    ) -> None:
         rank, world_size = group.rank, group.world_size
         self._own = own = rows[rank]
         self._group = group
         self._announcement = announcement
         self.tensor = torch.from_numpy(own)
         self._address = self.tensor.data_ptr()
+        peers = [peer for peer in range(world_size) if peer != rank]
+        self._signs = [] if words is None else [announcement.sign(rank, peer, words) for peer in peers]
+        self._shown = None if words is None else words[rank]
+        self._count = 0
+        self._done = DoneWork([self.tensor])
         is_few = few(world_size, own.size, own.itemsize)
         steps = tree(world_size) if is_few else ring_order(rank, world_size)
         is_power = world_size & (world_size - 1) == 0  # then both round alike, and to multiply is twice as fast
@@ -80,7 +96,7 @@ class SharedMean:
         Cost: two meetings of all, see `Announcement`; each reads and writes its part of everybody's elements once.
         """
         self._group.take_rounds(self._announcement, self._rounds(), timeout_of(opts))
-        return [self.tensor]
+        return self._done
 
     def _rounds(self) -> Iterator[Exchange]:
         """Reduces; gives way where all ranks must have come that far.
@@ -91,7 +107,7 @@ class SharedMean:
         has_moved = self.tensor.data_ptr() != self._address  # as share_memory() moves what a user finds in .grad
         if has_moved:
             self._own[...] = self.tensor.numpy()
-        yield from self._announcement.meeting
+        yield from self._meet()
         with silent_numpy():
             for steps, total, others in self._pieces:
                 for into, source in steps:
@@ -99,9 +115,23 @@ class SharedMean:
                 self._divide(total, self._by, total)
                 for other in others:
                     other[...] = total
-        yield from self._announcement.meeting
+        yield from self._meet()
+        if self._signs:
+            sequence = self._announcement.sequence
+            asked = tuple(sign.hearing for sign in self._signs if sign.has_asked(sequence))
+            if asked:
+                yield Exchange((), asked)
         if has_moved:
             self.tensor.copy_(torch.from_numpy(self._own))
+
+    def _meet(self) -> tuple[Exchange, ...]:
+        """Returns what is to be exchanged until all ranks have come as far as this one; nothing: all have."""
+        if self._shown is None:
+            return self._announcement.meeting
+        self._count += 1
+        self._shown[0] = self._count  # who sees it sees what this rank has written before
+        missing = tuple(sign for sign in self._signs if not sign.shows(self._count))
+        return (Exchange((), missing),) if missing else ()
 
 
 def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
@@ -117,14 +147,15 @@ def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) ->
     Cost: two small collectives, and one or two descriptors for all of them.
     """
     ready = group.ready
-    sizes = [-(-count * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES for count, dtype in kinds]
-    stride, first = sum(sizes), 0
+    sizes = [_pages(count * dtype.itemsize) for count, dtype in kinds]
+    first = _pages(len(kinds) * SIGN_WORDS * 8)  # signs come before all elements
+    stride = first + sum(sizes)
     are_near = ready.announces and ready.routes.direct and group.world_size <= FEW_RANKS
-    memory = _map_together(group, stride) if are_near and stride else None
+    memory = _map_together(group, stride) if are_near and any(sizes) else None
     if memory is None:
         return [None for _ in kinds]
     means: list[SharedMean | None] = []
-    for (count, dtype), size in zip(kinds, sizes, strict=True):
+    for number, ((count, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
         array = added_by_numpy(Reduction.AVG, dtype) if count and dtype.is_floating_point else None
         # Each has its number: of two that are alike, one rank could begin with the one, and another with the other.
         announcement = ready.announcement(Reduction.AVG, dtype, (count,), 0, root=next(ready.numbers))
@@ -132,9 +163,22 @@ def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) ->
             means.append(None)
         else:
             starts = [rank * stride + first for rank in range(group.world_size)]
-            means.append(SharedMean(group, announcement, [np.frombuffer(memory, array, count, at) for at in starts]))
+            rows = [np.frombuffer(memory, array, count, at) for at in starts]
+            words = _words(memory, stride, number, group.world_size) if ready.routes.roomy and _ORDERS_WRITES else None
+            means.append(SharedMean(group, announcement, rows, words))
         first += size
     return means
+
+
+def _pages(size: int) -> int:
+    """Returns so many bytes as whole pages have."""
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _words(memory: mmap.mmap, stride: int, number: int, world_size: int) -> dict[int, memoryview]:
+    """Returns, by rank, where it shows how far it is with the mean of this number."""
+    starts = [rank * stride + number * SIGN_WORDS * 8 for rank in range(world_size)]
+    return {rank: memoryview(memory)[start : start + SIGN_WORDS * 8].cast("q") for rank, start in enumerate(starts)}
 
 
 def _map_together(group: Group, stride: int) -> mmap.mmap | None:

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from cyxtrain.ring.frames import Operation
+from cyxtrain.ring.frames import Numbered
 
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
@@ -25,7 +25,7 @@ class Doing:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.latest: Operation | None = None
+        self.latest: Numbered | None = None
 
     def describe(self) -> str:
         """Returns where the thread is."""

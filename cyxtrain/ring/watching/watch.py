@@ -22,7 +22,7 @@ from cyxtrain.ring.frames import (
     Control,
     DamagedError,
     FrameError,
-    Operation,
+    Numbered,
     control_frame,
     damaged,
     take_control_frame,
@@ -106,6 +106,10 @@ class Watch:
         """The first error of the group, or None."""
         return self._failure
 
+    def is_over(self, peer: int) -> bool:
+        """Returns whether nothing more will come from `peer`: it has left, or the group has failed."""
+        return self._failure is not None or peer in self._departed
+
     def fail(self, error: CyxtrainError) -> CyxtrainError:
         """Keeps the first error, tells it to all others, then stops every link.
 
@@ -147,7 +151,7 @@ class Watch:
             return self._failure is None and peer in self._departed
 
     @contextlib.contextmanager
-    def waiting(self, operation: Operation, peer: int, since: float) -> Iterator[None]:
+    def waiting(self, operation: Numbered, peer: int, since: float) -> Iterator[None]:
         """Tells all that this rank has been waiting for `peer` for long, and warns if it goes on for very long."""
         thread = threading.get_ident()
         with self._changed:
