@@ -287,11 +287,10 @@ class Group:
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
-        nothing = memoryview(bytearray())
+        nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
         schedule = algorithms.agreement(self.rank, self.world_size)
         with self._lock:
-            operation = self._operation(Kind.BARRIER, None)
-            self._run(operation, schedule, Buffers(nothing, nothing, 1), self._deadline(timeout))
+            self._run(self._operation(Kind.BARRIER, None), schedule, nothing, self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Begins a send or a recv of a flat tensor, which is kept until it is done."""
@@ -326,9 +325,8 @@ class Group:
         if shape is None:
             shape = () if tensor is None else tuple(tensor.shape)
         name = -1 if root is None else self._names[root]
-        operation = Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation)
-        self._begin(operation)
-        return operation
+        self._begin(begun := Operation(kind, self.sequence + 1, reduction, code, shape, name, self._generation))
+        return begun
 
     def _begin(self, operation: Numbered) -> None:
         """Takes note of an operation with the next number."""
