@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ring_values import Op, made, reduced, same, with_cores
-from worlds import run_processes, run_threads
+from worlds import run_processes, run_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
@@ -42,10 +42,7 @@ def average(mean, group, seed):
 
 def until_asked(mean, sequence, by=lambda signs: signs):
     """Returns when ranks wait for this one so long that they have asked."""
-    until = time.monotonic() + 10
-    while not all(sign.has_asked(sequence) for sign in by(mean._signs)):
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: all(sign.has_asked(sequence) for sign in by(mean._signs)))
 
 
 @with_cores((2, 1), (3, 2), (4, 2))

@@ -143,8 +143,8 @@ class Announcement:
     """
 
     def __init__(self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int) -> None:
-        kind, _, self.reduction, *others = operation
-        self._facts: tuple[Any, ...] = kind, self.reduction, *others
+        self._unnumbered = operation
+        self.reduction = operation.reduction
         self.payload_bytes = payload_bytes
         self.sequence = 0
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
@@ -167,8 +167,7 @@ class Announcement:
             peer: That one.
             words: By rank, what it shows: `SIGN_WORDS` words of 8 bytes.
         """
-        hearing = self.hearings[peer]
-        return Sign(hearing.link, words[peer], words[rank], rank, peer, hearing, self.frame)
+        return Sign(words[peer], words[rank], rank, peer, self.hearings[peer], self.frame)
 
     @property
     def meeting(self) -> tuple[Exchange, Exchange]:
@@ -184,8 +183,7 @@ class Announcement:
         return self._operation().describe()
 
     def _operation(self) -> Operation:
-        kind, reduction, dtype, shape, root, generation = self._facts
-        return Operation(kind, self.sequence, reduction, dtype, shape, root, generation)
+        return self._unnumbered._replace(sequence=self.sequence)
 
     def number(self) -> bytes:
         """Numbers the frame; returns its header, which is that of all others."""
@@ -274,7 +272,6 @@ class Sign:
     or which tells it that it is in another operation. When it has begun nobody asks: it might be through before.
 
     Args:
-        link: To it.
         theirs: Its words there: how far it is, and, by rank, in which operation it has asked that one.
         own: This rank's.
         rank: This rank.
@@ -290,7 +287,6 @@ class Sign:
 
     def __init__(
         self,
-        link: Link,
         theirs: memoryview,
         own: memoryview,
         rank: int,
@@ -298,7 +294,7 @@ class Sign:
         hearing: Hearing,
         frame: memoryview,
     ) -> None:
-        self.link = link
+        self.link = hearing.link
         self.hearing = hearing
         self.done = False
         self._theirs, self._own = theirs, own

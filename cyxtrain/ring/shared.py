@@ -30,7 +30,7 @@ from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.ready import SIGN_WORDS, Announcement, Exchange
 from cyxtrain.ring.routes import few
-from cyxtrain.ring.work import CallOptions, DoneWork, collective
+from cyxtrain.ring.work import CallOptions, collective
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -74,7 +74,6 @@ class SharedMean:
         self._signs = [] if words is None else [announcement.sign(rank, peer, words) for peer in peers]
         self._shown = None if words is None else words[rank]
         self._count = 0
-        self._done = DoneWork([self.tensor])
         is_few = few(world_size, own.size, own.itemsize)
         steps = tree(world_size) if is_few else ring_order(rank, world_size)
         is_power = world_size & (world_size - 1) == 0  # then both round alike, and to multiply is twice as fast
@@ -96,7 +95,7 @@ class SharedMean:
         Cost: two meetings of all, see `Announcement`; each reads and writes its part of everybody's elements once.
         """
         self._group.take_rounds(self._announcement, self._rounds(), timeout_of(opts))
-        return self._done
+        return [self.tensor]
 
     def _rounds(self) -> Iterator[Exchange]:
         """Reduces; gives way where all ranks must have come that far.

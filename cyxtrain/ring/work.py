@@ -200,10 +200,7 @@ class Asked(Protocol):
 
 
 def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes of a method that does a collective and returns its result one that returns PyTorch's work.
-
-    It may return the work itself, always the same one: to make one takes longer than the smallest collectives.
-    """
+    """Makes of a method that does a collective and returns its result one that returns PyTorch's work."""
 
     @functools.wraps(method)
     def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
@@ -211,7 +208,7 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         courier = self._group.courier(asynchronous=asynchronous)
         if courier is None:
             try:
-                return _done(method(self, *args, **named))
+                return DoneWork(method(self, *args, **named))
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
@@ -220,10 +217,6 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         if asynchronous:
             return PostedWork(delivery, courier)
         delivery.wait()
-        return _done(delivery.outcome())
+        return DoneWork(delivery.outcome())
 
     return ask
-
-
-def _done(result: Any) -> DoneWork:
-    return result if isinstance(result, DoneWork) else DoneWork(result)
