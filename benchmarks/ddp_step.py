@@ -70,7 +70,7 @@ def run(way: str, ranks: int, rows: list[tuple[str, int]], seconds: float, profi
     variables = {"CYXTRAIN_TRANSPORT": transport} if transport not in ("", "gloo") else {}
     task = {
         "wrapper": wrapper,
-        "meet_at": [("127.0.0.1", launches.free_port()) for _ in range(ranks)] if way == IN_STEP else None,
+        "meet_at": [("127.0.0.1", port) for port in launches.free_ports(ranks)] if way == IN_STEP else None,
         "backend": "ring" if variables else None if way == ALONE else "gloo",
         "rows": rows,
         "seconds": seconds,

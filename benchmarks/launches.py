@@ -51,7 +51,7 @@ def launch(
     Raises:
         LaunchError: A rank failed or did not end. No process is left.
     """
-    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     # One thread per rank; a secret, as without one the ring says that it makes one.
     world |= {"OMP_NUM_THREADS": "1", "CYXTRAIN_SECRET": secrets.token_hex(16)} | variables
     kept = {name: value for name, value in os.environ.items() if name not in _DECIDED}
@@ -137,11 +137,13 @@ def slowest(reports: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*reports, strict=True)]
 
 
-def free_port() -> int:
-    """Returns a TCP port that nobody uses at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Returns TCP ports that nobody uses at the moment, all different."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in socks]
 
 
 def machine() -> dict[str, Any]:

@@ -64,7 +64,7 @@ def measure(parts: list[dict[str, Any]], ranks: int, seconds: float) -> list[dic
     """Measures each part once, and returns it with "seconds"."""
     unique = {_key(part): part | {"world_size": ranks} for part in parts}
     with tempfile.TemporaryDirectory(prefix="raw") as folder:
-        addresses: dict[str, list[Any]] = {"tcp": [("127.0.0.1", launches.free_port()) for _ in range(ranks)]}
+        addresses: dict[str, list[Any]] = {"tcp": [("127.0.0.1", port) for port in launches.free_ports(ranks)]}
         if any(part["over"] == "unix" for part in parts):
             addresses["unix"] = [str(Path(folder) / str(rank)) for rank in range(ranks)]
         task = {"addresses": addresses, "rows": list(unique.values()), "seconds": seconds}

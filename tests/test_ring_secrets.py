@@ -147,7 +147,7 @@ def test_who_knows_the_secret_and_is_no_member_hears_why_within_a_second_and_so_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 5}, ("rank 1 speaks version 5", "rank 0 version 4")),
+        ({"protocol": 6}, ("rank 1 speaks version 6", "rank 0 version 5")),
         ({"world_size": 3}, ("rank 1 was started for a world of 3", "rank 0 for a world of 2")),
         ({"checksums": True}, ("rank 1 was started with checksums", "rank 0 without")),
     ],

@@ -15,12 +15,12 @@ from ring_values import Op, made, reduced, same, with_cores
 from worlds import run_processes, run_threads, wait_until
 
 import cyxtrain as cx
+from cyxtrain.cores import ORDERS_WRITES
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring import shared
 from cyxtrain.ring.memory import open_to_reading
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not open_to_reading() or not shared._ORDERS_WRITES,
+    sys.platform != "linux" or not open_to_reading() or not ORDERS_WRITES,
     reason="nothing is shown in memory on this system",
 )
 COUNT = 5000
@@ -30,7 +30,7 @@ ROOMY = with_cores((2, 2), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly)
 def mean_of(group):
     """A mean in whose memory the ranks show how far they are."""
     [mean] = group.make_shared_means([(COUNT, torch.float32)])
-    assert len(mean._signs) == group.size() - 1
+    assert len(mean._reduction.signs) == group.size() - 1
     return mean
 
 
@@ -42,14 +42,14 @@ def average(mean, group, seed):
 
 def until_asked(mean, sequence, by=lambda signs: signs):
     """Returns when ranks wait for this one so long that they have asked."""
-    wait_until(lambda: all(sign.has_asked(sequence) for sign in by(mean._signs)))
+    wait_until(lambda: all(sign.has_asked(sequence) for sign in by(mean._reduction.signs)))
 
 
 @with_cores((2, 1), (3, 2), (4, 2))
 def test_ranks_that_share_cores_tell_each_other_by_frames(world_size, cores):
     def rank_main(group):
         [mean] = group.make_shared_means([(COUNT, torch.float32)])
-        return mean._signs, average(mean, group, 0)
+        return mean._reduction.signs, average(mean, group, 0)
 
     assert run_threads(world_size, rank_main) == [([], True)] * world_size
 
@@ -87,12 +87,12 @@ def test_a_rank_that_is_slow_on_the_way_is_not_asked(world_size, cores):
         mean = mean_of(group)
         average(mean, group, 0)
         if group.rank() == 1:
-            divide = mean._divide
-            mean._divide = lambda *arguments: [time.sleep(0.3), divide(*arguments)]  # longer than anybody looks on
+            add = mean._reduction._add
+            mean._reduction._add = lambda *arguments: [time.sleep(0.3), add(*arguments)]  # longer than anybody looks on
         sequence = group._group.sequence + 1
         found = average(mean, group, 1)
         group.barrier().wait()  # the links are whole
-        return found, [sign.has_asked(sequence) for sign in mean._signs]
+        return found, [sign.has_asked(sequence) for sign in mean._reduction.signs]
 
     assert run_threads(world_size, rank_main) == [(True, [False] * (world_size - 1))] * world_size
 

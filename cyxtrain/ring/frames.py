@@ -24,7 +24,7 @@ from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CyxtrainError, DamagedFrameError, error_from_facts
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 _MAGIC = b"CX"
 _MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")

@@ -31,7 +31,7 @@ from cyxtrain.ring.routes import Routes
 from cyxtrain.ring.tensors import is_plain
 from cyxtrain.ring.transfers import UnexpectedHeader
 
-_MAX_READY = 64
+MAX_READY = 64
 _PADDING = -HEADER_BYTES % 16
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -66,7 +66,7 @@ class ReadyReductions:
         if ready is None:
             ready = self._prepared(tensor, reduction)
             if ready is not None:
-                if len(self._ready) >= _MAX_READY:
+                if len(self._ready) >= MAX_READY:
                     del self._ready[next(iter(self._ready))]
                 self._ready[key] = ready
         return ready if tensor.data_ptr() else None  # a tensor of zeros may have no memory
@@ -272,7 +272,7 @@ class Sign:
     or which tells it that it is in another operation. When it has begun nobody asks: it might be through before.
 
     Args:
-        theirs: Its words there: how far it is, and, by rank, in which operation it has asked that one.
+        theirs: Its words there: how far it is, with what, and, by rank, in which operation it has asked that one.
         own: This rank's.
         rank: This rank.
         peer: The other one.
@@ -311,25 +311,45 @@ class Sign:
         """Nothing comes."""
 
     def advance(self) -> bool:
-        """Returns whether it is there."""
-        self.done = self._theirs[0] >= self._wanted
+        """Returns whether it is there; who begins with something else is not."""
+        theirs = self._theirs
+        self.done = theirs[_COUNT] >= self._wanted and (theirs[_WHAT] == self._own[_WHAT] or self._has_begun)
         return self.done
 
     def question(self, sequence: int) -> memoryview | None:
         """Returns what to ask it in an operation; None: it has been asked, or has begun."""
-        has_begun = self._wanted % 2 == 0  # all do two things in each operation
-        if has_begun or self._own[_ASKED + self._peer] == sequence:
+        if self._has_begun or self._own[_ASKED + self._peer] == sequence:
             return None
         self._own[_ASKED + self._peer] = sequence
         return self._frame
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether it is in the same operation as this rank: all do two things in each."""
+        return self._wanted % 2 == 0
 
     def has_asked(self, sequence: int) -> bool:
         """Returns whether it has asked this rank in an operation, once it shows that it has done its part of it."""
         return bool(self._theirs[_ASKED + self._rank] == sequence)
 
 
+def show(words: memoryview, what: int) -> int:
+    """Shows others that this rank has come one step further; returns how far it is.
+
+    Who sees it sees all that this rank has written before.
+
+    Args:
+        words: Of this rank.
+        what: What it does.
+    """
+    words[_WHAT] = what
+    words[_COUNT] = count = words[_COUNT] + 1
+    return int(count)
+
+
+_COUNT, _WHAT = 0, 1
 _ASKED = 8
-"""Another line of a cache than that of the first word."""
+"""Another line of a cache than that of the first words."""
 SIGN_WORDS = _ASKED + algorithms.FEW_RANKS
 
 

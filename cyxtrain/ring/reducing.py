@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -46,6 +46,18 @@ class Reducing:
         self._run = run
         self._averages = reduction is Reduction.AVG
         self.is_few = few(routes.world_size, flat.numel(), self._item_bytes)
+
+    def all(self, rest: Callable[[Spans], Sequence[Step]]) -> None:
+        """Reduces all of it, the way that its size asks for.
+
+        Args:
+            rest: Returns what brings the spans, by rank, to where they are wanted; few elements are on every rank.
+        """
+        if self.is_few:
+            self.by_tree()
+        else:
+            spans = algorithms.chunks(self._flat.numel(), self._routes.world_size)
+            self.by_chunks(spans, rest(spans))
 
     def by_tree(self) -> None:
         """Leaves all of it reduced on every rank, in as few rounds as can be."""

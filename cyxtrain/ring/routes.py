@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cyxtrain.cores import ORDERS_WRITES
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import SILENCE, Spans, Step, Tell
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
@@ -58,6 +59,14 @@ class Routes:
                 algorithms.spreading(self.rank, self.world_size, count),
             )
         return algorithms.telling_all(self.rank, self.world_size, count), SILENCE
+
+    @property
+    def shows(self) -> bool:
+        """Whether ranks show in memory that they have in common how far they are; else they tell each other.
+
+        Whoever looks needs a core meanwhile, and must see what others write in the order in which they write it.
+        """
+        return self.roomy and ORDERS_WRITES
 
     @property
     def sums(self) -> bool:

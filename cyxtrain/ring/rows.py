@@ -1,0 +1,116 @@
+"""The reduction of what each rank has in its row of memory that all have in common.
+
+What a rank's neighbours can reach need not travel: each rank reduces its part of everybody's elements, and puts the
+result where each rank wants it. All ranks must have come so far twice. Where each has a core, every rank shows there
+how far it is, and looks at the others; elsewhere they tell each other, by empty frames.
+Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4, for who reduces what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cyxtrain.ring.algorithms import chunks, ring_order, tree
+from cyxtrain.ring.combining import silent_numpy
+from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.ready import Announcement, Exchange, show
+from cyxtrain.ring.routes import few
+
+_PIECE_BYTES = 1 << 18
+"""What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
+
+
+class RowReduction:
+    """Sum or mean over ranks, in place, of elements that each rank has in a row of memory in common.
+
+    Bits are those of `Group.all_reduce`.
+
+    Args:
+        announcement: Of no bytes.
+        rank: This rank.
+        rows: By rank, its elements.
+        words: By rank, where it shows how far it is (`Sign`); None: the ranks tell each other by frames.
+        what: Tells this reduction from others that show their progress in the same words.
+    """
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        rank: int,
+        rows: Sequence[Any],
+        words: Mapping[int, memoryview] | None = None,
+        what: int = 0,
+    ) -> None:
+        world_size, own = len(rows), rows[rank]
+        self._announcement = announcement
+        others = [peer for peer in range(world_size) if peer != rank]
+        self.signs = [] if words is None else [announcement.sign(rank, peer, words) for peer in others]
+        """Of the other ranks; none: the ranks tell each other by frames."""
+        self._shown = None if words is None else words[rank]
+        self._what = what
+        is_power = world_size & (world_size - 1) == 0  # then both round alike, and to multiply is twice as fast
+        divide: tuple[np.ufunc, float] = (np.multiply, 1 / world_size) if is_power else (np.true_divide, world_size)
+        self._divide, by = divide
+        self._by = own.dtype.type(by) if announcement.reduction is Reduction.AVG else None
+        # As recursive doubling adds, and as a ring does: of two NaNs PyTorch and NumPy do not keep the same one.
+        is_few = few(world_size, own.size, own.itemsize)
+        self._add: Callable[[Any, Any, Any], object] = _add_tensors if is_few else np.add
+        self._pieces = [_piece(part, rank, is_few) for part in _cut(rows, chunks(own.size, world_size)[rank])]
+
+    def rounds(self) -> Iterator[Exchange]:
+        """Reduces; gives way where all ranks must have come that far.
+
+        Before the first such place each rank has its elements there; between the two, a part of everybody's is this
+        rank's alone; after the second one all is done.
+        """
+        yield from self._meet()
+        with silent_numpy():
+            for steps, total, copies in self._pieces:
+                for one, other, into in steps:
+                    self._add(one, other, into)
+                if self._by is not None:
+                    self._divide(total, self._by, total)
+                for copy in copies:
+                    copy[...] = total
+        yield from self._meet()
+        if self.signs:
+            sequence = self._announcement.sequence
+            asked = tuple(sign.hearing for sign in self.signs if sign.has_asked(sequence))
+            if asked:
+                yield Exchange((), asked)
+
+    def _meet(self) -> tuple[Exchange, ...]:
+        """Returns what is to be exchanged until all ranks have come as far as this one; nothing: all have."""
+        if self._shown is None:
+            return self._announcement.meeting
+        count = show(self._shown, self._what)
+        missing = tuple(sign for sign in self.signs if not sign.shows(count))
+        return (Exchange((), missing),) if missing else ()
+
+
+def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:
+    """Cuts a span out of all rows, in pieces that stay in a cache."""
+    longest = _PIECE_BYTES // rows[0].itemsize
+    for first in range(span[0], span[1], longest):
+        yield [row[first : min(first + longest, span[1])] for row in rows]
+
+
+def _piece(parts: Sequence[Any], rank: int, is_few: bool) -> tuple[list[tuple[Any, Any, Any]], Any, list[Any]]:
+    """Returns how a piece is reduced: what is added to what, and where; where the total is then; where it is copied."""
+    if is_few:
+        order, terms = tree(len(parts)), [torch.from_numpy(part) for part in parts]
+        steps = [(terms[into], terms[source], terms[into]) for into, source in order]
+    else:  # around a ring each rank puts its own first
+        order = ring_order(rank, len(parts))
+        steps = [(parts[source], parts[into], parts[into]) for into, source in order]
+    total = order[-1][0]
+    return steps, parts[total], [part for other, part in enumerate(parts) if other != total]
+
+
+def _add_tensors(one: Tensor, other: Tensor, into: Tensor) -> None:
+    torch.add(one, other, out=into)

@@ -1,0 +1,201 @@
+"""All_reduces that pass through memory in common: the bits of all others, on all ranks or on none, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from ring_values import Op, all_reduce, made, reduced, same, with_cores
+from worlds import run_processes, run_threads
+
+import cyxtrain as cx
+from cyxtrain.config import RingOptions
+from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
+from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.memory import open_to_reading
+from cyxtrain.ring.routes import FEW_BYTES
+from cyxtrain.ring.transfers import SHORT_BYTES
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"
+)
+SHORTEST, LONGEST = SHORT_BYTES // 4 + 1, (4 << 20) // 4
+COUNT = 5000
+WORLDS = with_cores((2, 1), (2, 2), (3, 1), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly))
+
+
+def passes(group, tensor, op=Op.SUM):
+    reduction = Reduction.AVG if op == Op.AVG else Reduction[op.name]
+    return group._group._passages.of(tensor, reduction) is not None
+
+
+def open_passages(group):
+    """The first one that could pass makes the memory."""
+    assert not passes(group, torch.zeros(COUNT))
+    all_reduce(group, torch.zeros(COUNT), Op.SUM)
+
+
+@WORLDS
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
+def test_bits_are_those_of_every_all_reduce(world_size, cores, op):
+    counts = [SHORTEST, 30_001, FEW_BYTES // 4, FEW_BYTES // 4 + 1, 300_007, LONGEST]
+
+    def rank_main(group):
+        open_passages(group)
+        wrong = []
+        for dtype in (torch.float32, torch.float64):
+            for count in counts:
+                for seed in range(3):  # again and again, in the same memory
+                    if count * dtype.itemsize > 4 << 20:
+                        continue
+                    own = made(dtype, count, group.rank(), seed)
+                    expected = reduced([made(dtype, count, rank, seed) for rank in range(world_size)], op)
+                    if not passes(group, own, op) or not same(all_reduce(group, own, op), expected):
+                        wrong.append((dtype, count, seed))
+        return wrong
+
+    assert run_threads(world_size, rank_main, seconds=60) == [[]] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_whole_numbers_are_summed_there_and_averaged_elsewhere(dtype):
+    def rank_main(group):
+        open_passages(group)
+        own, brought = made(dtype, COUNT, group.rank()), [made(dtype, COUNT, rank) for rank in range(3)]
+        right = [same(all_reduce(group, own.clone(), op), reduced(brought, op)) for op in (Op.SUM, Op.AVG)]
+        return passes(group, own), passes(group, own, Op.AVG), right
+
+    assert run_threads(3, rank_main) == [(True, False, [True, True])] * 3
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "op", "options"),
+    [
+        (SHORTEST - 1, torch.float32, Op.SUM, None),
+        (LONGEST + 1, torch.float32, Op.SUM, None),
+        (COUNT, torch.float32, Op.MAX, None),
+        (2 * COUNT, torch.bfloat16, Op.SUM, None),
+        (COUNT, torch.complex64, Op.SUM, None),
+        (COUNT, torch.float32, Op.SUM, RingOptions(checksums=True)),
+        (COUNT, torch.float32, Op.SUM, RingOptions(transport="tcp")),
+        (COUNT, torch.float32, Op.SUM, RingOptions(transport="unix")),
+    ],
+    ids=["short", "long", "another reduction", "halves", "complex", "checksums", "tcp", "unix"],
+)
+def test_what_does_not_pass_goes_as_ever(count, dtype, op, options):
+    def rank_main(group):
+        all_reduce(group, torch.zeros(COUNT), Op.SUM)
+        own, brought = made(dtype, count, group.rank()), [made(dtype, count, rank) for rank in range(2)]
+        return passes(group, own, op), same(all_reduce(group, own, op), reduced(brought, op))
+
+    assert run_threads(2, rank_main, options=options or RingOptions()) == [(False, True)] * 2
+
+
+@with_cores((2, 1), (2, 2))
+def test_all_ranks_take_the_same_way_however_their_tensors_lie(world_size, cores):
+    """Else one would pass while another sends: what a rank does follows from what all must have alike."""
+
+    def rank_main(group):
+        open_passages(group)
+        own = torch.ones(100, 200) if group.rank() else torch.ones(200, 100).t()
+        own.requires_grad_(group.rank() == 1)
+        found = []
+        for _ in range(2):
+            with torch.no_grad():
+                group.allreduce([own]).wait()
+            found.append(own.unique().tolist())
+        return found
+
+    assert run_threads(world_size, rank_main) == [[[2.0], [4.0]]] * world_size
+
+
+@with_cores((2, 1), (2, 2), (3, 3))
+@pytest.mark.parametrize("other", [(COUNT + 1,), (2, COUNT // 2), (COUNT, "AVG"), (COUNT, "barrier")], ids=str)
+def test_ranks_that_call_different_ones_are_told_both(world_size, cores, other):
+    def call(group, count, what="SUM"):
+        if what == "barrier":
+            return group.barrier().wait()
+        return all_reduce(group, torch.zeros(count), getattr(Op, what))
+
+    def rank_main(group):
+        open_passages(group)
+        call(group, COUNT)
+        mine = other if group.rank() == 1 else (COUNT,)
+        shape = mine[:1] if isinstance(mine[-1], str) else (mine,)
+        with pytest.raises(CyxtrainError) as error:
+            call(group, *shape, *mine[1:]) if isinstance(mine[-1], str) else call(group, mine)
+        return type(error.value), f"float32 [{COUNT}]" in str(error.value)
+
+    assert run_threads(world_size, rank_main, seconds=10) == [(CollectiveMismatchError, True)] * world_size
+
+
+@with_cores((2, 1), (2, 2))
+def test_another_thread_makes_them_too(world_size, cores):
+    def rank_main(group):
+        open_passages(group)
+        tensors = [torch.full((COUNT + k,), float(group.rank() + k)) for k in range(4)]
+        for work in [group.allreduce([tensor]) for tensor in tensors]:
+            work.wait()
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    assert run_threads(world_size, rank_main) == [[[1.0], [3.0], [5.0], [7.0]]] * world_size
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_rank_has_no_room_all_go_as_ever_and_do_not_try_again(rank, monkeypatch):
+    inner, ranks, asked = os.posix_fallocate, {}, []
+
+    def fallocate(*arguments):
+        asked.append(ranks[threading.get_ident()])
+        if asked[-1] == rank:
+            raise OSError("no room")
+        return inner(*arguments)
+
+    def rank_main(group):
+        ranks[threading.get_ident()] = group.rank()
+        found = [all_reduce(group, torch.ones(COUNT), Op.SUM).unique().tolist() for _ in range(3)]
+        return found, passes(group, torch.ones(COUNT))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    assert run_threads(2, rank_main) == [([[2.0]] * 3, False)] * 2
+    assert sorted(asked) == [0, 1]
+
+
+@with_cores((2, 1), (2, 2))
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(world_size, cores):
+    over = threading.Event()
+
+    def rank_main(group):
+        open_passages(group)
+        if group.rank() == 1:
+            return over.wait(10)
+        with pytest.raises(CollectiveTimeoutError) as error:
+            all_reduce(group, torch.ones(COUNT), Op.SUM)
+        over.set()
+        return error.value.rank
+
+    assert run_threads(world_size, rank_main, collective_seconds=1.0) == [1, True]
+
+
+def test_a_rank_that_is_killed_is_named():
+    ended = run_processes(2, reduce_until_one_is_killed, env={"CYXTRAIN_TRANSPORT": "cma"}, succeed=False)
+    assert ended[0].value == "PeerLostError 1"
+    assert ended[1].returncode == -signal.SIGKILL
+
+
+def reduce_until_one_is_killed():
+    cx.init()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(COUNT))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(COUNT))
+    except CyxtrainError as error:
+        return f"{type(error).__name__} {error.rank}"
+    return "nothing"
