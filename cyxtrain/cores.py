@@ -1,13 +1,9 @@
-"""The cores that this process may use. Without PyTorch or NumPy: the launcher asks it, too, and needs neither."""
+"""How many cores this process may use. Without PyTorch or NumPy: the launcher asks it, too, and needs neither."""
 
 from __future__ import annotations
 
 import os
-import platform
 import sys
-
-ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
-"""Whether other cores see what one writes in the order in which it was written."""
 
 
 def count_usable_cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -10,21 +11,23 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ring_values import Op, all_reduce, made, reduced, same, with_cores
-from worlds import run_processes, run_threads
+from ring_values import Op, all_reduce, bits, made, reduced, same, with_cores
+from worlds import run_processes, run_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.memory import open_to_reading
-from cyxtrain.ring.routes import FEW_BYTES
+from cyxtrain.ring.passing import LONGEST_BYTES
+from cyxtrain.ring.ready import MAX_READY
+from cyxtrain.ring.routes import FEW_BYTES, ORDERS_WRITES
 from cyxtrain.ring.transfers import SHORT_BYTES
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"
 )
-SHORTEST, LONGEST = SHORT_BYTES // 4 + 1, (4 << 20) // 4
+SHORTEST, LONGEST = SHORT_BYTES // 4 + 1, LONGEST_BYTES // 4
 COUNT = 5000
 WORLDS = with_cores((2, 1), (2, 2), (3, 1), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly))
 
@@ -51,7 +54,7 @@ def test_bits_are_those_of_every_all_reduce(world_size, cores, op):
         for dtype in (torch.float32, torch.float64):
             for count in counts:
                 for seed in range(3):  # again and again, in the same memory
-                    if count * dtype.itemsize > 4 << 20:
+                    if count * dtype.itemsize > LONGEST_BYTES:
                         continue
                     own = made(dtype, count, group.rank(), seed)
                     expected = reduced([made(dtype, count, rank, seed) for rank in range(world_size)], op)
@@ -115,23 +118,98 @@ def test_all_ranks_take_the_same_way_however_their_tensors_lie(world_size, cores
 
 
 @with_cores((2, 1), (2, 2), (3, 3))
-@pytest.mark.parametrize("other", [(COUNT + 1,), (2, COUNT // 2), (COUNT, "AVG"), (COUNT, "barrier")], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda group: all_reduce(group, torch.zeros(COUNT + 1)),
+        lambda group: all_reduce(group, torch.zeros(2, COUNT // 2)),
+        lambda group: all_reduce(group, torch.zeros(COUNT), Op.AVG),
+        lambda group: all_reduce(group, torch.zeros(COUNT), Op.MAX),
+        lambda group: group.barrier().wait(),
+    ],
+    ids=["size", "shape", "reduction", "one that does not pass", "operation"],
+)
 def test_ranks_that_call_different_ones_are_told_both(world_size, cores, other):
-    def call(group, count, what="SUM"):
-        if what == "barrier":
-            return group.barrier().wait()
-        return all_reduce(group, torch.zeros(count), getattr(Op, what))
-
     def rank_main(group):
         open_passages(group)
-        call(group, COUNT)
-        mine = other if group.rank() == 1 else (COUNT,)
-        shape = mine[:1] if isinstance(mine[-1], str) else (mine,)
+        all_reduce(group, torch.zeros(COUNT))
         with pytest.raises(CyxtrainError) as error:
-            call(group, *shape, *mine[1:]) if isinstance(mine[-1], str) else call(group, mine)
+            other(group) if group.rank() == 1 else all_reduce(group, torch.zeros(COUNT))
         return type(error.value), f"float32 [{COUNT}]" in str(error.value)
 
     assert run_threads(world_size, rank_main, seconds=10) == [(CollectiveMismatchError, True)] * world_size
+
+
+@with_cores((2, 1), (2, 2))
+def test_more_shapes_than_are_kept_ready(world_size, cores):
+    def rank_main(group):
+        open_passages(group)
+        tensors = [torch.ones(COUNT + k) for k in range(MAX_READY + 3)] * 2
+        return {value for tensor in tensors for value in all_reduce(group, tensor).unique().tolist()}
+
+    assert run_threads(world_size, rank_main) == [{2.0, 4.0}] * world_size  # the second time they are twos
+
+
+@with_cores((2, 1), (2, 2))
+def test_what_was_first_reduced_in_inference_is_trained_with_later(world_size, cores):
+    def rank_main(group):
+        open_passages(group)
+        with torch.inference_mode():
+            all_reduce(group, torch.ones(COUNT))
+        return all_reduce(group, torch.ones(COUNT)).unique().tolist()
+
+    assert run_threads(world_size, rank_main) == [[2.0]] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_two_nans_the_same_one_stays_as_where_they_travel(dtype):
+    """Also of one element at the end of a piece."""
+    kind, nan = (torch.int32, 0x7FC00001) if dtype is torch.float32 else (torch.int64, 0x7FF8000000000001)
+    counts = [SHORTEST, 20_000, FEW_BYTES // dtype.itemsize + 1, 2 * FEW_BYTES // dtype.itemsize + 1, 200_003]
+
+    def rank_main(group):
+        all_reduce(group, torch.zeros(COUNT))
+        own = [torch.full((count,), nan + group.rank(), dtype=kind).view(dtype) for count in counts]
+        return [bits(all_reduce(group, tensor)) for tensor in own]
+
+    read, sent = (run_threads(2, rank_main, options=RingOptions(transport=way)) for way in ("cma", "tcp"))
+    assert read == sent
+
+
+def test_a_tensor_without_memory_is_refused_before_anything_starts():
+    def rank_main(group):
+        open_passages(group)
+        with pytest.raises(ValueError, match="NULL"):
+            all_reduce(group, torch._efficientzerotensor((COUNT,)))
+        return all_reduce(group, torch.ones(COUNT)).unique().tolist()
+
+    assert run_threads(2, rank_main) == [[2.0]] * 2
+
+
+@pytest.mark.skipif(not ORDERS_WRITES, reason="nothing is shown in memory on this system")
+@with_cores((2, 2), (3, 3))
+def test_a_question_is_found_though_another_has_been_asked_since(world_size, cores):
+    """A rank that is late at the end of one looks for the question of that one, while it is asked in the next."""
+
+    def rank_main(group):
+        open_passages(group)
+        all_reduce(group, torch.zeros(COUNT))
+        if group.rank() == 1:
+            reduction = group._group._passages.of(torch.zeros(COUNT), Reduction.SUM)._reduction
+            meet, first, asks = reduction._meet, group._group.sequence + 1, reduction.signs[0].has_asked
+            wait_until(lambda: asks(first))
+            meetings = itertools.count(1)
+
+            def meet_late():
+                exchanges = meet()
+                if next(meetings) == 2:  # the others can see that this rank is through, and go on
+                    wait_until(lambda: asks(first + 1))
+                return exchanges
+
+            reduction._meet = meet_late
+        return [all_reduce(group, torch.ones(COUNT)).unique().tolist() for _ in range(3)]
+
+    assert run_threads(world_size, rank_main) == [[[float(world_size)]] * 3] * world_size
 
 
 @with_cores((2, 1), (2, 2))

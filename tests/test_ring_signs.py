@@ -15,9 +15,9 @@ from ring_values import Op, made, reduced, same, with_cores
 from worlds import run_processes, run_threads, wait_until
 
 import cyxtrain as cx
-from cyxtrain.cores import ORDERS_WRITES
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.memory import open_to_reading
+from cyxtrain.ring.routes import ORDERS_WRITES
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not open_to_reading() or not ORDERS_WRITES,
@@ -88,7 +88,10 @@ def test_a_rank_that_is_slow_on_the_way_is_not_asked(world_size, cores):
         average(mean, group, 0)
         if group.rank() == 1:
             add = mean._reduction._add
-            mean._reduction._add = lambda *arguments: [time.sleep(0.3), add(*arguments)]  # longer than anybody looks on
+            mean._reduction._add = lambda *args, **out: [
+                time.sleep(0.3),
+                add(*args, **out),
+            ]  # longer than anybody looks on
         sequence = group._group.sequence + 1
         found = average(mean, group, 1)
         group.barrier().wait()  # the links are whole

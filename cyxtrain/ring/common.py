@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,44 +27,40 @@ if TYPE_CHECKING:
     from cyxtrain.ring.group import Group
 
 _PAGE_BYTES = mmap.PAGESIZE
-_WORD_BYTES = 8
+_SIGN_BYTES = SIGN_WORDS * 8
 _MAP_FIXED = 0x10
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 """The memory of this process that others have too, and the descriptor of the file that it is."""
 
 
 class CommonMemory:
-    """Memory that all ranks have in common: of each rank the words in which it shows how far it is, then its places.
+    """Memory that all ranks have in common: of each rank its places, and words to show how far it is with each.
 
     Args:
         memory: Of all ranks.
         world_size: How many there are.
-        signs: How many signs a rank has.
+        sizes: Of a rank's places, in bytes.
     """
 
-    def __init__(self, memory: mmap.mmap, world_size: int, signs: int) -> None:
+    def __init__(self, memory: mmap.mmap, world_size: int, sizes: Sequence[int]) -> None:
         self._memory = memory
         self._starts = range(0, len(memory), len(memory) // world_size)
-        self._next = _pages(signs * SIGN_WORDS * _WORD_BYTES)
+        self._places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _SIGN_BYTES)))
 
-    def place(self, size: int) -> int:
-        """Returns where the next place of so many bytes begins, in what is a rank's."""
-        place, self._next = self._next, self._next + _pages(size)
-        return place
+    def rows(self, place: int, array: type[np.number[Any]], count: int) -> list[Any]:
+        """Returns, by rank, `count` elements at the place of this number."""
+        first = self._places[place]
+        return [np.frombuffer(self._memory, array, count, start + first) for start in self._starts]
 
-    def rows(self, array: type[np.number[Any]], count: int, place: int) -> list[Any]:
-        """Returns, by rank, `count` elements at its place."""
-        return [np.frombuffer(self._memory, array, count, start + place) for start in self._starts]
-
-    def words(self, sign: int) -> Mapping[int, memoryview]:
-        """Returns, by rank, in which words it shows how far it is with what has this number."""
-        size = SIGN_WORDS * _WORD_BYTES
-        memory, first = memoryview(self._memory), sign * size
+    def words(self, place: int) -> Mapping[int, memoryview]:
+        """Returns, by rank, the words in which it shows how far it is there."""
+        size = _SIGN_BYTES
+        memory, first = memoryview(self._memory), place * size
         starts = [start + first for start in self._starts]
         return {rank: memory[start : start + size].cast("q") for rank, start in enumerate(starts)}
 
 
-def make_common_memory(group: Group, sizes: Sequence[int], signs: int) -> CommonMemory | None:
+def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | None = None) -> CommonMemory | None:
     """Returns memory that all ranks have in common, zeros; all ranks call it.
 
     None, on every rank: not all can have it, or there is no room.
@@ -70,23 +68,23 @@ def make_common_memory(group: Group, sizes: Sequence[int], signs: int) -> Common
     Args:
         group: Of the ranks.
         sizes: Of a rank's places, in bytes.
-        signs: How many signs a rank has.
+        timeout: Of each collective; None: the group's.
 
-    Cost: two small collectives, and one or two descriptors.
+    Cost: two small collectives, one or two descriptors, and all of the memory, at once.
     """
-    stride = _pages(signs * SIGN_WORDS * _WORD_BYTES) + sum(map(_pages, sizes))
+    stride = _pages(len(sizes) * _SIGN_BYTES) + sum(map(_pages, sizes))
     found = None
     with contextlib.ExitStack() as stack:
         facts = torch.zeros(4, dtype=torch.int64, device="cpu")
         if group.rank == 0:
             with contextlib.suppress(OSError, AttributeError):
                 facts = _create(group.world_size * stride, stack)
-        group.broadcast(facts, 0)
+        group.broadcast(facts, 0, timeout)
         with contextlib.suppress(OSError, ValueError):
             found = _open(facts, group.rank * stride, stride, group.world_size)
         everywhere = torch.tensor([int(found is not None)], device="cpu")
-        group.all_reduce(everywhere, Reduction.MIN)  # and nobody closes the file before all have it
-    return CommonMemory(found, group.world_size, signs) if found is not None and everywhere.item() else None
+        group.all_reduce(everywhere, Reduction.MIN, timeout)  # and nobody closes the file before all have it
+    return CommonMemory(found, group.world_size, sizes) if found is not None and everywhere.item() else None
 
 
 def _pages(size: int) -> int:

@@ -107,7 +107,7 @@ class Group:
         self._routes = Routes(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
         links = {} if self._ring is None or options.checksums else self._ring.links
         self.ready = ReadyReductions(links, self._routes, generation)
-        self._passages = Passages(self.ready, rank, world_size)
+        self._passages = Passages(self.ready)
         self._siblings.add(self)
 
     def courier(self, *, asynchronous: bool) -> Courier | None:
@@ -146,12 +146,12 @@ class Group:
         with self._lock:
             passage = self._passages.of(tensor, reduction)
             if passage is not None:
-                self.take_rounds(passage.announcement, passage.rounds(flat), timeout)
+                self.take_rounds(passage.announcement, passage.rounds(memory_of(flat)), timeout)
             else:
                 work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
                 work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
-                self._passages.make_after(self, tensor, reduction)
-        copy_back(flat, tensor)
+            copy_back(flat, tensor)
+            self._passages.make_after(self, tensor, reduction, timeout)
 
     def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Does an operation that is kept ready. Cost: that of its exchanges, see `Announcement`."""
@@ -367,7 +367,7 @@ class Group:
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
         try:
-            left, self._left = self._left, True
+            left, self._left, self._passages = self._left, True, Passages(self.ready)
             if self._ring is not None and not left:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
@@ -387,7 +387,7 @@ class Group:
         """Lets go of every connection without a word: what a forked child does with the group of its parent."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._courier = None
+        self._courier, self._passages = None, Passages(self.ready)
         if self._ring is not None:
             self._ring.abandon()
 

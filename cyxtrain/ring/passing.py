@@ -7,15 +7,14 @@ takes four to twenty times as long to write as anything else; here whoever reads
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from cyxtrain.ring.algorithms import FEW_RANKS
 from cyxtrain.ring.combining import added_by_numpy
 from cyxtrain.ring.common import CommonMemory, make_common_memory
 from cyxtrain.ring.frames import Reduction
@@ -26,29 +25,28 @@ from cyxtrain.ring.transfers import SHORT_BYTES
 if TYPE_CHECKING:
     from cyxtrain.ring.group import Group
 
-_LONGEST_BYTES = 4 << 20
+LONGEST_BYTES = 4 << 20
 """Up to this size all of it stays in a cache, or nearly; beyond, two copies more take longer than the kernel."""
 
 
 class Passage:
-    """An all_reduce of some shape, dtype and reduction.
+    """An all_reduce of some shape, dtype and reduction. Cost: two copies of all bytes, and that of a `SharedMean`.
 
     Args:
         announcement: Of no bytes.
-        own: This rank's row.
         reduction: Of the rows of all ranks.
     """
 
-    def __init__(self, announcement: Announcement, own: Any, reduction: RowReduction) -> None:
+    def __init__(self, announcement: Announcement, reduction: RowReduction) -> None:
         self.announcement = announcement
-        self._address, self._bytes = own.ctypes.data, own.nbytes
         self._reduction = reduction
+        self._own = memoryview(reduction.own).cast("B")
 
-    def rounds(self, flat: Tensor) -> Iterator[Exchange]:
-        """Reduces a flat tensor, in place; gives way for each exchange with others."""
-        ctypes.memmove(self._address, flat.data_ptr(), self._bytes)
+    def rounds(self, memory: memoryview) -> Iterator[Exchange]:
+        """Reduces the elements that lie in some memory, in place; gives way for each exchange with others."""
+        self._own[:] = memory
         yield from self._reduction.rounds()
-        ctypes.memmove(flat.data_ptr(), self._address, self._bytes)
+        memory[:] = self._own
 
 
 class Passages:
@@ -56,16 +54,12 @@ class Passages:
 
     Args:
         ready: Of the group.
-        rank: This rank.
-        world_size: How many there are.
     """
 
-    def __init__(self, ready: ReadyReductions, rank: int, world_size: int) -> None:
+    def __init__(self, ready: ReadyReductions) -> None:
         self._ready = ready
-        self._rank, self._world_size = rank, world_size
         self._memory: CommonMemory | None = None
-        self._place = 0
-        self._is_made = False
+        self._was_tried = False
         self._passages: dict[tuple[torch.dtype, torch.Size, Reduction], Passage] = {}
 
     def of(self, tensor: Tensor, reduction: Reduction) -> Passage | None:
@@ -84,28 +78,24 @@ class Passages:
             self._passages[key] = passage
         return passage
 
-    def make_after(self, group: Group, tensor: Tensor, reduction: Reduction) -> None:
+    def make_after(self, group: Group, tensor: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
         """Makes the memory, once, after an all_reduce that could have passed: all ranks come here together then."""
-        if not self._is_made and self._may_pass(tensor, reduction):
-            self._is_made = True
-            self._memory = make_common_memory(group, [_LONGEST_BYTES], signs=1)
-            if self._memory is not None:
-                self._place = self._memory.place(_LONGEST_BYTES)
+        if not self._was_tried and self._may_pass(tensor, reduction):
+            self._was_tried = True
+            self._memory = make_common_memory(group, [LONGEST_BYTES], timeout)
 
     def _may_pass(self, tensor: Tensor, reduction: Reduction) -> bool:
-        size, routes = tensor.numel() * tensor.element_size(), self._ready.routes
-        if not SHORT_BYTES < size <= _LONGEST_BYTES or not routes.direct or self._world_size > FEW_RANKS:
+        if not SHORT_BYTES < tensor.numel() * tensor.element_size() <= LONGEST_BYTES:
             return False
-        is_exact = reduction is Reduction.SUM or tensor.is_floating_point()  # whole numbers are divided otherwise
-        return self._ready.announces and is_exact and added_by_numpy(reduction, tensor.dtype) is not None
+        if reduction is Reduction.AVG and not tensor.is_floating_point():
+            return False  # whole numbers are divided otherwise
+        return self._ready.may_share_memory and added_by_numpy(reduction, tensor.dtype) is not None
 
     def _prepared(self, tensor: Tensor, reduction: Reduction, memory: CommonMemory) -> Passage:
         array = added_by_numpy(reduction, tensor.dtype)
         announcement = self._ready.announcement(reduction, tensor.dtype, tuple(tensor.shape), 0)
         assert array is not None
         assert announcement is not None
-        rows = memory.rows(array, tensor.numel(), self._place)
-        words = memory.words(0) if self._ready.routes.shows else None
         what = xxh3_64_intdigest(announcement.identity()) >> 1  # a word has a sign
-        row_reduction = RowReduction(announcement, self._rank, rows, words, what)
-        return Passage(announcement, rows[self._rank], row_reduction)
+        rows, words = memory.rows(0, array, tensor.numel()), memory.words(0)
+        return Passage(announcement, RowReduction(announcement, self._ready.routes, rows, words, what))

@@ -84,6 +84,11 @@ class ReadyReductions:
         """Whether anything is kept ready: not where there is nobody, or frames carry checksums."""
         return bool(self._links)
 
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether there may be memory that all ranks have in common, and reductions in it: few ranks of one machine."""
+        return self.announces and self.routes.direct and self.routes.world_size <= algorithms.FEW_RANKS
+
     def announcement(
         self,
         reduction: Reduction,
@@ -318,9 +323,9 @@ class Sign:
 
     def question(self, sequence: int) -> memoryview | None:
         """Returns what to ask it in an operation; None: it has been asked, or has begun."""
-        if self._has_begun or self._own[_ASKED + self._peer] == sequence:
+        if self._has_begun or self._own[_asked(self._peer, sequence)] == sequence:
             return None
-        self._own[_ASKED + self._peer] = sequence
+        self._own[_asked(self._peer, sequence)] = sequence
         return self._frame
 
     @property
@@ -330,7 +335,15 @@ class Sign:
 
     def has_asked(self, sequence: int) -> bool:
         """Returns whether it has asked this rank in an operation, once it shows that it has done its part of it."""
-        return bool(self._theirs[_ASKED + self._rank] == sequence)
+        return bool(self._theirs[_asked(self._rank, sequence)] == sequence)
+
+
+def _asked(rank: int, sequence: int) -> int:
+    """Returns where stands in which operation a rank was asked: of two in a row, as nobody is ahead by more than one.
+
+    Who is late may look for a question of this operation when it has been asked in the next one already.
+    """
+    return _ASKED + 2 * rank + sequence % 2
 
 
 def show(words: memoryview, what: int) -> int:
@@ -350,7 +363,7 @@ def show(words: memoryview, what: int) -> int:
 _COUNT, _WHAT = 0, 1
 _ASKED = 8
 """Another line of a cache than that of the first words."""
-SIGN_WORDS = _ASKED + algorithms.FEW_RANKS
+SIGN_WORDS = _ASKED + 2 * algorithms.FEW_RANKS
 
 
 def _room_for_frame(payload_bytes: int) -> memoryview:

@@ -6,14 +6,16 @@ elements travel: on one machine they are read where they are, over several a rin
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cyxtrain.cores import ORDERS_WRITES
 from cyxtrain.ring import algorithms
 from cyxtrain.ring.algorithms import SILENCE, Spans, Step, Tell
 from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
+ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
+"""Whether other cores see what one writes in the order in which it was written."""
 FEW_BYTES = 1 << 18
 """Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
 

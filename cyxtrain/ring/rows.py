@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cyxtrain.ring.algorithms import chunks, ring_order, tree
 from cyxtrain.ring.combining import silent_numpy
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.ready import Announcement, Exchange, show
-from cyxtrain.ring.routes import few
+from cyxtrain.ring.routes import Routes, few
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -32,26 +31,30 @@ class RowReduction:
 
     Args:
         announcement: Of no bytes.
-        rank: This rank.
+        routes: Of this rank.
         rows: By rank, its elements.
-        words: By rank, where it shows how far it is (`Sign`); None: the ranks tell each other by frames.
+        words: By rank, where it shows how far it is (`Sign`).
         what: Tells this reduction from others that show their progress in the same words.
+
+    Attributes:
+        own: This rank's elements.
+        signs: Of the other ranks; none: the ranks tell each other by frames.
     """
 
     def __init__(
         self,
         announcement: Announcement,
-        rank: int,
+        routes: Routes,
         rows: Sequence[Any],
-        words: Mapping[int, memoryview] | None = None,
+        words: Mapping[int, memoryview],
         what: int = 0,
     ) -> None:
-        world_size, own = len(rows), rows[rank]
+        rank, world_size = routes.rank, routes.world_size
+        self.own = own = rows[rank]
         self._announcement = announcement
         others = [peer for peer in range(world_size) if peer != rank]
-        self.signs = [] if words is None else [announcement.sign(rank, peer, words) for peer in others]
-        """Of the other ranks; none: the ranks tell each other by frames."""
-        self._shown = None if words is None else words[rank]
+        self.signs = [announcement.sign(rank, peer, words) for peer in others] if routes.shows else []
+        self._shown = words[rank]
         self._what = what
         is_power = world_size & (world_size - 1) == 0  # then both round alike, and to multiply is twice as fast
         divide: tuple[np.ufunc, float] = (np.multiply, 1 / world_size) if is_power else (np.true_divide, world_size)
@@ -59,8 +62,8 @@ class RowReduction:
         self._by = own.dtype.type(by) if announcement.reduction is Reduction.AVG else None
         # As recursive doubling adds, and as a ring does: of two NaNs PyTorch and NumPy do not keep the same one.
         is_few = few(world_size, own.size, own.itemsize)
-        self._add: Callable[[Any, Any, Any], object] = _add_tensors if is_few else np.add
-        self._pieces = [_piece(part, rank, is_few) for part in _cut(rows, chunks(own.size, world_size)[rank])]
+        self._add: Callable[..., object] = torch.add if is_few else np.add
+        self._pieces = [_piece(parts, rank, is_few) for parts in _cut(rows, chunks(own.size, world_size)[rank])]
 
     def rounds(self) -> Iterator[Exchange]:
         """Reduces; gives way where all ranks must have come that far.
@@ -72,7 +75,7 @@ class RowReduction:
         with silent_numpy():
             for steps, total, copies in self._pieces:
                 for one, other, into in steps:
-                    self._add(one, other, into)
+                    self._add(one, other, out=into)
                 if self._by is not None:
                     self._divide(total, self._by, total)
                 for copy in copies:
@@ -86,7 +89,7 @@ class RowReduction:
 
     def _meet(self) -> tuple[Exchange, ...]:
         """Returns what is to be exchanged until all ranks have come as far as this one; nothing: all have."""
-        if self._shown is None:
+        if not self.signs:
             return self._announcement.meeting
         count = show(self._shown, self._what)
         missing = tuple(sign for sign in self.signs if not sign.shows(count))
@@ -103,14 +106,13 @@ def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:
 def _piece(parts: Sequence[Any], rank: int, is_few: bool) -> tuple[list[tuple[Any, Any, Any]], Any, list[Any]]:
     """Returns how a piece is reduced: what is added to what, and where; where the total is then; where it is copied."""
     if is_few:
-        order, terms = tree(len(parts)), [torch.from_numpy(part) for part in parts]
+        with torch.inference_mode(False):  # nobody else may change what is made within, and this is used again
+            terms = [torch.from_numpy(part) for part in parts]
+        order = tree(len(parts))
+        total = order[-1][0]
         steps = [(terms[into], terms[source], terms[into]) for into, source in order]
-    else:  # around a ring each rank puts its own first
-        order = ring_order(rank, len(parts))
+    else:  # around a ring each rank puts its own first, and the last one keeps the sum
+        *order, (first, total) = ring_order(rank, len(parts))
         steps = [(parts[source], parts[into], parts[into]) for into, source in order]
-    total = order[-1][0]
+        steps.append((parts[total], parts[first], parts[total]))
     return steps, parts[total], [part for other, part in enumerate(parts) if other != total]
-
-
-def _add_tensors(one: Tensor, other: Tensor, into: Tensor) -> None:
-    torch.add(one, other, out=into)

@@ -1,4 +1,4 @@
-"""Means of what lies in memory that the ranks of one machine have in common: gradients are put there once."""
+"""Means of what lies in memory that the ranks of one machine have in common (`rows.py`): gradients are put there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from cyxtrain.ring.algorithms import FEW_RANKS
 from cyxtrain.ring.arguments import timeout_of
 from cyxtrain.ring.combining import added_by_numpy
 from cyxtrain.ring.common import make_common_memory
@@ -26,19 +25,17 @@ class SharedMean:
     Args:
         group: Of the ranks.
         announcement: Of no bytes.
-        own: Where this rank's elements are.
         reduction: Of the rows of all ranks.
 
     Attributes:
         tensor: This rank's elements. While a reduction is under way nobody touches them.
     """
 
-    def __init__(self, group: Group, announcement: Announcement, own: Any, reduction: RowReduction) -> None:
+    def __init__(self, group: Group, announcement: Announcement, reduction: RowReduction) -> None:
         self._group = group
         self._announcement = announcement
-        self._own = own
         self._reduction = reduction
-        self.tensor = torch.from_numpy(own)
+        self.tensor = torch.from_numpy(reduction.own)
         self._address = self.tensor.data_ptr()
 
     @collective
@@ -53,10 +50,10 @@ class SharedMean:
     def _rounds(self) -> Iterator[Exchange]:
         has_moved = self.tensor.data_ptr() != self._address  # as share_memory() moves what a user finds in .grad
         if has_moved:
-            self._own[...] = self.tensor.numpy()
+            self._reduction.own[...] = self.tensor.numpy()
         yield from self._reduction.rounds()
         if has_moved:
-            self.tensor.copy_(torch.from_numpy(self._own))
+            self.tensor.copy_(torch.from_numpy(self._reduction.own))
 
 
 def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
@@ -73,21 +70,17 @@ def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) ->
     """
     ready = group.ready
     sizes = [count * dtype.itemsize for count, dtype in kinds]
-    are_near = ready.announces and ready.routes.direct and group.world_size <= FEW_RANKS
-    common = make_common_memory(group, sizes, signs=len(kinds)) if are_near and any(sizes) else None
+    common = make_common_memory(group, sizes) if ready.may_share_memory and any(sizes) else None
     if common is None:
         return [None for _ in kinds]
     means: list[SharedMean | None] = []
-    for number, ((count, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
-        place = common.place(size)
+    for place, (count, dtype) in enumerate(kinds):
         array = added_by_numpy(Reduction.AVG, dtype) if count and dtype.is_floating_point else None
         # Each has its number: of two that are alike, one rank could begin with the one, and another with the other.
         announcement = ready.announcement(Reduction.AVG, dtype, (count,), 0, root=next(ready.numbers))
         if array is None or announcement is None:
             means.append(None)
             continue
-        rows = common.rows(array, count, place)
-        words = common.words(number) if ready.routes.shows else None
-        reduction = RowReduction(announcement, group.rank, rows, words)
-        means.append(SharedMean(group, announcement, rows[group.rank], reduction))
+        rows, words = common.rows(place, array, count), common.words(place)
+        means.append(SharedMean(group, announcement, RowReduction(announcement, ready.routes, rows, words)))
     return means
