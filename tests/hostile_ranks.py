@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fitting import adam, make_model, make_rows, outcome
 from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.ring.meeting import calling, rendezvous
+from cyxtrain.ring.transfers import SHORT_BYTES
 
 SECONDS = 60.0
 ELEMENTS = 100_003
@@ -67,6 +69,7 @@ def join_and_train(path: str) -> dict[str, Any]:
         _hold_back(folder)
         folder.hear("come")
     with cx.init(cx.DistributedConfig(timeout_ms=int(1000 * SECONDS))):
+        dist.all_reduce(torch.zeros(SHORT_BYTES))  # then memory that ranks have in common is there before strangers are
         before = _descriptors()
         folder.tell(f"joined{rank}")
         folder.hear("train")
