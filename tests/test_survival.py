@@ -88,9 +88,11 @@ SCENARIOS = {
 def scenarios(rank_server, tmp_path_factory):  # noqa: F811 - the fixture
     """What came of each, or why it failed."""
 
+    folders = {name: tmp_path_factory.mktemp("scenario") for name in SCENARIOS}  # pytest makes one at a time only
+
     def come_of(name: str):
         try:
-            return SCENARIOS[name](tmp_path_factory.mktemp("scenario"))
+            return SCENARIOS[name](folders[name])
         except BaseException as error:
             return error
 

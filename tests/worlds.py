@@ -254,11 +254,18 @@ def run_processes(
     return results
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """Returns a TCP port that nobody uses at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Returns a TCP port that nobody uses at the moment, and another one each time: worlds live beside each other."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = int(sock.getsockname()[1])
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 def child_environment(**variables: str) -> dict[str, str]:
