@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
 )
 SHORTEST, LONGEST = SHORT_BYTES // 4 + 1, LONGEST_BYTES // 4
 COUNT = 5000
-WORLDS = with_cores((2, 1), (2, 2), (3, 1), (3, 3), pytest.param(5, 8, marks=pytest.mark.nightly))
+NIGHTLY = pytest.mark.nightly
+WORLDS = with_cores((2, 2), (3, 1), *(pytest.param(*world, marks=NIGHTLY) for world in ((2, 1), (3, 3), (5, 8))))
 
 
 def passes(group, tensor, op=Op.SUM):
@@ -117,7 +118,7 @@ def test_all_ranks_take_the_same_way_however_their_tensors_lie(world_size, cores
     assert run_threads(world_size, rank_main) == [[[2.0], [4.0]]] * world_size
 
 
-@with_cores((2, 1), (2, 2), (3, 3))
+@with_cores((2, 1), (2, 2), pytest.param(3, 3, marks=NIGHTLY))
 @pytest.mark.parametrize(
     "other",
     [
@@ -187,7 +188,7 @@ def test_a_tensor_without_memory_is_refused_before_anything_starts():
 
 
 @pytest.mark.skipif(not ORDERS_WRITES, reason="nothing is shown in memory on this system")
-@with_cores((2, 2), (3, 3))
+@with_cores((2, 2), pytest.param(3, 3, marks=NIGHTLY))
 def test_a_question_is_found_though_another_has_been_asked_since(world_size, cores):
     """A rank that is late at the end of one looks for the question of that one, while it is asked in the next."""
 
