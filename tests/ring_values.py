@@ -168,6 +168,15 @@ def in_turn(*calls):
     return lambda group: [call(group) for call in calls]
 
 
+def said_of(call):
+    """What kind of error a call raises and whom it names, such as "PeerLostError 1"; or "nothing"."""
+    try:
+        call()
+    except CyxtrainError as error:
+        return f"{type(error).__name__} {error.rank}"
+    return "nothing"
+
+
 def error_of(call):
     with pytest.raises(CyxtrainError) as caught:
         call()

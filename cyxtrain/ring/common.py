@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +37,24 @@ class CommonMemory:
     """Memory that all ranks have in common: of each rank its places, and words to show how far it is with each.
 
     Args:
-        memory: Of all ranks.
-        world_size: How many there are.
-        sizes: Of a rank's places, in bytes.
+        memory: Of all ranks, one after the other.
+        places: Where each place of a rank begins in what is its own, and where that ends.
     """
 
-    def __init__(self, memory: mmap.mmap, world_size: int, sizes: Sequence[int]) -> None:
+    def __init__(self, memory: mmap.mmap, places: Sequence[int]) -> None:
         self._memory = memory
-        self._starts = range(0, len(memory), len(memory) // world_size)
-        self._places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _SIGN_BYTES)))
+        self._places = places
+        self._starts = range(0, len(memory), places[-1])
 
     def rows(self, place: int, array: type[np.number[Any]], count: int) -> list[Any]:
         """Returns, by rank, `count` elements at the place of this number."""
         first = self._places[place]
         return [np.frombuffer(self._memory, array, count, start + first) for start in self._starts]
 
-    def words(self, place: int) -> Mapping[int, memoryview]:
+    def words(self, place: int) -> list[memoryview]:
         """Returns, by rank, the words in which it shows how far it is there."""
-        size = _SIGN_BYTES
-        memory, first = memoryview(self._memory), place * size
-        starts = [start + first for start in self._starts]
-        return {rank: memory[start : start + size].cast("q") for rank, start in enumerate(starts)}
+        memory, starts = memoryview(self._memory), (start + place * _SIGN_BYTES for start in self._starts)
+        return [memory[start : start + _SIGN_BYTES].cast("q") for start in starts]
 
 
 def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | None = None) -> CommonMemory | None:
@@ -72,8 +69,8 @@ def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | 
 
     Cost: two small collectives, one or two descriptors, and all of the memory, at once.
     """
-    stride = _pages(len(sizes) * _SIGN_BYTES) + sum(map(_pages, sizes))
-    found = None
+    places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _SIGN_BYTES)))
+    stride, found = places[-1], None
     with contextlib.ExitStack() as stack:
         facts = torch.zeros(4, dtype=torch.int64, device="cpu")
         if group.rank == 0:
@@ -84,7 +81,7 @@ def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | 
             found = _open(facts, group.rank * stride, stride, group.world_size)
         everywhere = torch.tensor([int(found is not None)], device="cpu")
         group.all_reduce(everywhere, Reduction.MIN, timeout)  # and nobody closes the file before all have it
-    return CommonMemory(found, group.world_size, sizes) if found is not None and everywhere.item() else None
+    return CommonMemory(found, places) if found is not None and everywhere.item() else None
 
 
 def _pages(size: int) -> int:

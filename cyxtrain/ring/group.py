@@ -117,8 +117,8 @@ class Group:
             asynchronous: Whether the caller goes on meanwhile; else it makes the call itself, unless others come first.
         """
         self._doing.thread = threading.get_ident()
-        overlaps = self._ring is not None and self._ring.overlaps and not self._left
-        if self._courier is None and asynchronous and overlaps:
+        ring = self._ring
+        if self._courier is None and asynchronous and not self._left and ring is not None and ring.overlaps:
             with self._lock:
                 self._courier = self._courier or Courier()
         courier = self._courier

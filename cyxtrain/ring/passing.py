@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
@@ -18,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from cyxtrain.ring.combining import added_by_numpy
 from cyxtrain.ring.common import CommonMemory, make_common_memory
 from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.ready import MAX_READY, Announcement, Exchange, ReadyReductions
+from cyxtrain.ring.ready import Announcement, Exchange, ReadyReductions, keep
 from cyxtrain.ring.rows import RowReduction
 from cyxtrain.ring.transfers import SHORT_BYTES
 
@@ -71,31 +72,32 @@ class Passages:
             return None
         key = tensor.dtype, tensor.shape, reduction
         passage = self._passages.get(key)
-        if passage is None and self._may_pass(tensor, reduction):
+        if passage is None:
             passage = self._prepared(tensor, reduction, self._memory)
-            if len(self._passages) >= MAX_READY:
-                del self._passages[next(iter(self._passages))]
-            self._passages[key] = passage
+            if passage is not None:
+                keep(self._passages, key, passage)
         return passage
 
     def make_after(self, group: Group, tensor: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
         """Makes the memory, once, after an all_reduce that could have passed: all ranks come here together then."""
-        if not self._was_tried and self._may_pass(tensor, reduction):
+        if not self._was_tried and self._array_of(tensor, reduction) is not None:
             self._was_tried = True
             self._memory = make_common_memory(group, [LONGEST_BYTES], timeout)
 
-    def _may_pass(self, tensor: Tensor, reduction: Reduction) -> bool:
+    def _array_of(self, tensor: Tensor, reduction: Reduction) -> type[np.number[Any]] | None:
+        """Returns NumPy's type of the elements of a tensor that may pass; None: it may not."""
         if not SHORT_BYTES < tensor.numel() * tensor.element_size() <= LONGEST_BYTES:
-            return False
+            return None
         if reduction is Reduction.AVG and not tensor.is_floating_point():
-            return False  # whole numbers are divided otherwise
-        return self._ready.may_share_memory and added_by_numpy(reduction, tensor.dtype) is not None
+            return None  # whole numbers are divided otherwise
+        return added_by_numpy(reduction, tensor.dtype) if self._ready.may_share_memory else None
 
-    def _prepared(self, tensor: Tensor, reduction: Reduction, memory: CommonMemory) -> Passage:
-        array = added_by_numpy(reduction, tensor.dtype)
+    def _prepared(self, tensor: Tensor, reduction: Reduction, memory: CommonMemory) -> Passage | None:
+        array = self._array_of(tensor, reduction)
+        if array is None:
+            return None
         announcement = self._ready.announcement(reduction, tensor.dtype, tuple(tensor.shape), 0)
-        assert array is not None
-        assert announcement is not None
+        assert announcement is not None  # memory in common is only where there is one
         what = xxh3_64_intdigest(announcement.identity()) >> 1  # a word has a sign
         rows, words = memory.rows(0, array, tensor.numel()), memory.words(0)
         return Passage(announcement, RowReduction(announcement, self._ready.routes, rows, words, what))

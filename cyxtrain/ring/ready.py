@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +32,20 @@ from cyxtrain.ring.tensors import is_plain
 from cyxtrain.ring.transfers import UnexpectedHeader
 
 MAX_READY = 64
+"""So many of a kind are kept."""
 _PADDING = -HEADER_BYTES % 16
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+_Key = TypeVar("_Key")
+_Kept = TypeVar("_Kept")
+
+
+def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> None:
+    """Keeps one more; of too many the oldest goes."""
+    if len(kept) >= MAX_READY:
+        del kept[next(iter(kept))]
+    kept[key] = value
 
 
 class ReadyReductions:
@@ -66,9 +78,7 @@ class ReadyReductions:
         if ready is None:
             ready = self._prepared(tensor, reduction)
             if ready is not None:
-                if len(self._ready) >= MAX_READY:
-                    del self._ready[next(iter(self._ready))]
-                self._ready[key] = ready
+                keep(self._ready, key, ready)
         return ready if tensor.data_ptr() else None  # a tensor of zeros may have no memory
 
     def _prepared(self, tensor: Tensor, reduction: Reduction) -> SmallReduction | None:
@@ -164,7 +174,7 @@ class Announcement:
         self.hearings.update(hears)
         return Exchange(tuple(links[other] for other in tell.to), tuple(hears.values()))
 
-    def sign(self, rank: int, peer: int, words: Mapping[int, memoryview]) -> Sign:
+    def sign(self, rank: int, peer: int, words: Sequence[memoryview]) -> Sign:
         """Returns what shows this rank how far another one is.
 
         Args:

@@ -8,7 +8,7 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), sect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class RowReduction:
         announcement: Announcement,
         routes: Routes,
         rows: Sequence[Any],
-        words: Mapping[int, memoryview],
+        words: Sequence[memoryview],
         what: int = 0,
     ) -> None:
         rank, world_size = routes.rank, routes.world_size
