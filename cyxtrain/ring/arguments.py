@@ -13,7 +13,7 @@ from torch import Tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring.algorithms import Span
 from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.tensors import check_target, flat_view_of
+from cyxtrain.ring.tensors import check_target, flat_view_of, write
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: Reduction.SUM,
@@ -127,4 +127,4 @@ def unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
     """Copies neighbouring parts of a flat tensor into the outputs."""
     for index, output in enumerate(outputs):
         count = output.numel()
-        output.detach().copy_(flat[index * count : (index + 1) * count].view(output.shape))
+        write(flat[index * count : (index + 1) * count], output)

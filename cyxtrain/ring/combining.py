@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.tensors import memory_of
+from cyxtrain.ring.tensors import lasting, memory_of
 
 
 def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
@@ -148,7 +148,8 @@ class Scratch:
     """
 
     def __init__(self, size: int) -> None:
-        self._flat = torch.empty(size, dtype=torch.uint8, device="cpu")
+        with lasting():
+            self._flat = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._views: dict[tuple[torch.dtype, object], Any] = {}
         self.memory = memory_of(self._flat)
 
@@ -156,7 +157,8 @@ class Scratch:
         """Returns it as elements of a dtype, as they are combined."""
         view = self._views.get((dtype, how.view))
         if view is None:
-            view = self._views[dtype, how.view] = how.view(self._flat.view(dtype), self.memory)
+            with lasting():
+                view = self._views[dtype, how.view] = how.view(self._flat.view(dtype), self.memory)
         return view
 
 

@@ -39,6 +39,7 @@ from cyxtrain.ring.tensors import (
     flat_view_of,
     memory_of,
     overlap,
+    write,
 )
 from cyxtrain.ring.transfers import Buffers
 from cyxtrain.ring.watching.doing import Doing
@@ -195,7 +196,7 @@ class Group:
                 work.by_tree()
             else:
                 work.by_chunks(spans)
-        output.detach().copy_(flat[slice(*spans[self.rank])].view(output.shape))
+        write(flat[slice(*spans[self.rank])], output)
 
     def _reducing(
         self,

@@ -43,7 +43,7 @@ from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.naming import NamedGroup
 from cyxtrain.ring.shared import SharedMean, make_shared_means
 from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of
+from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of, write
 from cyxtrain.ring.uncompiled import uncompiled
 from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork, collective
 
@@ -210,7 +210,7 @@ class RingProcessGroup(NamedGroup):
         receive = neighbouring([tensor.numel() for tensor in outputs])
         self._group.all_to_all(target, receive, joined(inputs), send, timeout_of(opts))
         for output, span in zip(outputs, receive, strict=True):
-            output.detach().copy_(target[slice(*span)].view(output.shape))
+            write(target[slice(*span)], output)
         return outputs
 
     @collective

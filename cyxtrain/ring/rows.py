@@ -19,6 +19,7 @@ from cyxtrain.ring.combining import silent_numpy
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.ready import Announcement, Exchange, show
 from cyxtrain.ring.routes import Routes, few
+from cyxtrain.ring.tensors import lasting
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -106,7 +107,7 @@ def _cut(rows: Sequence[Any], span: tuple[int, int]) -> Iterator[list[Any]]:
 def _piece(parts: Sequence[Any], rank: int, is_few: bool) -> tuple[list[tuple[Any, Any, Any]], Any, list[Any]]:
     """Returns how a piece is reduced: what is added to what, and where; where the total is then; where it is copied."""
     if is_few:
-        with torch.inference_mode(False):  # nobody else may change what is made within, and this is used again
+        with lasting():
             terms = [torch.from_numpy(part) for part in parts]
         order = tree(len(parts))
         total = order[-1][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ def memory_of(flat: Tensor) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
     return np.asarray(_Memory(flat, size)).data
+
+
+def lasting() -> contextlib.AbstractContextManager[object]:
+    """Within, tensors are made that are used again: what is made in inference mode can be changed there alone."""
+    return torch.inference_mode(False)
 
 
 def check_tensor(tensor: Tensor) -> Tensor:
@@ -76,6 +83,12 @@ def flat_copy_of(tensor: Tensor) -> Tensor:
 def copy_back(flat: Tensor, tensor: Tensor) -> None:
     """Brings a result home where `flat_view_of` the tensor was a copy."""
     if flat.data_ptr() != tensor.data_ptr():
+        write(flat, tensor)
+
+
+def write(flat: Tensor, tensor: Tensor) -> None:
+    """Copies as many elements, in one dimension, into a tensor, wherever that was made."""
+    with torch.inference_mode(torch.is_inference_mode_enabled() or tensor.is_inference()):
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
@@ -93,7 +106,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def flat_view_of(tensor: Tensor) -> Tensor:
-    """Returns the elements in one dimension: a view where memory is plain, else a copy."""
+    """Returns the elements in one dimension: a view where memory is plain, else a copy. Both may be changed."""
     if is_plain(check_tensor(tensor)):
+        if tensor.is_inference() and tensor.numel() and not torch.is_inference_mode_enabled():
+            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # by its own name it cannot be changed here
         return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
     return flat_copy_of(tensor)
