@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +50,33 @@ def test_each_rank_finds_its_place_in_its_environment(tmp_path: Path) -> None:
 def test_the_port_is_free_and_not_always_the_same(tmp_path: Path) -> None:
     source = """
         import socket
-        with socket.socket() as listener:
-            listener.bind(("", int(os.environ["MASTER_PORT"])))
-        print(os.environ["MASTER_PORT"])
+        port = int(os.environ["MASTER_PORT"])
+        socket.create_server(("", port)).close()
+        socket.create_server(("127.0.0.1", port)).close()
+        if socket.has_dualstack_ipv6():
+            socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
+        print(port)
     """
     all_done = [run_script(tmp_path, 1, source) for _ in range(3)]
     assert [done.returncode for done in all_done] == [0, 0, 0], all_done[0].stderr
     assert len({done.stdout for done in all_done}) > 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux a port can be kept for who listens there later")
+def test_nobody_else_gets_the_port_until_the_ranks_have_ended(tmp_path: Path) -> None:
+    """Rank 0 listens there seconds later, and would find it taken."""
+    source = f"""
+        import socket
+        note("port", os.environ["MASTER_PORT"])
+        try:
+            socket.socket().bind(("", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            print(error.errno == {errno.EADDRINUSE})
+    """
+    done = run_script(tmp_path, 1, source)
+    assert done.stdout == b"True\n", done.stderr
+    with socket.socket() as stranger:
+        stranger.bind(("", int((tmp_path / "port").read_text())))
 
 
 def test_a_master_port_that_is_set_wins(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -52,6 +53,17 @@ def test_answers_reports_and_lines_come_to_whoever_runs_the_job(pool, capsys):
     assert (found.by_rank, found.can_go_on, heard) == ({0: "a", 1: "b"}, True, ["half"])
     assert capsys.readouterr() == ("mine\n[rank 1] yours\n", "")
     found.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux a port can be kept for who listens there later")
+def test_nobody_else_gets_the_port_of_a_pool_until_it_is_gone(pool):
+    address = "", int(pool._supervisor._specs[0].environment["MASTER_PORT"])
+    with socket.socket() as stranger:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
+        socket.create_server(address).close()
+        pool.abandon()
+        stranger.bind(address)
 
 
 def test_a_worker_that_ends_is_named_and_the_others_answer_is_kept(pool):

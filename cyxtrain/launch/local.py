@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from cyxtrain.workers.machine import find_free_port, launch_environment
+from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankSpec
 from cyxtrain.workers.supervisor import Outcome, Supervisor, comes_again
@@ -94,12 +94,18 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) -> Outcome:
-    port = start.master_port or str(find_free_port())
+    with free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
+        supervisor = Supervisor(_specs(start, environment, str(port)), terminal)
+        with _stops_on_signals(supervisor):
+            return supervisor.run()
+
+
+def _specs(start: Start, environment: Mapping[str, str], port: str) -> list[RankSpec]:
     if start.nnodes == 1:
         # Ranks let in only who knows it: no other user of this machine, and no rank of another run. The launchers of
         # several machines have no way of telling each other.
         environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
-    specs = [
+    return [
         RankSpec(
             label=f"rank {rank}",
             command=start.command,
@@ -117,9 +123,6 @@ def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) 
         )
         for local_rank, rank in enumerate(start.ranks)
     ]
-    supervisor = Supervisor(specs, terminal)
-    with _stops_on_signals(supervisor):
-        return supervisor.run()
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ that ends in .py gets Python before it; `cyxtrain` is this one. Without a number
 GPUs, per core, up to 8.
 
 Each rank finds in its environment: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (on one
-machine a free port; one that is set wins), OMP_NUM_THREADS (its share of the cores; one that is set wins),
-CYXTRAIN_SECRET (on one machine made for this run; one that is set wins) and PYTHONUNBUFFERED=1.
+machine a free port, on Linux kept for them; one that is set wins), OMP_NUM_THREADS (its share of the cores; one that
+is set wins), CYXTRAIN_SECRET (on one machine made for this run; one that is set wins) and PYTHONUNBUFFERED=1.
 
 Several ranks: each line of output begins with its rank, and stdin is empty. One rank has the terminal to itself.
 Ctrl-C, SIGTERM, SIGHUP and the first failure stop all ranks, with 5 seconds to end; a second Ctrl-C kills them.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 
 from cyxtrain.cores import count_usable_cores
 
@@ -58,13 +60,19 @@ def ranks_by_cores() -> int:
     return min(count_usable_cores(), _MOST_RANKS)
 
 
-def find_free_port() -> int:
-    """Returns a TCP port that is free on all addresses of this machine, as the kernel picks one.
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """Lends a TCP port that is free on all addresses of this machine, as the kernel picks one.
 
-    Until rank 0 listens there, seconds later, another process may get it: the kernel picks at random among some
-    28,000 ports, so that happens about never, and then joining fails with an error that names the port. To keep
-    it bound meanwhile would close the gap on Linux only, and only for listeners that set SO_REUSEADDR.
+    On Linux nobody else gets it meanwhile: it stays bound, and only who asks for it by its number, and sets
+    SO_REUSEADDR as the store of rank 0 does, may listen there. Elsewhere that is not possible, and another process may
+    get it before rank 0 listens: seldom, and then joining fails with an error that names the port.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        if sys.platform == "linux":
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield port

@@ -20,7 +20,7 @@ from typing import Any
 from cyxtrain import environment, runtime
 from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.workers.channel import Answer, Channel, Done, Here, Job, Report, Signal, pair
-from cyxtrain.workers.machine import find_free_port, launch_environment
+from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankExit, RankSpec
 from cyxtrain.workers.supervisor import SLICE_SECONDS, Reaction, Supervisor
@@ -120,7 +120,9 @@ class Pool:
         self._mark = f"\0{secrets.token_hex(8)}\n".encode()
         self._channels, self._ends = zip(*(pair() for _ in range(num_processes)), strict=True)
         terminal = Terminal(_Writer(self._events.put, to_stderr=False), _Writer(self._events.put, to_stderr=True))
-        self._supervisor = Supervisor(_specs(self._ends, variables), terminal, self._note_exit, _ORPHAN_SECONDS)
+        self._port = contextlib.ExitStack()
+        specs = _specs(self._ends, variables, str(self._port.enter_context(free_port())))
+        self._supervisor = Supervisor(specs, terminal, self._note_exit, _ORPHAN_SECONDS)
         self._threads = [threading.Thread(target=self._supervise, name="workers", daemon=True)]
         for rank, channel in enumerate(self._channels):
             listens = threading.Thread(target=self._listen, args=(rank, channel), name=f"worker {rank}", daemon=True)
@@ -194,6 +196,7 @@ class Pool:
         self._leaving = True
         for channel in (*self._channels, *self._ends):
             channel.close()
+        self._port.close()
         self._supervisor.abandon()
 
     def _wait_for_answers(self, heed: Callable[[Any], None], hear: Callable[[int], bool]) -> JobAnswers:
@@ -306,6 +309,7 @@ class Pool:
         except OSError as error:
             self._problem = error
         finally:
+            self._port.close()
             for end in self._ends:  # whoever listens hears that nobody is there
                 end.close()
 
@@ -320,9 +324,9 @@ class Pool:
                 self._events.put(_Said(rank, channel.recv()))
 
 
-def _specs(ends: Sequence[Channel], variables: Mapping[str, str]) -> list[RankSpec]:
+def _specs(ends: Sequence[Channel], variables: Mapping[str, str], port: str) -> list[RankSpec]:
     shared = {**variables, "CYXTRAIN_SECRET": variables.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
-    port, specs, path = str(find_free_port()), [], [place for place in sys.path if isinstance(place, str)]
+    specs, path = [], [place for place in sys.path if isinstance(place, str)]
     for rank, end in enumerate(ends):
         told = json.dumps({"channel": end.fileno(), "path": path})
         own = {**launch_environment(shared, rank, len(ends), port), environment.WORKER_CHANNEL: told}
