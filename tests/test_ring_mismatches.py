@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,3 +181,13 @@ def test_a_rank_that_was_not_waiting_hears_of_the_error_at_its_next_call():
     assert all("[3]" in str(error) and "[4]" in str(error) for error in errors)
     assert errors[3].during == "barrier #1"
     assert "(reported by rank " in str(errors[3])
+
+
+@pytest.mark.parametrize("what", ["shape", "shape, large"])
+def test_the_traceback_leads_to_the_call_and_not_into_the_ring(what):
+    def rank_main(group):
+        error = error_of(lambda: MISMATCHES[what][group.rank()](group))
+        files = [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+        return files[-2:]
+
+    assert run_threads(2, rank_main) == [["ring_values.py", "work.py"]] * 2

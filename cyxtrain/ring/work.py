@@ -209,6 +209,9 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         if courier is None:
             try:
                 return DoneWork(method(self, *args, **named))
+            except CyxtrainError as error:
+                # It says by itself what the ring was doing; whoever reads it looks for the line that called.
+                raise error.with_traceback(None) from error.__cause__
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
