@@ -97,8 +97,8 @@ def test_fewer_bytes_travel():
         compression: sent_bytes(cx.DistributedDataParallel(network(torch.float64), compression=compression))
         for compression in ("fp16", "bf16", "powersgd")
     }
-    buckets = cx.DistributedDataParallel(network(torch.float64))._reducer.numbers
-    whole = sum(numbers.numel() * numbers.element_size() for numbers in buckets)
+    buckets = cx.DistributedDataParallel(network(torch.float64))._reducer._buckets
+    whole = sum(bucket.numbers.numel() * bucket.numbers.element_size() for bucket in buckets)
     assert found["fp16"] == found["bf16"] == whole / 4  # of 64 bits
     assert found["powersgd"] < whole / 5
 

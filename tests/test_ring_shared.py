@@ -92,6 +92,37 @@ def test_infinities_and_nans_are_everybodys_without_a_word():
     assert run_threads(2, rank_main) == [[5, 7, 9, 90_007]] * 2
 
 
+@with_cores((2, 1), (2, 2), (3, 1), (3, 3))
+def test_each_rank_looks_at_its_part_and_all_know_whether_the_mean_is_finite(world_size, cores):
+    count = 200_003
+
+    def rank_main(group):
+        mean, found = mean_of(group, torch.float32, count), []
+        for place in (None, 0, 70_000, None, 140_000, count - 1):
+            mean.tensor.fill_(3e38 / world_size)  # finite, although their sum is not
+            if place is not None and group.rank() == place % world_size:
+                mean.tensor[place] = float("nan" if place else "inf")
+            mean.all_reduce().wait()
+            found.append((mean.is_known_finite, bool(mean.tensor.isfinite().all())))
+        return found
+
+    each = [(True, True), (False, False), (False, False), (True, True), (False, False), (False, False)]
+    assert run_threads(world_size, rank_main) == [each] * world_size
+
+
+def test_what_is_changed_afterwards_is_no_longer_known_to_be_finite():
+    def rank_main(group):
+        mean = mean_of(group, torch.float32, 1000)
+        found = [mean.is_known_finite]
+        for change in (lambda: None, lambda: mean.tensor[10:20].view(2, 5).mul_(1e38)):
+            mean.all_reduce().wait()
+            change()
+            found.append(mean.is_known_finite)
+        return found
+
+    assert run_threads(2, rank_main) == [[False, True, False]] * 2
+
+
 @pytest.mark.parametrize("communication", ["inline", "thread"])
 def test_it_travels_beside_the_caller_where_collectives_do(communication):
     def rank_main(group):

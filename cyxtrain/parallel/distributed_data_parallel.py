@@ -196,11 +196,11 @@ class DistributedDataParallel(nn.Module):
     def is_finite(self) -> bool:
         """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
 
-        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once.
+        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most.
         """
         loss, self._latest.watched = self._latest.watched, None
         if self._reducer is not None:
-            return all_finite(self._reducer.numbers)
+            return self._reducer.is_finite()
         self._latest.checked = loss
         gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import cmath
 import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from cyxtrain.ring.tensors import is_finite
 
 _FEW = 8
 """Up to so many tensors each is added up by itself: to sort them takes longer."""
@@ -25,24 +26,19 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
         tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
     """
     if len(tensors) <= _FEW and all(tensor.is_cpu for tensor in tensors):
-        return all(map(_is_sum_finite, tensors))
+        return all(map(is_finite, tensors))
     kinds: dict[tuple[torch.dtype, torch.device | None], list[Tensor]] = {}
     for tensor in tensors:
         dtype, is_cpu = tensor.dtype, tensor.is_cpu
         if dtype.is_complex or (is_cpu and tensor.numel() >= _LARGE):
-            if not _is_sum_finite(tensor):
+            if not is_finite(tensor):
                 return False
         else:
             kinds.setdefault((dtype, None if is_cpu else tensor.device), []).append(tensor)
     return all(
-        _is_sum_finite(torch._C._nn.flatten_dense_tensors(kind)) if device is None else _are_finite(kind, device)
+        is_finite(torch._C._nn.flatten_dense_tensors(kind)) if device is None else _are_finite(kind, device)
         for (_, device), kind in kinds.items()
     )
-
-
-def _is_sum_finite(tensor: Tensor) -> bool:
-    # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
-    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _are_finite(tensors: list[Tensor], device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.compression import compress
+from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.shared import SharedMean
@@ -99,10 +100,12 @@ class Reducer:
         """Whether the losses of all ranks were, in the latest synchronisation."""
         return self._buckets[-1].losses_are_finite
 
-    @property
-    def numbers(self) -> list[Tensor]:
-        """All that has travelled in the latest synchronisation, the same on every rank: gradients and losses."""
-        return [bucket.numbers for bucket in self._buckets]
+    def is_finite(self) -> bool:
+        """Returns whether all that has travelled in the latest synchronisation is: gradients and losses.
+
+        The same on every rank. Cost: it is read once, but for what ranks have looked at in memory in common.
+        """
+        return all_finite([bucket.numbers for bucket in self._buckets if not bucket.travel.is_known_finite])
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a comm hook average gradients, from now on.

@@ -96,6 +96,11 @@ class Travel(ABC):
         """Returns whether what has arrived is; the same on every rank. Cost: it is read."""
         return all_finite([self._numbers])
 
+    @property
+    def is_known_finite(self) -> bool:
+        """Whether all numbers are known to be finite, at no cost."""
+        return False
+
     def settle(self, *, is_whole: bool, unused: Collection[int]) -> None:  # noqa: B027 - most ways keep nothing
         """Completes the gradients, and keeps what is for the next step.
 
@@ -133,6 +138,11 @@ class InCommon(Travel):
 
     def _send(self, group: Any) -> list[Waitable]:
         return [self._mean.all_reduce(_ASYNCHRONOUS)]
+
+    @property
+    def is_known_finite(self) -> bool:
+        """Whether the ranks have found so, each its part."""
+        return self._mean.is_known_finite
 
 
 class ByHook(Travel):

@@ -371,6 +371,8 @@ def show(words: memoryview, what: int) -> int:
 
 
 _COUNT, _WHAT = 0, 1
+SAYS = 2
+"""The word in which a rank says something of what it has made."""
 _ASKED = 8
 """Another line of a cache than that of the first words."""
 SIGN_WORDS = _ASKED + 2 * algorithms.FEW_RANKS

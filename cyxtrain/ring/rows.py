@@ -17,9 +17,9 @@ import torch
 from cyxtrain.ring.algorithms import chunks, ring_order, tree
 from cyxtrain.ring.combining import silent_numpy
 from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.ready import Announcement, Exchange, show
+from cyxtrain.ring.ready import SAYS, Announcement, Exchange, show
 from cyxtrain.ring.routes import Routes, few
-from cyxtrain.ring.tensors import lasting
+from cyxtrain.ring.tensors import is_finite, lasting
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -36,9 +36,11 @@ class RowReduction:
         rows: By rank, its elements.
         words: By rank, where it shows how far it is (`Sign`).
         what: Tells this reduction from others that show their progress in the same words.
+        looks: Whether each rank is to say of its part of the result whether it is finite.
 
     Attributes:
         own: This rank's elements.
+        is_finite: Whether the latest result is, where ranks look; the same on all.
         signs: Of the other ranks; none: the ranks tell each other by frames.
     """
 
@@ -49,13 +51,15 @@ class RowReduction:
         rows: Sequence[Any],
         words: Sequence[memoryview],
         what: int = 0,
+        *,
+        looks: bool = False,
     ) -> None:
         rank, world_size = routes.rank, routes.world_size
         self.own = own = rows[rank]
         self._announcement = announcement
         others = [peer for peer in range(world_size) if peer != rank]
         self.signs = [announcement.sign(rank, peer, words) for peer in others] if routes.shows else []
-        self._shown = words[rank]
+        self._words, self._shown = words, words[rank]
         self._what = what
         is_power = world_size & (world_size - 1) == 0  # then both round alike, and to multiply is twice as fast
         divide: tuple[np.ufunc, float] = (np.multiply, 1 / world_size) if is_power else (np.true_divide, world_size)
@@ -65,6 +69,9 @@ class RowReduction:
         is_few = few(world_size, own.size, own.itemsize)
         self._add: Callable[..., object] = torch.add if is_few else np.add
         self._pieces = [_piece(parts, rank, is_few) for parts in _cut(rows, chunks(own.size, world_size)[rank])]
+        with lasting():
+            self._totals = [torch.from_numpy(total) for _, total, _ in self._pieces] if looks else []
+        self._looks, self.is_finite = looks, True
 
     def rounds(self) -> Iterator[Exchange]:
         """Reduces; gives way where all ranks must have come that far.
@@ -81,7 +88,11 @@ class RowReduction:
                     self._divide(total, self._by, total)
                 for copy in copies:
                     copy[...] = total
+        if self._looks:  # each at its part: what it has just made is near
+            self._shown[SAYS] = all(map(is_finite, self._totals))
         yield from self._meet()
+        if self._looks:
+            self.is_finite = all(words[SAYS] for words in self._words)
         if self.signs:
             sequence = self._announcement.sequence
             asked = tuple(sign.hearing for sign in self.signs if sign.has_asked(sequence))

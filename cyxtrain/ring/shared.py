@@ -14,6 +14,7 @@ from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.ready import Announcement, Exchange
 from cyxtrain.ring.rows import RowReduction
+from cyxtrain.ring.tensors import lasting
 from cyxtrain.ring.work import CallOptions, collective
 
 
@@ -35,8 +36,15 @@ class SharedMean:
         self._group = group
         self._announcement = announcement
         self._reduction = reduction
-        self.tensor = torch.from_numpy(reduction.own)
+        with lasting():
+            self.tensor = torch.from_numpy(reduction.own)
         self._address = self.tensor.data_ptr()
+        self._version = -1
+
+    @property
+    def is_known_finite(self) -> bool:
+        """Whether each rank has found its part of the latest mean finite, and nobody has changed it here since."""
+        return self._reduction.is_finite and self.tensor._version == self._version
 
     @collective
     def all_reduce(self, opts: CallOptions | None = None) -> Any:
@@ -54,6 +62,7 @@ class SharedMean:
         yield from self._reduction.rounds()
         if has_moved:
             self.tensor.copy_(torch.from_numpy(self._reduction.own))
+        self._version = self.tensor._version
 
 
 def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
@@ -82,5 +91,5 @@ def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) ->
             means.append(None)
             continue
         rows, words = common.rows(place, array, count), common.words(place)
-        means.append(SharedMean(group, announcement, RowReduction(announcement, ready.routes, rows, words)))
+        means.append(SharedMean(group, announcement, RowReduction(announcement, ready.routes, rows, words, looks=True)))
     return means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import contextlib
 
 import numpy as np
@@ -90,6 +91,12 @@ def write(flat: Tensor, tensor: Tensor) -> None:
     """Copies as many elements, in one dimension, into a tensor, wherever that was made."""
     with torch.inference_mode(torch.is_inference_mode_enabled() or tensor.is_inference()):
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Returns whether no element of a CPU tensor is NaN or infinite. Cost: they are read once."""
+    # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
