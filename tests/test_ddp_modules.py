@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cyxtrain as cx
+from cyxtrain.parallel.broadcasting import buffers_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -124,6 +125,17 @@ def test_buffers_follow_rank_0_at_each_training_forward():
     model.running_mean += cx.get_rank()
     ddp(batch(0))
     torch.testing.assert_close(model.running_mean, alone.running_mean + cx.get_rank())
+
+
+def test_the_buffers_of_any_module_are_found():
+    inner = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.ReLU())
+    inner.register_buffer("absent", None)
+    inner.register_module("nobody", None)
+    model = nn.Sequential(inner, nn.ModuleList([inner, nn.BatchNorm2d(4)]), nn.InstanceNorm1d(2))
+    model[2].register_buffer("shared", inner[0].running_mean, persistent=False)
+    assert {id(each) for each in buffers_of(model)} == {id(each) for each in model.buffers()}
+    assert len(buffers_of(model)) == 6
+    assert buffers_of(nn.Linear(2, 2)) == []
 
 
 @on_ranks(2)

@@ -165,6 +165,8 @@ class Bucket:
         # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
         nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
         self.travel.settle(is_whole=is_whole, unused=nowhere)
+        if as_view and self.complete and not any(shares):  # each has had its place since it came in
+            return []
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
                 continue

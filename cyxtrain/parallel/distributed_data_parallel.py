@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.broadcasting import broadcast_tensors, buffers_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.replicas import check_replicas, check_same_module
 from cyxtrain.settings import require, unknown_name
-
-_BROADCAST_BYTES = 25 << 20
 
 
 class DistributedDataParallel(nn.Module):
@@ -264,7 +263,7 @@ class DistributedDataParallel(nn.Module):
     def sync_buffers(self) -> None:
         """Copies rank 0's buffers, such as running means, to all."""
         if self._reducer is not None:
-            broadcast_tensors(list(self.module.buffers()))
+            broadcast_tensors(buffers_of(self.module))
 
     def _sync_buffers(self) -> None:
         if self.training:
@@ -340,38 +339,6 @@ def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
             wrappers.append(model)
         model = model.module
     return wrappers, model
-
-
-def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
-    """Copies rank 0's tensors to all, in place; small ones travel together.
-
-    Cost: the bytes once in and once out, in messages of up to 25 MiB per dtype and device.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for kind in kinds.values():
-        for batch in _batches(kind):
-            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, 0)
-            if dist.get_rank() == 0:
-                continue
-            for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-                # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
-                tensor.data.copy_(part.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        batch.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= _BROADCAST_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
