@@ -71,6 +71,19 @@ def test_training_goes_as_on_one_rank_with_the_joined_batch():
 
 
 @on_ranks(2)
+def test_gradients_are_the_mean_whatever_a_later_hook_puts_in_their_place():
+    for fields in ({}, {"gradient_as_bucket_view": False}):
+        model = network()
+        ddp = cx.DistributedDataParallel(model, **fields)
+        first, second, *_ = model.parameters()
+        first.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * (2 + cx.get_rank())))
+        second.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        loss_on(ddp, cx.get_rank()).backward()
+        assert_close(gradients(model), mean_gradients(network()))
+        assert_same_on_all_ranks(gradients(model))
+
+
+@on_ranks(2)
 def test_first_buckets_travel_while_backward_still_runs():
     model, order = network(), []
     ddp = cx.DistributedDataParallel(model, bucket_size_mb=MANY_BUCKETS)

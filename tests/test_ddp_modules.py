@@ -135,6 +135,11 @@ def test_the_buffers_of_any_module_are_found():
     model[2].register_buffer("shared", inner[0].running_mean, persistent=False)
     assert {id(each) for each in buffers_of(model)} == {id(each) for each in model.buffers()}
     assert len(buffers_of(model)) == 6
+    inner.outer = model  # around in a circle
+    assert len(buffers_of(model)) == 6
+    for _ in range(40):  # each holds the one before twice
+        inner = nn.ModuleList([inner, inner])
+    assert len(buffers_of(inner)) == 6
     assert buffers_of(nn.Linear(2, 2)) == []
 
 

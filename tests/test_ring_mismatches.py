@@ -191,3 +191,17 @@ def test_the_traceback_leads_to_the_call_and_not_into_the_ring(what):
         return files[-2:]
 
     assert run_threads(2, rank_main) == [["ring_values.py", "work.py"]] * 2
+
+
+def test_an_error_does_not_hide_the_one_that_is_being_handled():
+    """Such as a rank's own, where it meets the others once more on its way out."""
+
+    def rank_main(group):
+        error_of(lambda: MISMATCHES["shape"][group.rank()](group))
+        try:
+            raise ValueError("of this rank's own")
+        except ValueError:
+            error = error_of(lambda: barrier(group))
+        return "".join(traceback.format_exception(error)).count("ValueError: of this rank's own")
+
+    assert run_threads(2, rank_main) == [1] * 2

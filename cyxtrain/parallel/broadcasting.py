@@ -46,14 +46,15 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def buffers_of(module: nn.Module) -> list[Tensor]:
     """Returns what `module.buffers()` does, in a quarter of the time: it is asked for in each step, mostly in vain."""
     found: dict[Tensor, None] = {}
-    _collect_buffers(module, found)
+    _collect_buffers(module, found, set())
     return list(found)
 
 
-def _collect_buffers(module: nn.Module, found: dict[Tensor, None]) -> None:
+def _collect_buffers(module: nn.Module, found: dict[Tensor, None], seen: set[nn.Module]) -> None:
+    seen.add(module)
     for buffer in module._buffers.values():
         if buffer is not None:
             found[buffer] = None
     for inner in module._modules.values():
-        if inner is not None:
-            _collect_buffers(inner, found)
+        if inner is not None and inner not in seen:
+            _collect_buffers(inner, found, seen)

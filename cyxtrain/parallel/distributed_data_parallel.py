@@ -195,7 +195,8 @@ class DistributedDataParallel(nn.Module):
     def is_finite(self) -> bool:
         """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
 
-        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most.
+        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most:
+        where the ranks have looked at them together, what changes them later by `.data` or NumPy is not seen.
         """
         loss, self._latest.watched = self._latest.watched, None
         if self._reducer is not None:

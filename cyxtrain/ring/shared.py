@@ -43,7 +43,10 @@ class SharedMean:
 
     @property
     def is_known_finite(self) -> bool:
-        """Whether each rank has found its part of the latest mean finite, and nobody has changed it here since."""
+        """Whether each rank has found its part of the latest mean finite, and PyTorch knows of no change here since.
+
+        It knows of none by `.data`, `.numpy()` or `torch.amp.GradScaler.unscale_`.
+        """
         return self._reduction.is_finite and self.tensor._version == self._version
 
     @collective

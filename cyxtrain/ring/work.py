@@ -210,8 +210,9 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return DoneWork(method(self, *args, **named))
             except CyxtrainError as error:
-                # It says by itself what the ring was doing; whoever reads it looks for the line that called.
-                raise error.with_traceback(None) from error.__cause__
+                # It says by itself what the ring was doing; whoever reads it looks for the line that called, and for
+                # what was being handled there.
+                raise error.with_traceback(None)  # noqa: B904 - it is the same error, with the context that it had
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
