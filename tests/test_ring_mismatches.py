@@ -24,6 +24,7 @@ from ring_values import (
 )
 from worlds import run_threads, wait_until
 
+from cyxtrain import talking
 from cyxtrain.errors import CollectiveMismatchError
 
 MISMATCHES = {
@@ -96,8 +97,11 @@ def test_a_rank_that_leaves_early_is_named_to_all_who_still_need_it(world_size, 
 
 @WORLDS
 def test_a_rank_that_makes_one_call_more_than_the_others_is_told_that_they_have_left(world_size, cores):
+    over = threading.Barrier(world_size)
+
     def rank_main(group):
         group.barrier()
+        over.wait(20)  # else one that is slow may hear of the end while it is still in there
         if group.rank() != world_size - 1:
             return None
         start = time.monotonic()
@@ -193,15 +197,44 @@ def test_the_traceback_leads_to_the_call_and_not_into_the_ring(what):
     assert run_threads(2, rank_main) == [["ring_values.py", "work.py"]] * 2
 
 
-def test_an_error_does_not_hide_the_one_that_is_being_handled():
+@pytest.mark.parametrize("what", ["shape", "shape, large", "operation", "again"])
+def test_an_error_does_not_hide_the_one_that_is_being_handled(what):
     """Such as a rank's own, where it meets the others once more on its way out."""
 
     def rank_main(group):
-        error_of(lambda: MISMATCHES["shape"][group.rank()](group))
+        if what == "again":
+            error_of(lambda: MISMATCHES["shape"][group.rank()](group))
         try:
             raise ValueError("of this rank's own")
         except ValueError:
-            error = error_of(lambda: barrier(group))
+            error = error_of(lambda: MISMATCHES[what][group.rank()](group) if what in MISMATCHES else barrier(group))
+        text = "".join(traceback.format_exception(error))
+        return text.count("ValueError: of this rank's own"), text.count("Traceback")
+
+    assert run_threads(2, rank_main) == [(1, 2)] * 2
+
+
+def test_an_error_of_recv_does_not_hide_the_one_that_is_being_handled():
+    def rank_main(group):
+        if group.rank() == 1:
+            group.fail("it had enough")
+            return None
+        try:
+            raise ValueError("of this rank's own")
+        except ValueError:
+            error = error_of(lambda: group.recv([torch.zeros(3)], 1).wait())
         return "".join(traceback.format_exception(error)).count("ValueError: of this rank's own")
 
-    assert run_threads(2, rank_main) == [1] * 2
+    assert run_threads(2, rank_main)[0] == 1
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_a_rank_that_opens_a_call_or_leaves_is_said_to_do_so(odd_rank):
+    def rank_main(group):
+        if group.rank() == odd_rank:
+            return error_of(lambda: talking.roll_call("finalize", group))
+        return error_of(lambda: reduce_all()(group))
+
+    for error in run_threads(2, rank_main):
+        assert "The all_gather of one int64 is how a rank opens fit," in str(error)
+        assert "how it leaves: finalize, or the end of its program." in str(error)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from xxhash import xxh3_64_digest
 
-from cyxtrain.errors import CyxtrainError, DamagedFrameError, error_from_facts
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts
 
 PROTOCOL_VERSION = 5
 _MAGIC = b"CX"
@@ -42,6 +42,10 @@ CONTROL_HEADER_BYTES = _CONTROL.size + _SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
 CONTROL_MAX_BYTES = 64 * 1024
 NO_ROOT = -1
+_OPENS = (
+    " The all_gather of one int64 is how a rank opens fit, evaluate, predict, save_checkpoint and barrier, and how it "
+    "leaves: finalize, or the end of its program."
+)
 
 
 class FrameError(Exception):
@@ -243,6 +247,32 @@ def header(begin: bytes, payload: memoryview, *, checksums: bool, address: int =
 def is_damaged(head: bytes | bytearray) -> bool:
     """Returns whether a header with checksums has other bytes than were sent."""
     return bool(xxh3_64_digest(head[:-_SUM_BYTES]) != head[-_SUM_BYTES:])
+
+
+def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
+    """Returns the error of a rank that heard of another operation than its own.
+
+    Args:
+        rank: This one.
+        operation: Its own.
+        peer: Of whom it heard.
+        found: The header that came.
+    """
+    ours = operation.describe()
+    try:
+        theirs = decode_header(found)[0].describe()
+    except FrameError as error:
+        theirs = f"something unreadable ({error})"
+    opens = any(call.startswith("all_gather ") and call.endswith("(int64 [1])") for call in (ours, theirs))
+    if theirs == ours:
+        theirs = f"{theirs} with other sizes"
+    return CollectiveMismatchError(
+        f"the ranks do not call the same collective: rank {rank} is in {ours}, rank {peer} is in {theirs}. "
+        "Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions."
+        f"{_OPENS if opens else ''}",
+        rank=peer,
+        during=ours,
+    )
 
 
 def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:

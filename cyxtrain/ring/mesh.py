@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
-from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
@@ -30,6 +30,7 @@ from cyxtrain.ring.frames import (
     decode_header,
     header,
     is_damaged,
+    mismatch,
 )
 from cyxtrain.ring.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.mailbox import Mailbox
@@ -150,7 +151,7 @@ class Mesh:
         except LinkBroken as broken:
             raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
         except UnexpectedHeader as unexpected:
-            raise self._fail(self._mismatch(operation, unexpected), operation) from None
+            raise self._fail(mismatch(self._rank, operation, unexpected.rank, unexpected.found), operation) from None
         except OtherBytes as found:
             raise self._fail(damaged(found.rank, self._rank, operation.describe()), operation) from None
         except CyxtrainError as error:
@@ -380,18 +381,3 @@ class Mesh:
             outgoing = begin_sending_frame(sign.link, question)
             if outgoing is not None:
                 self._drive(outgoing, None, operation, deadline)
-
-    def _mismatch(self, operation: Numbered, unexpected: UnexpectedHeader) -> CyxtrainError:
-        peer, ours = unexpected.rank, operation.describe()
-        try:
-            theirs = decode_header(unexpected.found)[0].describe()
-        except FrameError as error:
-            theirs = f"something unreadable ({error})"
-        if theirs == ours:
-            theirs = f"{theirs} with other sizes"
-        return CollectiveMismatchError(
-            f"the ranks do not call the same collective: rank {self._rank} is in {ours}, rank {peer} is in {theirs}. "
-            "Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions.",
-            rank=peer,
-            during=ours,
-        )

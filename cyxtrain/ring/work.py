@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -146,7 +147,11 @@ class MessageWork(_Work):
         seconds = self._timeout_seconds
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        self._mailbox.wait(self._message, Deadline(seconds))
+        handled = sys.exc_info()[1]
+        try:
+            self._mailbox.wait(self._message, Deadline(seconds))
+        except CyxtrainError as error:
+            raise _seen_from_outside(error, handled)  # noqa: B904
         return self._finished()
 
     def is_completed(self) -> bool:
@@ -186,6 +191,17 @@ class MessageWork(_Work):
         return True
 
 
+def _seen_from_outside(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
+    """Returns an error whose traceback leads to the call, and no further: it says itself what the ring was doing.
+
+    Args:
+        error: It.
+        handled: What the caller was handling, such as an error of its own, on its way out: that is shown before it.
+    """
+    error.__context__, error.__suppress_context__ = handled, error.__cause__ is not None
+    return error.with_traceback(None)
+
+
 class CallOptions(NamedTuple):
     """What a collective that PyTorch does not know is asked for, under PyTorch's names."""
 
@@ -207,12 +223,11 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         asynchronous = getattr(named.get("opts", args[-1] if args else None), "asyncOp", False)
         courier = self._group.courier(asynchronous=asynchronous)
         if courier is None:
+            handled = sys.exc_info()[1]
             try:
                 return DoneWork(method(self, *args, **named))
             except CyxtrainError as error:
-                # It says by itself what the ring was doing; whoever reads it looks for the line that called, and for
-                # what was being handled there.
-                raise error.with_traceback(None)  # noqa: B904 - it is the same error, with the context that it had
+                raise _seen_from_outside(error, handled)  # noqa: B904
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")

@@ -30,6 +30,10 @@ SKIP = "skip"
 MAX_SKIPPED = 10
 """Steps in a row that are not taken before training gives up."""
 _SHOWN_RANKS = 4
+_LOOK = (
+    "Lower the learning rate (and begin anew, or load_checkpoint() an earlier one and fit() without resume, which "
+    "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
+)
 
 
 class Verdict(enum.Enum):
@@ -110,7 +114,7 @@ class FiniteGuard:
         self._buffers.bring_back()
         self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
-        self._judge(share, _ranks_at_fault(everyone), _words(everyone, spoilt, self._ddp.config.compression))
+        self._judge(share, everyone, _words(everyone, spoilt, self._ddp.config.compression))
         return Verdict.SKIPPED
 
     def explain_epoch(self) -> str:
@@ -135,9 +139,9 @@ class FiniteGuard:
         overflows = counted(self._overflows, "step") + f" overflowed, loss scale {self._scale.value:g}"
         return overflows if self._overflows else ""
 
-    def _judge(self, share: Share, ranks: Sequence[int], words: str) -> None:
+    def _judge(self, share: Share, everyone: Sequence[dict[str, Any]], words: str) -> None:
         """Raises, or goes on to the next step and says so."""
-        position = self._position
+        position, ranks = self._position, _ranks_at_fault(everyone)
         where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
         position.skipped += 1
         if self._skips and position.skipped < MAX_SKIPPED:
@@ -152,10 +156,10 @@ class FiniteGuard:
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
         advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
+        has_data = any(facts.get("data") for facts in everyone)
+        remedy = "Mend those rows of the data, or leave them out" if has_data else _LOOK
         error = NonFiniteError(
-            f"{where} {in_a_row}The step was not taken: the model is as before. Lower the learning rate (and begin "
-            "anew, or load_checkpoint() an earlier one and fit() without resume, which would bring the old rate back), "
-            f"look for 0/0, log(0) and sqrt(0) in model and loss, look at the data{advice}.{self._range()}",
+            f"{where} {in_a_row}The step was not taken: the model is as before. {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
             during=f"step {position.step + 1}",
         )
