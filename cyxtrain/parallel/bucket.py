@@ -165,8 +165,6 @@ class Bucket:
         # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
         nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
         self.travel.settle(is_whole=is_whole, unused=nowhere)
-        if not any(shares) and self._are_in_place(as_view=as_view):
-            return []
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
                 continue
@@ -178,12 +176,6 @@ class Bucket:
             else:
                 parameter.grad.copy_(self._views[slot])
         return [parameter for parameter, share in zip(self._parameters, shares, strict=True) if share > 0]
-
-    def _are_in_place(self, *, as_view: bool) -> bool:
-        """Whether each parameter has its averaged gradient already: nobody has given it another one since it came."""
-        if not as_view or not self.complete:
-            return False
-        return all(parameter.grad is view for parameter, view in zip(self._parameters, self._views, strict=True))
 
     @property
     def numbers(self) -> Tensor:

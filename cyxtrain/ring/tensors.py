@@ -89,8 +89,13 @@ def copy_back(flat: Tensor, tensor: Tensor) -> None:
 
 def write(flat: Tensor, tensor: Tensor) -> None:
     """Copies as many elements, in one dimension, into a tensor, wherever that was made."""
-    with torch.inference_mode(torch.is_inference_mode_enabled() or tensor.is_inference()):
+    with torch.inference_mode() if _is_closed(tensor) else contextlib.nullcontext():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _is_closed(tensor: Tensor) -> bool:
+    """Whether PyTorch refuses to change a tensor here: outside of inference mode, in which it was made."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -115,7 +120,7 @@ def is_plain(tensor: Tensor) -> bool:
 def flat_view_of(tensor: Tensor) -> Tensor:
     """Returns the elements in one dimension: a view where memory is plain, else a copy. Both may be changed."""
     if is_plain(check_tensor(tensor)):
-        if tensor.is_inference() and tensor.numel() and not torch.is_inference_mode_enabled():
-            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # by its own name it cannot be changed here
+        if _is_closed(tensor) and tensor.numel():
+            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory by another name
         return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
     return flat_copy_of(tensor)
