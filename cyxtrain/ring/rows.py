@@ -88,7 +88,7 @@ class RowReduction:
                     self._divide(total, self._by, total)
                 for copy in copies:
                     copy[...] = total
-        if self._looks:  # each at its part: what it has just made is near
+        if self._looks:  # each at its part alone
             self._shown[SAYS] = all(map(is_finite, self._totals))
         yield from self._meet()
         if self._looks:
