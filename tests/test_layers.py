@@ -1,4 +1,4 @@
-"""The house stands as design.md draws it: imports point down, and every file and function stays on one screen."""
+"""The house stands as design.md draws it: imports point down, and files and functions stay short enough to read."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_environment_is_read_in_one_place():
     assert readers == READERS_OF_THE_ENVIRONMENT
 
 
-def test_files_have_at_most_400_lines():
-    assert {path: lines for path, _, text in files() if (lines := len(text.splitlines())) > 400} == {}
+def test_files_have_at_most_600_lines():
+    assert {path: lines for path, _, text in files() if (lines := len(text.splitlines())) > 600} == {}
 
 
 def test_functions_have_at_most_40_lines_besides_their_docstring():
