@@ -21,6 +21,7 @@ from cyxtrain.joining import why_no_nccl
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.py"))
+API = Path(__file__).parent / "guide_api.py"
 DEADLINE_SECONDS = 110
 ROUNDING = 0.01
 """Where ranks add in another order: a row or two of the test, or of the validation, that come out otherwise."""
@@ -74,6 +75,7 @@ def check_quick_start(said: str, world_size: int) -> None:
         assert f"rank {rank} of {world_size}" in said
     assert f"32 rows a step, {world_size} ranks" in said
     assert numbers(said, "losses from")[0] > 0.5
+    assert f"{1408 // world_size} of 1408 rows on this rank, in 88 batches" in said
     assert numbers(said, "test accuracy by fit")[0] >= 0.94
     assert numbers(said, "test accuracy by hand")[0] >= 0.94
 
@@ -129,6 +131,14 @@ def test_guides_do_on_one_rank_and_on_two_what_they_say(path, tmp_path):
         assert left == FILES.get(path.stem, [])
     for name in SAME_ON_ANY_NUMBER_OF_RANKS.get(path.stem, ()):
         assert numbers(said[1], name) == pytest.approx(numbers(said[2], name), abs=ROUNDING)
+
+
+@pytest.mark.usefixtures("rank_server")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_line_of_the_api_sections_runs_as_typed(world_size, tmp_path):
+    said = values(run_ranks(world_size, run_guide, str(API), str(tmp_path)))
+    for rank, own in enumerate(said):
+        assert f"rank {rank} of {world_size}: every line ran" in own
 
 
 def commands(path: Path) -> list[str]:

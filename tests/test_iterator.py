@@ -127,9 +127,9 @@ def test_an_epoch_set_in_the_middle_does_not_mix_two_orders():
     assert sorted(seen) == list(range(10))
 
 
-def test_num_batches_is_a_property_and_the_length():
+def test_num_batches_is_a_method_and_the_length():
     (iterator,) = iterators(10, 1, 3)
-    assert iterator.num_batches == len(iterator) == len(list(iterator)) == 4
+    assert iterator.num_batches() == len(iterator) == len(list(iterator)) == 4
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, None])

@@ -69,9 +69,13 @@ SIGNATURES = {
     "pad=True, num_replicas=None)",
     "DistributedSampler.set_epoch": "(self, epoch)",
     "DistributedSampler.get_indices": "(self)",
+    "DistributedSampler.local_size": "(self)",
+    "DistributedSampler.total_size": "(self)",
+    "DistributedSampler.padded_size": "(self)",
     "DistributedSampler.state_dict": "(self)",
     "DistributedBatchIterator.has_next": "(self)",
     "DistributedBatchIterator.next": "(self)",
+    "DistributedBatchIterator.num_batches": "(self)",
     "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, metrics=None, scheduler=None, callbacks=(), "
     "ddp_config=None, device='auto')",
     "DistributedTrainer.save_checkpoint": "(self, path)",

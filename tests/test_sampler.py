@@ -27,7 +27,7 @@ def test_without_padding_every_index_is_dealt_exactly_once(size, world_size, shu
     ranks = samplers(size, world_size, pad=False, shuffle=shuffle)
     assert sorted(index for rank in ranks for index in rank) == list(range(size))
     assert max(len(rank) for rank in ranks) - min(len(rank) for rank in ranks) <= 1
-    assert [len(rank.get_indices()) for rank in ranks] == [rank.local_size for rank in ranks]
+    assert [len(rank.get_indices()) for rank in ranks] == [rank.local_size() for rank in ranks]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -36,7 +36,7 @@ def test_padding_makes_equal_lengths_with_the_head_of_the_order(size, world_size
     ranks = samplers(size, world_size)
     assert {len(rank) for rank in ranks} == {math.ceil(size / world_size)}
     order = ranks[0].global_indices().tolist()
-    assert len(order) == ranks[0].padded_size
+    assert len(order) == ranks[0].padded_size()
     assert order[size:] == (order[:size] * world_size)[: len(order) - size]
 
 
@@ -49,7 +49,7 @@ def test_drop_last_makes_equal_lengths_without_the_tail(size, world_size):
         return
     ranks = samplers(size, world_size, drop_last=True)
     assert {len(rank) for rank in ranks} == {size // world_size}
-    assert ranks[0].global_indices().tolist() == global_order(size, True, 42, 0)[: ranks[0].padded_size].tolist()
+    assert ranks[0].global_indices().tolist() == global_order(size, True, 42, 0)[: ranks[0].padded_size()].tolist()
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -103,13 +103,13 @@ def test_the_order_is_computed_once_per_epoch_and_cannot_be_changed():
         sampler.global_indices()[0] = 1
 
 
-def test_sizes_are_properties():
+def test_sizes_are_methods():
     sampler = DistributedSampler(10, rank=2, world_size=4)
-    assert (sampler.local_size, sampler.total_size, sampler.padded_size) == (3, 10, 12)
+    assert (sampler.local_size(), sampler.total_size(), sampler.padded_size()) == (3, 10, 12)
     uneven = DistributedSampler(10, rank=2, world_size=4, pad=False)
-    assert (uneven.local_size, uneven.total_size, uneven.padded_size) == (2, 10, 10)
+    assert (uneven.local_size(), uneven.total_size(), uneven.padded_size()) == (2, 10, 10)
     dropping = DistributedSampler(10, rank=2, world_size=4, drop_last=True, pad=False)
-    assert (dropping.local_size, dropping.total_size, dropping.padded_size) == (2, 10, 8)
+    assert (dropping.local_size(), dropping.total_size(), dropping.padded_size()) == (2, 10, 8)
     assert dealt_size(10, 4, drop_last=True, pad=True) == 8
 
 
@@ -122,7 +122,7 @@ def test_it_is_a_sampler_for_pytorchs_data_loader():
 
 def test_a_data_set_stands_for_its_length():
     for data in ([1, 2, 3], np.zeros((3, 2)), torch.zeros(3, 2), TensorDataset(torch.zeros(3))):
-        assert DistributedSampler(data, rank=0, world_size=1).total_size == 3
+        assert DistributedSampler(data, rank=0, world_size=1).total_size() == 3
 
 
 def test_without_a_group_it_is_rank_0_of_1():

@@ -117,7 +117,7 @@ class ArrayFeed(Feed):
     @property
     def steps_per_epoch(self) -> int:
         """As `Feed`."""
-        return self._iterator.num_batches
+        return self._iterator.num_batches()
 
     @property
     def micro_batches(self) -> int:
@@ -126,7 +126,7 @@ class ArrayFeed(Feed):
 
     def rows_of(self, steps: int | None) -> int:
         """As `Feed`."""
-        total = self._iterator.sampler.total_size
+        total = self._iterator.sampler.total_size()
         return total if steps is None else min(total, steps * self.effective_batch_size)
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:

@@ -22,7 +22,7 @@ class DistributedBatchIterator:
     an empty batch is still a step, because the other ranks take it too (with `pad=False`; a sampler
     that pads gives all ranks equal batches).
 
-    Each `for` starts at the beginning of the sampler's current epoch. `num_batches` is a property. A loop of one's
+    Each `for` starts at the beginning of the sampler's current epoch. A loop of one's
     own divides the gradients of batch k by `global_batch_size(k)`: `examples/custom_loop.py` shows how.
 
     Args:
@@ -48,10 +48,9 @@ class DistributedBatchIterator:
         self._next_number = 0
         self._order: Indices | None = None
 
-    @property
     def num_batches(self) -> int:
-        """Batches in an epoch, the same number on every rank."""
-        return -(-self.sampler.padded_size // self.effective_batch_size)
+        """Return the number of batches in an epoch, the same on every rank."""
+        return -(-self.sampler.padded_size() // self.effective_batch_size)
 
     def global_batch_size(self, number: int) -> int:
         """Returns how many samples batch `number` (from 0) has over all ranks: the divisor of its gradients.
@@ -59,13 +58,13 @@ class DistributedBatchIterator:
         Raises:
             ConfigError: There is no batch of that number.
         """
-        if not 0 <= number < self.num_batches:
-            raise ConfigError(f"There is no batch {number}: an epoch has the batches 0 to {self.num_batches - 1}.")
-        return min(self.effective_batch_size, self.sampler.padded_size - number * self.effective_batch_size)
+        if not 0 <= number < self.num_batches():
+            raise ConfigError(f"There is no batch {number}: an epoch has the batches 0 to {self.num_batches() - 1}.")
+        return min(self.effective_batch_size, self.sampler.padded_size() - number * self.effective_batch_size)
 
     def has_next(self) -> bool:
         """Returns whether this epoch has another batch."""
-        return self._next_number < self.num_batches
+        return self._next_number < self.num_batches()
 
     def next(self) -> Indices:
         """Returns this rank's indices of the next batch.
@@ -105,4 +104,4 @@ class DistributedBatchIterator:
         return self.next()
 
     def __len__(self) -> int:
-        return self.num_batches
+        return self.num_batches()

@@ -175,7 +175,7 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     kind = type(sampler)
     if kind is TorchSampler and len(sampler.dataset) == size:
         return OwnOrder(size, sampler.shuffle, seed)
-    if kind is DistributedSampler and sampler.total_size == size:
+    if kind is DistributedSampler and sampler.total_size() == size:
         return OwnOrder(size, sampler.shuffle, seed)
     whole = kind in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(sampler) == size
     if whole and not (kind is RandomSampler and sampler.replacement):

@@ -71,8 +71,7 @@ class DistributedSampler(Sampler[int]):
     """Deals a data set to the ranks: a new order in every epoch, the same deal on every machine.
 
     It works as `DataLoader(sampler=...)` and takes what PyTorch's sampler of the same name takes, by name. Call
-    `set_epoch` before each epoch, else every epoch has the same order. `local_size`, `total_size` and
-    `padded_size` are properties: they are read without parentheses.
+    `set_epoch` before each epoch, else every epoch has the same order.
 
     Args:
         dataset_size: Number of samples, or the data set itself (anything with `len`).
@@ -120,26 +119,23 @@ class DistributedSampler(Sampler[int]):
         self._total_size = _count(dataset_size)
         self.rank, self.world_size = _place(rank, world_size, num_replicas)
         require(
-            self.padded_size > 0,
-            f"{owner}: drop_last=True leaves nothing of {self.total_size} samples on {self.world_size} ranks. "
-            f"Set drop_last=False, or use at most {self.total_size} ranks.",
+            self.padded_size() > 0,
+            f"{owner}: drop_last=True leaves nothing of {self._total_size} samples on {self.world_size} ranks. "
+            f"Set drop_last=False, or use at most {self._total_size} ranks.",
         )
         self._cached: tuple[int, Indices] | None = None
 
-    @property
     def local_size(self) -> int:
-        """Number of indices that this rank gets in an epoch."""
-        return len(range(self.rank, self.padded_size, self.world_size))
+        """Return the number of indices that this rank gets in an epoch."""
+        return len(range(self.rank, self.padded_size(), self.world_size))
 
-    @property
     def total_size(self) -> int:
-        """Number of samples in the data set."""
+        """Return the number of samples in the data set."""
         return self._total_size
 
-    @property
     def padded_size(self) -> int:
-        """Number of indices that all ranks get together: after padding, or after dropping."""
-        return dealt_size(self.total_size, self.world_size, self.drop_last, self.pad)
+        """Return the number of indices that all ranks get together: after padding, or after dropping."""
+        return dealt_size(self._total_size, self.world_size, self.drop_last, self.pad)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order: the same epoch always has the same one.
@@ -159,8 +155,8 @@ class DistributedSampler(Sampler[int]):
             the head of the order (more than once where the data set is smaller than the padding).
         """
         if self._cached is None or self._cached[0] != self.epoch:
-            order = global_order(self.total_size, self.shuffle, self.seed, self.epoch)
-            order = np.resize(order, self.padded_size)  # cuts, or repeats from the head
+            order = global_order(self._total_size, self.shuffle, self.seed, self.epoch)
+            order = np.resize(order, self.padded_size())  # cuts, or repeats from the head
             order.flags.writeable = False
             self._cached = (self.epoch, order)
         return self._cached[1]
@@ -174,11 +170,11 @@ class DistributedSampler(Sampler[int]):
         return iter(self.get_indices())
 
     def __len__(self) -> int:
-        return self.local_size
+        return self.local_size()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what decides the order, as JSON types; it is the same on every rank."""
-        return {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle, "dataset_size": self.total_size}
+        return {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle, "dataset_size": self._total_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the epoch of a `state_dict`, of any number of ranks.

@@ -86,6 +86,8 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 X, y = torch.from_numpy(x_train[:1408]), torch.from_numpy(y_train[:1408])
 sampler = dist.DistributedSampler(len(X), shuffle=True, seed=42)
 batches = dist.DistributedBatchIterator(sampler, batch_size=EFFECTIVE_BATCH_SIZE // 2 // dist.get_world_size())
+if dist.is_master():
+    print(f"{sampler.local_size()} of {sampler.total_size()} rows on this rank, in {batches.num_batches()} batches")
 
 # --- 7. The same by hand: forward, backward, update -----------------------------------------------------------------
 # backward() accumulates on this rank alone, update_parameters() averages over ranks, steps, and clears the gradients:
