@@ -25,6 +25,7 @@ import ddp_step  # noqa: E402
 import fit_ranks  # noqa: E402
 import launches  # noqa: E402
 import limits  # noqa: E402
+import old_vs_new  # noqa: E402
 import raw_ranks  # noqa: E402
 import ring_vs_gloo  # noqa: E402
 import save_ranks  # noqa: E402
@@ -44,6 +45,23 @@ def run_benchmark(name, folder, *arguments):
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_two_checkouts_take_turns_and_each_is_imported_from_its_own_folder(tmp_path):
+    here = BENCHMARKS.parent
+    printed, results = run_benchmark(
+        *("old_vs_new.py", tmp_path, "--old", str(here), "--new", str(here), "--pairs", "2", "--models", "convnet"),
+        *("--ranks", "2", "--transports", "tcp", "--sizes", "4096", "--seconds-per-size", "0.01"),
+    )
+    assert [row["work"] for row in results["rows"]][:2] == ["fit convnet", "all_reduce 4 KiB (tcp)"]
+    assert all(len(row["old_seconds"]) == len(row["new_seconds"]) == 2 for row in results["rows"])
+    assert "over 2 pairs each" in printed
+    # The folder's package is imported, not the installed one.
+    (tmp_path / "cyxtrain").mkdir()
+    (tmp_path / "cyxtrain" / "__init__.py").write_text("raise ImportError('the one in this folder')")
+    with pytest.raises(launches.LaunchError, match="the one in this folder"):
+        old_vs_new.fit_times(tmp_path, "convnet", 1)
 
 
 @pytest.mark.nightly
