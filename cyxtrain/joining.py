@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,19 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment
+from cyxtrain import environment, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.backend import TORCHS_WORLD
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.meeting.board import StoreLostError
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rollcall import RollCall
 from cyxtrain.ring.meeting.store import host_store, reach_store
-from cyxtrain.ring.process_group import TORCHS_WORLD
-
-TESTED_TORCH = ((2, 11), (2, 14))
-"""From, and up to but not including."""
 
 _lives = 0
 """How often this process has joined: each life has its own keys, in a store that may outlive the group."""
@@ -59,7 +57,7 @@ def join(config: DistributedConfig) -> Joined:
     global _lives
     deadline = Deadline(config.timeout_ms / 1000)
     backend = BackendType.parse(config.backend or BackendType.CPU)
-    _warn_of_untested_torch()
+    _warn_of_untested_torch(config.rank or 0)
     _require_backend(backend, config)
     options = environment.ring_options()  # what cannot be is refused before anything starts
     while True:
@@ -178,18 +176,15 @@ def why_no_nccl() -> str:
     return " and ".join(reasons)
 
 
-def is_tested_torch() -> bool:
-    """Returns whether PyTorch is one that cyxtrain is tested with."""
-    first, end = TESTED_TORCH
-    return first <= tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < end
+def _warn_of_untested_torch(rank: int) -> None:
+    """Warns on rank 0, once in a process."""
+    if rank == 0 and not torch_compat.is_tested():
+        _warn_once(
+            f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "
+            f"{torch_compat.tested_range()}."
+        )
 
 
-def tested_range() -> str:
-    """Returns which versions of PyTorch cyxtrain is tested with, in words."""
-    first, end = TESTED_TORCH
-    return f"from {first[0]}.{first[1]} up to, but not including, {end[0]}.{end[1]}"
-
-
-def _warn_of_untested_torch() -> None:
-    if not is_tested_torch():
-        warn(f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: {tested_range()}.")
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)

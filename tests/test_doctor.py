@@ -297,6 +297,12 @@ def test_alone_it_says_what_is_here(capsys, monkeypatch):
     )
 
 
+def test_a_pytorch_that_nobody_has_tested_is_called_untested(capsys, monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    assert examine(config_of()) == 0
+    assert "PyTorch untested 2.99.0 (tested: 2.11 to 2.15)" in squeezed(capsys.readouterr().out)
+
+
 def test_a_backend_that_was_asked_for_and_is_not_here_is_broken(capsys, monkeypatch):
     monkeypatch.setattr("cyxtrain.joining.why_no_nccl", lambda: "no CUDA device is visible")
     assert examine(dataclasses.replace(config_of(), backend="nccl")) == 1

@@ -50,7 +50,7 @@ def test_reduce_and_reduce_scatter_combine_in_the_order_of_all_reduce(world_size
 
 @pytest.mark.parametrize("name", NAMES_OF_PYTORCH_2_11)
 def test_the_names_that_pytorch_2_11_calls_are_the_same_methods(name):
-    assert vars(RingProcessGroup)[name] is vars(RingProcessGroup)[NAMES_OF_PYTORCH_2_11[name]]
+    assert getattr(RingProcessGroup, name) is getattr(RingProcessGroup, NAMES_OF_PYTORCH_2_11[name])
 
 
 def expanded(count):

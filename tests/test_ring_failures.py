@@ -16,7 +16,7 @@ from ring_values import LARGE, WORLDS, broadcast, error_of, options, reduce_all
 from worlds import run_threads, wait_until
 
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
-from cyxtrain.ring import RingProcessGroup, process_group, reducing
+from cyxtrain.ring import RingProcessGroup, backend, reducing
 from cyxtrain.ring.combining import Combiner
 from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
 from cyxtrain.ring.link import Link
@@ -184,7 +184,7 @@ def test_a_program_that_ends_because_of_an_error_tells_it_when_it_leaves(monkeyp
             return error_of(lambda: group.barrier())
         with monkeypatch.context() as dying:
             dying.setattr(sys, "last_value", ValueError("no such file"), raising=False)
-            process_group._leave(weakref.ref(group._group))
+            backend._leave(weakref.ref(group._group))
         return None
 
     error = run_threads(2, rank_main)[0]

@@ -1,18 +1,41 @@
-"""The names that PyTorch gives to a group, and asks a group written in Python for."""
+"""A process group written in Python, for PyTorch up to 2.13, where a `Backend` in Python cannot be constructed.
+
+PyTorch asks it for names, devices and the backend of a device, as no backend is registered in C++.
+"""
 
 # PyTorch's own annotations of what is overridden here differ from version to version.
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
+
+from cyxtrain.ring.group import Group
 
 
 class NamedGroup(dist.ProcessGroup):
-    """A process group that keeps its name; the abstract part of `RingProcessGroup`."""
+    """A process group that keeps its name, and is its own backend; the abstract part of `RingProcessGroup`."""
 
     _name = "ring"
     _description = "ring"
+    _devices: Sequence[str] = ()
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+
+    def register_for(self, devices: Sequence[str], group: Group) -> None:
+        """Keeps the types of device that PyTorch may ask for."""
+        self._devices = devices
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._devices]
+
+    def _get_backend(self, device: torch.device) -> NamedGroup:
+        return self
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
         """Keeps the name that PyTorch gives."""

@@ -1,27 +1,17 @@
-"""The face that PyTorch sees: `torch.distributed.init_process_group("ring")`.
+"""What PyTorch may ask of the ring: its arguments become those of `Group`.
 
-It turns PyTorch's arguments into those of `Group`. PyTorch 2.11 and 2.13 call some methods by different names;
-both are here.
+PyTorch 2.11 and 2.13 call some methods by different names; both are here. `backend` shows these operations to PyTorch.
 """
-
-# PyTorch's own annotations of what is overridden here differ from version to version.
-# mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
 
-import multiprocessing.util
-import sys
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain import environment
-from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.arguments import (
     as_list,
@@ -40,61 +30,20 @@ from cyxtrain.ring.arguments import (
 )
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
-from cyxtrain.ring.naming import NamedGroup
 from cyxtrain.ring.shared import SharedMean, make_shared_means
-from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of, write
-from cyxtrain.ring.uncompiled import uncompiled
-from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork, collective
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-_DEVICES = ("cpu", "cuda")
-TORCHS_WORLD = Siblings()
-"""The groups that PyTorch makes: it has one world in a process."""
+from cyxtrain.ring.work import MessageWork, collective
 
 
-class RingProcessGroup(NamedGroup):
-    """A process group of ranks that talk directly, for CPU tensors; CUDA tensors travel by way of pinned memory.
+class RingOperations:
+    """The operations of a process group, under PyTorch's names; `backend` makes groups of them.
 
     A collective runs in the calling thread. With `async_op=True` it runs in one of the group's own where cores are
     free for it, or the network is slow (CYXTRAIN_COMMUNICATION); else the work that it returns is already done.
     `isend` and `irecv` are always asynchronous: they move while anybody waits.
-
-    Args:
-        store: Shared by all ranks, with keys of its own for this group.
-        rank: This rank.
-        world_size: How many ranks there are.
-        timeout: For joining and for every collective.
-        join_timeout: For joining alone.
-        generation: Of the group; frames of another generation are refused.
-        names: By rank, how errors call it: its rank in the world; None: the same.
-        options: What the environment says about the ring; None: the defaults.
-        siblings: The other groups of the same world; None: there are none.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        *,
-        join_timeout: timedelta | None = None,
-        generation: int = 0,
-        names: Sequence[int] | None = None,
-        options: RingOptions | None = None,
-        siblings: Siblings | None = None,
-    ) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]
-        self._store = store
-        self._group = Group(
-            store, rank, world_size, timeout, join_timeout or timeout, generation, names, options, siblings
-        )
-        # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
-        self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
+    _group: Group
 
     # Collectives.
 
@@ -293,10 +242,7 @@ class RingProcessGroup(NamedGroup):
 
     def shutdown(self) -> None:
         """Leaves the group with a goodbye; harmless twice."""
-        self._at_exit.cancel()
         self._group.leave()
-        # Whoever still holds this group must not hold the port of the store with it.
-        self._store = dist.HashStore()
 
     def fail(self, reason: str | CyxtrainError) -> None:
         """Ends the group because of an error of this rank's own, and tells all why: what they raise, or its text."""
@@ -318,22 +264,11 @@ class RingProcessGroup(NamedGroup):
 
     getRank, getSize = rank, size  # noqa: N815 - PyTorch's names
 
-    def get_group_store(self) -> dist.Store:
-        """Returns the store that the group was made with."""
-        return self._store
-
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         """Returns "ring"."""
         return "ring"
 
     name = _get_backend_name = getBackendName
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(name) for name in _DEVICES]
-
-    def _get_backend(self, device: torch.device) -> RingProcessGroup:
-        return self
 
     @property
     def supports_coalescing(self) -> bool:
@@ -358,37 +293,3 @@ class RingProcessGroup(NamedGroup):
     def _get_sequence_number_for_group(self) -> int:
         """Returns how many collectives this group has begun."""
         return self._group.sequence
-
-
-def register() -> None:
-    """Makes "ring" a backend of torch.distributed. No socket, no thread."""
-    for cls in (RingProcessGroup, NamedGroup, SharedMean, DoneWork, MessageWork, PostedWork):
-        uncompiled(cls)
-    if "ring" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])
-
-
-def _create(options: Any, ready: Any) -> RingProcessGroup:
-    """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
-    if isinstance(ready, RingProcessGroup):
-        return ready
-    names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
-    return RingProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        names=names,
-        options=environment.ring_options(),
-        siblings=TORCHS_WORLD,
-    )
-
-
-def _leave(group: weakref.ref[Group]) -> None:
-    alive = group()
-    if alive is None:
-        return
-    error = getattr(sys, "last_value", None)
-    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; a prompt's may be long past
-        alive.fail(f"{type(error).__name__}: {error}")
-    alive.leave()

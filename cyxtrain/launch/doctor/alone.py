@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment, joining
+from cyxtrain import environment, joining, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.launch import tables
@@ -20,7 +20,7 @@ from cyxtrain.launch.doctor import machine
 from cyxtrain.launch.doctor.transports import Way, try_ways
 from cyxtrain.training.saving.checkpoint import library_versions
 
-_OK, _NO, _BROKEN = "ok", "no", "BROKEN"
+_OK, _NO, _UNTESTED, _BROKEN = "ok", "no", "untested", "BROKEN"
 _ENVIRONMENT = "environment"
 
 
@@ -31,7 +31,7 @@ class Fact:
     Attributes:
         part: Under which heading.
         name: What it is about.
-        state: "ok", "no", "BROKEN", or "" where there is nothing to judge.
+        state: "ok", "no", "untested", "BROKEN", or "" where there is nothing to judge.
         text: What was found; where it is broken, what to do.
     """
 
@@ -90,10 +90,10 @@ def _table(facts: Sequence[Fact]) -> list[str]:
 
 
 def _versions() -> list[Fact]:
-    state = _OK if joining.is_tested_torch() else _NO
+    state = _OK if torch_compat.is_tested() else _UNTESTED
     return [
         Fact("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[2]}"),
-        Fact("versions", "PyTorch", state, f"{torch.__version__} (tested: {joining.tested_range()})"),
+        Fact("versions", "PyTorch", state, f"{torch.__version__} (tested: {torch_compat.tested_range()})"),
         Fact("versions", "NumPy", "", np.__version__),
         Fact("versions", "Python", "", platform.python_version()),
     ]

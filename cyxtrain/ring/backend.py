@@ -1,0 +1,118 @@
+"""The face that PyTorch sees: `torch.distributed.init_process_group("ring")`."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import sys
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from cyxtrain import environment, torch_compat
+from cyxtrain.config import RingOptions
+from cyxtrain.ring.group import Group
+from cyxtrain.ring.process_group import RingOperations
+from cyxtrain.ring.shared import SharedMean
+from cyxtrain.ring.siblings import Siblings
+from cyxtrain.ring.uncompiled import uncompiled
+from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork
+
+# Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
+if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
+    from cyxtrain.ring.registered import RegisteredGroup as PyTorchGroup
+else:
+    from cyxtrain.ring.naming import NamedGroup as PyTorchGroup  # type: ignore[assignment]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_DEVICES = ("cpu", "cuda")
+TORCHS_WORLD = Siblings()
+"""The groups that PyTorch makes: it has one world in a process."""
+
+
+class RingProcessGroup(RingOperations, PyTorchGroup):
+    """A process group of ranks that talk directly, for CPU tensors; CUDA tensors travel by way of pinned memory.
+
+    Args:
+        store: Shared by all ranks, with keys of its own for this group.
+        rank: This rank.
+        world_size: How many ranks there are.
+        timeout: For joining and for every collective.
+        join_timeout: For joining alone.
+        generation: Of the group; frames of another generation are refused.
+        names: By rank, how errors call it: its rank in the world; None: the same.
+        options: What the environment says about the ring; None: the defaults.
+        siblings: The other groups of the same world; None: there are none.
+
+    Raises:
+        RendezvousError: The ranks did not find each other.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        *,
+        join_timeout: timedelta | None = None,
+        generation: int = 0,
+        names: Sequence[int] | None = None,
+        options: RingOptions | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        PyTorchGroup.__init__(self, store, rank, world_size)
+        self._store = store
+        self._group = Group(
+            store, rank, world_size, timeout, join_timeout or timeout, generation, names, options, siblings
+        )
+        # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
+        self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
+        self.register_for(_DEVICES, self._group)
+
+    def get_group_store(self) -> dist.Store:
+        """Returns the store that the group was made with."""
+        return self._store
+
+    def shutdown(self) -> None:
+        """Leaves the group with a goodbye; harmless twice."""
+        self._at_exit.cancel()
+        super().shutdown()
+        # Whoever still holds this group must not hold the port of the store with it.
+        self._store = dist.HashStore()
+
+
+def register() -> None:
+    """Makes "ring" a backend of torch.distributed. No socket, no thread."""
+    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, DoneWork, MessageWork, PostedWork):
+        uncompiled(cls)
+    if "ring" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])
+
+
+def _create(options: Any, ready: Any) -> RingProcessGroup:
+    """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
+    if isinstance(ready, RingProcessGroup):
+        return ready
+    names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
+    return RingProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        names=names,
+        options=environment.ring_options(),
+        siblings=TORCHS_WORLD,
+    )
+
+
+def _leave(group: weakref.ref[Group]) -> None:
+    alive = group()
+    if alive is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; a prompt's may be long past
+        alive.fail(f"{type(error).__name__}: {error}")
+    alive.leave()

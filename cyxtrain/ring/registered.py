@@ -1,0 +1,41 @@
+"""A process group with a registered backend, as PyTorch offers it from 2.14 on."""
+
+# Written for PyTorch 2.14; mypy may read the types of an older one.
+# mypy: disable-error-code="override,assignment,call-arg,arg-type,misc"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from cyxtrain import torch_compat
+from cyxtrain.ring.group import Group
+from cyxtrain.ring.process_group import RingOperations
+
+
+class RingBackend(RingOperations, torch_compat.Backend):
+    """The ring as a subclass of PyTorch's Backend: what C++ finds in a process group for a device.
+
+    Args:
+        group: The group that does the operations.
+    """
+
+    def __init__(self, group: Group) -> None:
+        torch_compat.Backend.__init__(self, group.rank, group.world_size)
+        self._group = group
+
+
+class RegisteredGroup(dist.ProcessGroup):
+    """A process group of PyTorch's, whose backend is a `RingBackend`; the abstract part of `RingProcessGroup`.
+
+    It is a subclass so that Python's calls reach the ring directly. By way of C++ they would return PyTorch's copy of a
+    work, whose `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        super().__init__(store, rank, world_size)
+
+    def register_for(self, devices: Sequence[str], group: Group) -> None:
+        """Registers the backend for types of device."""
+        torch_compat.register_backend(self, RingBackend(group), devices)
