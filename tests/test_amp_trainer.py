@@ -403,3 +403,23 @@ def fit_beside(lives: bool) -> Floats:
 def test_a_fit_of_the_same_model_is_alone_with_its_gradients():
     for found, expected in zip(run_world(2, fit_beside, True), run_world(2, fit_beside, False), strict=True):
         assert np.array_equal(found, expected)
+
+
+def test_a_micro_batch_in_which_nothing_counts_leaves_the_others_as_they_are():
+    def token_mean(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        count = (target != -100).sum()
+        return nn.functional.cross_entropy(output, target) * count, count  # 0 / 0 if there is none
+
+    inputs, targets = make_rows(8)
+    nothing = torch.full_like(targets, -100)
+    ends = []
+    with one_process():
+        for second in ([(inputs, nothing)], []):
+            model = make_model()
+            optimizer = partial(torch.optim.SGD, lr=0.1)
+            steps = 1 + len(second)
+            trainer = cx.DistributedAMPTrainer(model, accumulation_steps=steps, optimizer=optimizer, loss_fn=token_mean)
+            for batch in [(inputs, targets), *second]:
+                trainer.training_step(batch)
+            ends.append(flat(model.parameters()))
+    np.testing.assert_allclose(*ends, rtol=0, atol=1e-6)

@@ -76,8 +76,8 @@ SIGNATURES = {
     "DistributedBatchIterator.has_next": "(self)",
     "DistributedBatchIterator.next": "(self)",
     "DistributedBatchIterator.num_batches": "(self)",
-    "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, metrics=None, scheduler=None, callbacks=(), "
-    "ddp_config=None, device='auto')",
+    "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, loss_weights=None, metrics=None, "
+    "scheduler=None, callbacks=(), ddp_config=None, device='auto')",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "

@@ -180,7 +180,7 @@ class DistributedAMPTrainer:
             is_last = len(self._parts) == self.accumulation_steps - 1
             with contextlib.nullcontext() if is_last else self._ddp.no_sync():
                 batch = Batch(self.step, *self._placement.place(rows))
-                loss = self._accumulate(batch) if batch.rows else self._take_part(is_last=is_last)
+                loss = self._accumulate(batch, is_last=is_last) if batch.rows else self._take_part(is_last=is_last)
             if is_last:
                 self._update()
             return loss
@@ -261,13 +261,23 @@ class DistributedAMPTrainer:
             self._ddp.backward_without_batch()
         return 0.0
 
-    def _accumulate(self, batch: Batch) -> float:
+    def _accumulate(self, batch: Batch, *, is_last: bool) -> float:
         """Adds the gradients of a micro-batch to those that wait; returns its loss."""
         assert self._call is not None
         output = self._call(self._ddp.forward, batch)
         self._loss.check_shapes(output, batch.targets)
         loss = self._loss(output, batch)
+        require(
+            not (self._loss.weightings and self._loss.counts_terms),
+            "DistributedAMPTrainer does not know what several losses count before a step is complete: use fit, or "
+            "return one loss as (sum, weight).",
+        )
         value, weight = loss.value.item(), float(loss.weight)
+        if not weight and not self._loss.is_known:  # nothing counts: the loss may be 0 / 0, and so its gradients
+            self._parts.append((0.0, 0.0))
+            if is_last:
+                self._ddp.backward_without_batch()
+            return 0.0
         self._parts.append((value, weight))
         self._ddp.watch(loss.value)
         factor = loss.terms / (self._unit * self.accumulation_steps) * self.scaler.of_each(self.world_size)

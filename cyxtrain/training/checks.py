@@ -20,7 +20,7 @@ from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.settings import require
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.calling import ModelCall
-from cyxtrain.training.loss import Loss
+from cyxtrain.training.loss import Loss, part_of
 from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.named_metrics import make_metrics
 from cyxtrain.training.step import modes_kept
@@ -83,11 +83,23 @@ def check_targets(source: Source, loss: Loss) -> None:
             "y is missing: the loss compares the model's output with it. Only a model that computes its own "
             "loss (loss_fn=None) does without."
         )
-    targets = source.targets
+    if loss.by_output:
+        missing = [
+            name for name in loss.by_output if not isinstance(source.targets, dict) or name not in source.targets
+        ]
+        require(not missing, f"loss_fn has a loss for {missing!r}, and y must be a dictionary with these keys.")
+    targets = source.targets if isinstance(source.targets, dict) else {}
+    for name, each in loss.by_output.items():
+        _check_target(targets[name], each)
+    _check_target(source.targets, loss)
+
+
+def _check_target(targets: Tree | None, loss: Loss) -> None:
     if loss.is_known and isinstance(targets, (dict, tuple, list)):
         raise ConfigError(
             f"{type(loss.function).__name__} compares one output with one y, and y has {len(targets)} parts: give a "
-            "loss_fn of your own, which is called with the model's output and y as they are."
+            "loss_fn of your own, which is called with the model's output and y as they are, or, if the model returns "
+            "a dictionary, one loss for each output: loss_fn={...}."
         )
     if not isinstance(targets, Tensor) or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
@@ -98,13 +110,15 @@ def check_targets(source: Source, loss: Loss) -> None:
         raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
 
 
-def check_classes(source: Source, output: Any, loss: Loss) -> None:
+def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
     """Refuses class numbers that the model has no output for: they would be met in the middle of an epoch.
 
     Raises:
         ConfigError: With the number, its row, and how many classes there are.
     """
-    function, targets = loss.function, source.targets
+    for part, each in loss.by_output.items():
+        check_classes(part_of(targets, part), part_of(output, part), each)
+    function = loss.function
     known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
     if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):
         return
@@ -203,20 +217,19 @@ def probe(
     Raises:
         ConfigError: The model cannot take X, the loss or a metric cannot take its output, or their shapes do not fit.
     """
-    if loss.function is None and not predicting:
-        return make_metrics(
-            metrics or {}, loss, None, None, 0
-        )  # such a model may compute its loss in training mode only
     batch = Batch(0, *placement.place(source.first(_PROBED_ROWS)))
     with torch.no_grad(), _untouched(model, placement.device):
-        model.eval()
+        model.train(loss.function is None and not predicting)  # such a model may compute its loss in this mode only
         shape = _shapes(batch.inputs)  # asked for now: a model may change its input
         with _blaming(f"the model cannot take X, tried on shape {shape}"):
             output = call.predict(model, batch) if predicting else call(model, batch)
         if predicting:
             return Metrics()
+        if loss.function is None:
+            loss.look_at_result(output, batch.rows)
+            return make_metrics(metrics or {}, loss, None, None, 0)
         loss.check_shapes(output, batch.targets)
-        check_classes(source, output, loss)
+        check_classes(source.targets, output, loss)
         with _blaming(
             f"the loss cannot take the model's output and y, tried on {_described(output)} and "
             f"{_described(batch.targets)}"

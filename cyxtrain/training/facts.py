@@ -28,7 +28,7 @@ def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
 
 def model_facts(model: nn.Module, loss: Loss) -> dict[str, Any]:
     """Returns the kind of each parameter and buffer, and of the loss; values are not compared: they become rank 0's."""
-    facts: dict[str, Any] = {"the loss": f"{type(loss.function).__name__}, {loss.weighting.value}"}
+    facts: dict[str, Any] = {"the loss": loss.describe()}
     for name, parameter in model.named_parameters():
         facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
     for name, buffer in model.named_buffers():

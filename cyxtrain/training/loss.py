@@ -6,11 +6,13 @@ by the weights of the classes they saw. A rank knows its own sum and weight; the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch.nn import functional
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import unknown_name
+from cyxtrain.settings import is_number, require, unknown_name
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,
@@ -67,11 +69,30 @@ class BatchLoss:
         value: What the loss function gave, 0-dim; with a graph while training.
         terms: `value` times this is the sum of the terms.
         weight: What belongs below that sum; a tensor where it came out of the data.
+        parts: Other losses of the same rows by name: those that `value` adds up, and numbers that are only shown.
     """
 
     value: Tensor
     terms: float
     weight: Tensor | float
+    parts: Mapping[str, BatchLoss] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over this rank's part; NaN if nothing in it counts."""
+        return self.value * self.terms / self.weight if self.weight else self.value * math.nan
+
+
+class WeightedLosses(NamedTuple):
+    """A `loss_fn` together with `loss_weights`."""
+
+    loss_fn: Any
+    loss_weights: Mapping[str, float]
+
+
+def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
+    """Returns a loss_fn that knows its `loss_weights`, if there are any."""
+    return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
 
 
 class Loss:
@@ -79,14 +100,27 @@ class Loss:
 
     Args:
         loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns
-            the mean over samples or (sum, weight), or None: the model returns its loss.
+            the mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
+            name: the losses are added. `with_weights` gives any of these factors.
+
+    Attributes:
+        by_output: The losses of a model with several outputs, by output name; empty: there is one loss.
+        weightings: How each of several losses is weighted, by name in the history; empty: there is one loss.
+        shown: Names of the numbers in the history besides "loss": several losses, and other scalars of the model.
 
     Raises:
-        ConfigError: An unknown name, or nothing that can be called.
+        ConfigError: An unknown name, nothing that can be called, or loss_weights for losses that do not exist.
     """
 
-    def __init__(self, loss_fn: nn.Module | Callable[..., Any] | str | None) -> None:
-        self.function = _resolve(loss_fn)
+    def __init__(self, loss_fn: Any) -> None:
+        loss_fn, given = loss_fn if isinstance(loss_fn, WeightedLosses) else (loss_fn, {})
+        several = loss_fn if isinstance(loss_fn, Mapping) else {}
+        self.by_output = {str(name): Loss(each) for name, each in several.items()}
+        self.weightings: dict[str, Weighting] = {}
+        self.shown: tuple[str, ...] = ()
+        self._factors = _checked_factors(loss_fn, given)
+        self._gives_pairs: bool | None = None
+        self.function: Any = self._by_output if self.by_output else _resolve(loss_fn)
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
@@ -95,6 +129,7 @@ class Loss:
         """The class number that does not count, where the data have it."""
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
+        self._name_parts()
 
     @property
     def is_known(self) -> bool:
@@ -119,7 +154,51 @@ class Loss:
     @property
     def is_assumed_mean(self) -> bool:
         """Whether it is the user's own, or the model's, and taken for a mean over samples."""
-        return not self.is_known and self.weighting is Weighting.SAMPLES
+        if self.by_output:
+            return any(each.is_assumed_mean for each in self.by_output.values())
+        return not self.is_known and Weighting.SAMPLES in (self.weightings.values() or [self.weighting])
+
+    def describe(self) -> str:
+        """Returns what it is made of, in words that ranks compare."""
+        if self.by_output:
+            words = [
+                f"{self._factors.get(f'{name}_loss', 1.0):g} x {name}: {each.describe()}"
+                for name, each in self.by_output.items()
+            ]
+            return "; ".join(words)
+        several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
+        own = type(self.function).__name__
+        return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
+
+    @property
+    def counts_terms(self) -> bool:
+        """Whether the step needs to know what the other ranks have counted."""
+        return Weighting.TERMS in (self.weightings.values() or [self.weighting])
+
+    @property
+    def may_count_nothing(self) -> bool:
+        """Whether a batch of weight 0 may hold 0 / 0: a loss of torch.nn gives a sum, which is 0 then."""
+        return self.counts_terms and not self.is_known
+
+    def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
+        """Returns (factor, weighting, loss) of each loss that a batch's loss adds up."""
+        if not self.weightings:
+            return [(1.0, self.weighting, loss)]
+        return [(self._factors.get(name, 1.0), each, loss.parts[name]) for name, each in self.weightings.items()]
+
+    def nothing(self) -> BatchLoss:
+        """Returns the loss of no rows."""
+        zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
+        return replace(zero, parts=dict.fromkeys(self.shown, zero))
+
+    def combined(self, means: Mapping[str, float]) -> float:
+        """Returns the sum of several losses.
+
+        Args:
+            means: Each one's, by name; one that is NaN has counted nothing and adds nothing, unless none has.
+        """
+        found = [self._factors.get(name, 1.0) * means[name] for name in self.weightings if not math.isnan(means[name])]
+        return math.fsum(found) if found else math.nan
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns targets of the type that the loss wants: class numbers, else the model's floats."""
@@ -127,8 +206,8 @@ class Loss:
             return target
         if target.is_floating_point():
             return target.to(dtype)
-        if target.is_complex():
-            return target
+        if target.is_complex() or self.by_output:
+            return target  # of several, each loss does it for its own
         wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
         return target.to(dtype if wants_floats else torch.int64)
 
@@ -144,7 +223,11 @@ class Loss:
             ConfigError: They have, and there is no loss of each.
         """
         function = self.function
-        if rows_have_weights:
+        for name, each in self.by_output.items():
+            own = targets[name] if isinstance(targets, dict) else None
+            each.look_at(own, are_all=are_all, rows_have_weights=rows_have_weights)
+        self._name_parts()
+        if rows_have_weights and not self.by_output:
             self._weigh_rows()
         if (
             not isinstance(targets, Tensor)
@@ -174,16 +257,25 @@ class Loss:
         self._of_each = own
 
     def look_at_result(self, result: Any, rows: int) -> None:
-        """Finds out whether a function of the user's returns (sum, weight).
+        """Finds out whether a function of the user's, or the model itself, returns (sum, weight).
 
         Args:
-            result: What it has returned.
+            result: What it has returned: the loss; of a model that computes its own, the output.
             rows: For how many rows.
 
         Raises:
             ConfigError: It returns neither a tensor nor such a pair; or rows have weights, and it returns no loss of
                 each.
         """
+        if self.by_output:
+            for name, each in self.by_output.items():
+                with _of_output(name):
+                    each.look_at_result(result[name], rows)
+            self._name_parts()
+            return
+        if self.function is None:
+            self._look_at_own(result)
+            return
         if self._of_each is not None and not self.is_known:
             of_each = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == rows
             if not of_each:
@@ -199,8 +291,31 @@ class Loss:
                 "loss_fn must return a tensor, the mean over samples, or (sum, weight) with one number each; it "
                 f"returned {result if pair else type(result).__name__}."
             )
-        if not self.is_known and pair:
-            self.weighting = Weighting.TERMS
+        if not self.is_known:
+            self._gives_pairs = pair
+            self.weighting = Weighting.TERMS if pair else self.weighting
+
+    def _look_at_own(self, output: Any) -> None:
+        """Finds out which losses and other scalars a model returns."""
+        own, scalars = _models_own(output)
+        if own is None:
+            self.weightings = {name: _weighting_of(value) for name, value in scalars.items()}
+            unknown = [name for name in self._factors if name not in scalars]
+            if unknown:
+                raise unknown_name("the model's output", unknown[0], list(scalars), "loss")
+        else:
+            self.weighting = _weighting_of(own)
+            self._gives_pairs = self.weighting is Weighting.TERMS
+            require(
+                not self._factors,
+                'loss_weights weigh several losses, and the model returns one, under "loss": weigh its parts there.',
+            )
+        self.shown = tuple(scalars)
+
+    def _name_parts(self) -> None:
+        if self.by_output:
+            self.weightings = {f"{name}_loss": each.weighting for name, each in self.by_output.items()}
+            self.shown = tuple(self.weightings)
 
     def check_shapes(self, output: Any, target: Tree | None) -> None:
         """Refuses shapes that PyTorch would stretch into a table of every row against every other.
@@ -208,6 +323,9 @@ class Loss:
         Raises:
             ConfigError: With both shapes.
         """
+        for name, each in self.by_output.items():
+            with _of_output(name):
+                each.check_shapes(part_of(output, name), part_of(target, name))
         if self.function is None or not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
         if output.shape == target.shape:
@@ -232,20 +350,74 @@ class Loss:
     def __call__(self, output: Any, batch: Batch) -> BatchLoss:
         """Returns the loss of a batch."""
         target, rows = batch.targets, batch.rows
+        if self.by_output:
+            return self._of_several(output, batch)
         if self.function is None:
-            return BatchLoss(_models_own(output), rows, rows)
+            return self._own(output, rows)
         if batch.weights is not None:
             return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
             assert isinstance(target, Tensor)
             return BatchLoss(self._summing(output, target), 1, self._weight_of(target))
         result = self.function(output, target)
-        if isinstance(result, tuple):
-            total, weight = result
-            return BatchLoss(total.reshape(()), 1, weight.detach() if isinstance(weight, Tensor) else weight)
+        self._check_form(result)
         if self.weighting is Weighting.NOTHING:
             return BatchLoss(result, 1, rows)
-        return BatchLoss(result.mean() if result.dim() else result, rows, rows)
+        return _batch_loss(result, rows)
+
+    def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
+        """Returns what each of several losses returns, by output name."""
+        found = {}
+        for name, each in self.by_output.items():
+            own, answer = part_of(output, name), part_of(target, name)
+            found[name] = each.function(own, _prepared(each, answer, own))
+        return found
+
+    def _of_several(self, output: Any, batch: Batch) -> BatchLoss:
+        parts = {}
+        for name, each in self.by_output.items():
+            own = part_of(output, name)
+            answer = _prepared(each, part_of(batch.targets, name), own)
+            parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
+        return self._joined(parts, batch.rows)
+
+    def _own(self, output: Any, rows: int) -> BatchLoss:
+        """Returns the loss that a model has computed, with the scalars beside it."""
+        own, scalars = _models_own(output)
+        parts = {name: _batch_loss(scalars[name], rows) for name in self.shown if name in scalars}
+        if self.shown and len(parts) < len(self.shown):  # a number that this batch does not have
+            parts = {**self.nothing().parts, **parts}
+        if own is None:
+            missing = [name for name in (self.weightings or scalars) if name not in scalars]
+            if missing or not scalars:
+                raise ConfigError(_NO_LOSS)
+            if not self.weightings:  # nobody has looked yet
+                self._look_at_own(output)
+                return self._own(output, rows)
+            return self._joined(parts, rows)
+        self._check_form(own)
+        return replace(_batch_loss(own, rows), parts=parts)
+
+    def _joined(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
+        """Returns the sum of several losses: its own weight is that of samples, each part has another."""
+        added = self.added(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
+        counted = [factor * each.mean for factor, _, each in added if each.weight]
+        total = torch.stack(counted).sum() if counted else added[0][2].value * math.nan
+        return BatchLoss(total, rows, rows, parts)
+
+    def _check_form(self, result: Any) -> None:
+        """Refuses (sum, weight) where the first batch had a mean, and the reverse: other ranks would wait.
+
+        Raises:
+            ConfigError: With both.
+        """
+        forms = ("a mean", "(sum, weight)")
+        pair = isinstance(result, tuple)
+        if self._gives_pairs is not None and pair != self._gives_pairs:
+            raise ConfigError(
+                f"the loss was {forms[self._gives_pairs]} when it was tried, and is {forms[pair]} now: return "
+                "(sum, weight) for every batch, with weight 0 where nothing counts."
+            )
 
     def without_own(self, output: Any) -> Any:
         """Returns what a model gives for each row: of one that computes its own loss, everything but that."""
@@ -271,6 +443,53 @@ class Loss:
         return function.weight[target[valid]].sum()
 
 
+def part_of(value: Any, name: str) -> Any:
+    """Returns an output or a target by name.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    if found is None:
+        names = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+        raise ConfigError(
+            f"loss_fn has a loss for {name!r}, and the model's output and y must be dictionaries with that key; one "
+            f"has {names}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _of_output(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"output {name!r}: {error}") from error
+
+
+def _prepared(loss: Loss, target: Any, output: Any) -> Any:
+    floats = isinstance(output, Tensor) and output.is_floating_point()
+    return loss.prepare_target(target, output.dtype) if isinstance(target, Tensor) and floats else target
+
+
+def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
+    """Returns what each loss is multiplied by, by name in the history."""
+    right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
+    require(right, f"loss_weights must be a dictionary of numbers by name, got {given!r}.")
+    if not isinstance(loss_fn, Mapping):
+        require(
+            not given or loss_fn is None,
+            "loss_weights weigh several losses by name: give loss_fn as a dictionary, such as "
+            'loss_fn={"a": "mse", "b": "cross_entropy"}.',
+        )
+        return {str(name): float(factor) for name, factor in given.items()}
+    require(bool(loss_fn), "loss_fn is an empty dictionary: give a loss for each output, by name.")
+    for name in given:
+        if name not in loss_fn:
+            raise unknown_name("loss_fn", str(name), [str(each) for each in loss_fn], "output")
+    return {f"{name}_loss": float(factor) for name, factor in given.items()}
+
+
 def _resolve(loss_fn: Any) -> Any:
     if isinstance(loss_fn, str):
         if loss_fn not in LOSSES:
@@ -285,14 +504,55 @@ def _resolve(loss_fn: Any) -> Any:
     return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
 
 
-def _models_own(output: Any) -> Tensor:
-    """Returns the loss that a model has computed itself."""
-    if isinstance(output, Mapping) and "loss" in output:
-        output = output["loss"]
-    elif not isinstance(output, Tensor):
-        output = getattr(output, "loss", None)
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output.reshape(())
-    raise ConfigError(
-        "there is no loss: give the trainer a loss_fn, or let the model return a scalar, or an output with 'loss'."
-    )
+_NO_LOSS = (
+    "there is no loss: give the trainer a loss_fn, or let the model return a scalar or (sum, weight), an output with "
+    "such a 'loss', or a dictionary of losses."
+)
+
+
+def _models_own(output: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns (the loss that a model has computed itself, its other scalars by name).
+
+    None: the scalars are losses, to be added.
+
+    Raises:
+        ConfigError: There is no loss.
+    """
+    scalars: dict[str, Any] = {}
+    if isinstance(output, Mapping):
+        scalars = {str(name): value for name, value in output.items() if name != "loss" and _is_scalar(value)}
+        own = output.get("loss")
+        if own is None and scalars and "loss" not in output:
+            return None, scalars
+    elif isinstance(output, Tensor) or type(output) is tuple:
+        own = output
+    else:
+        own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own, scalars
+    if isinstance(own, tuple) and _is_scalar(own):
+        return own, scalars
+    raise ConfigError(_NO_LOSS)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Returns whether something is one number, or (sum, weight)."""
+    if type(value) is tuple:
+        return len(value) == 2 and all(not isinstance(each, tuple) and _is_scalar(each) for each in value)
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
+    return is_number(value)
+
+
+def _weighting_of(value: Any) -> Weighting:
+    return Weighting.TERMS if isinstance(value, tuple) else Weighting.SAMPLES
+
+
+def _batch_loss(value: Any, rows: int) -> BatchLoss:
+    """Returns what a function or a model gave: (sum, weight), a mean over rows, or a number for each."""
+    if isinstance(value, tuple):
+        total, weight = value
+        weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
+        return BatchLoss(torch.as_tensor(total).reshape(()), 1, weight)
+    value = torch.as_tensor(value)
+    return BatchLoss(value.mean() if value.dim() else value, rows, rows)

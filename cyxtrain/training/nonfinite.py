@@ -82,6 +82,10 @@ class FiniteGuard:
         """Keeps what a forward changes."""
         self._buffers.keep()
 
+    def bring_back(self) -> None:
+        """Undoes what a forward has changed since `before_step`."""
+        self._buffers.bring_back()
+
     def verdict(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Verdict:
         """Returns whether the step is to be taken. All ranks call it, after backward.
 

@@ -42,7 +42,7 @@ from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
 
-LossLike = nn.Module | Callable[..., Any] | str | None
+LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
 
 @dataclass
@@ -109,13 +109,14 @@ class Run:
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
-        names = ["loss", "accuracy", *self.data.metrics.names]
+        names = [*dict.fromkeys(["loss", "accuracy", *self.data.loss.shown, *self.data.metrics.names])]
         return names + [f"val_{name}" for name in names if self.validation is not None]
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
         """Whether a number of the history shall grow, by its name without val_; of those of which it is known."""
-        return {"loss": False, "accuracy": True, **self.data.metrics.larger_is_better}
+        losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
+        return {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -322,8 +323,9 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     elif chosen.type != "cuda" and dist.get_backend() == "nccl":
         chosen = torch.device("cuda", torch.cuda.current_device())
     model.to(chosen)
-    if isinstance(loss.function, nn.Module):
-        loss.function.to(chosen)  # it may have class weights
+    for each in (loss, *loss.by_output.values()):
+        if isinstance(each.function, nn.Module):
+            each.function.to(chosen)  # it may have class weights
     floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch, Share
 from cyxtrain.data.forms import form_of
+from cyxtrain.data.randomness import generators_kept
 from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel
@@ -84,7 +85,9 @@ class TrainingStep:
         self._before_update = before_update
         self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
-        self._weighs_at_end = accumulates and loss.weighting is Weighting.TERMS
+        self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings
+        self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
+        self._device = device
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device, loss, metrics)
 
@@ -98,7 +101,7 @@ class TrainingStep:
         results = self._accumulate(share)
         with self._clock.optimizer:
             self._unscale()
-            losses = [result.loss.value for result in results]
+            losses = [each.value for result in results for _, _, each in self._counted(result.loss)]
             verdict = self._guard.verdict(share, losses, lambda: self._run_alone(share))
             if verdict is Verdict.TAKEN:
                 self._before_update(share.number)
@@ -129,10 +132,11 @@ class TrainingStep:
         """
         results: list[Result] = []
         clock = self._clock
+        divisors = self._divisors(self._weights_of(share), share) if self._weighs_first else None
         if share.rows == 0:
             with clock.backward:
                 self._ddp.forward_without_batch()
-                self._divisor(0.0, share)
+                self._divisors_of(self._loss.nothing(), share, divisors)
                 self._ddp.backward_without_batch()
         for batch in clock.data.each(share):
             is_last = len(results) == len(share) - 1
@@ -140,7 +144,8 @@ class TrainingStep:
                 with clock.forward:
                     results.append(self._forward(batch))
                 with clock.backward:
-                    self._backward(results[-1].loss, share)
+                    loss = results[-1].loss
+                    self._backward(loss, self._divisors_of(loss, share, divisors), is_last=is_last)
         clock.communicated(clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
@@ -151,9 +156,10 @@ class TrainingStep:
         self._zero()
         losses = []
         for batch in share:
-            loss = self._forward(batch).loss.value
-            self._scaled(loss).backward()
-            losses.append(loss.detach())
+            counted = self._counted(self._forward(batch).loss)
+            for _, _, loss in counted:
+                self._scaled(loss.value).backward(retain_graph=loss is not counted[-1][2])
+                losses.append(loss.value.detach())
         return losses
 
     def _forward(self, batch: Batch) -> Result:
@@ -164,14 +170,28 @@ class TrainingStep:
         said = (map_output(Tensor.detach, output), batch.targets, batch.rows) if measures else (None, None, 0)
         return Result(loss, answers_to(output, batch.targets, self._loss), said)
 
-    def _backward(self, loss: BatchLoss, share: Share) -> None:
-        divisor = self._divisor(loss.weight, share)
-        # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even batches.
-        # A batch in which nothing counts has no gradient.
-        factor = loss.terms * dist.get_world_size() / divisor if divisor else 0.0
-        value = loss.value if factor == 1 else loss.value * factor
-        self._ddp.watch(value)
-        self._scaled(value).backward()
+    def _counted(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:
+        """Returns (number, factor, loss) of each loss that a micro-batch's loss adds up, if something in it counts.
+
+        A mean over nothing, computed in the model, is 0 / 0: no factor would clear the NaN in its gradients.
+        """
+        added = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.added(loss))]
+        return [each for each in added if each[2].weight] if self._loss.may_count_nothing else added
+
+    def _backward(self, loss: BatchLoss, divisors: Sequence[float], *, is_last: bool) -> None:
+        value: Tensor | None = None
+        for number, factor, each in self._counted(loss):
+            # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even
+            # batches.
+            divisor = divisors[number]
+            factor = factor * each.terms * dist.get_world_size() / divisor if divisor else 0.0
+            term = each.value if factor == 1 else each.value * factor
+            value = term if value is None else value + term
+        if value is not None:
+            self._ddp.watch(value)
+            self._scaled(value).backward()
+        elif is_last:
+            self._ddp.backward_without_batch()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
@@ -182,29 +202,62 @@ class TrainingStep:
                 if parameter.grad is not None:
                     parameter.grad.mul_(1.0 / self._multiplier)
 
-    def _divisor(self, weight: Tensor | float, share: Share) -> float:
-        """Returns what the sum of all ranks' terms is divided by, in this backward."""
-        if self._loss.weighting is Weighting.NOTHING:
-            return 1
-        if self._loss.weighting is Weighting.SAMPLES or self._weighs_at_end:
-            return share.joined_rows
-        return self._sum_over_ranks(weight, self._clock.backward)
+    def _divisors_of(self, loss: BatchLoss, share: Share, known: Sequence[float] | None) -> Sequence[float]:
+        """Returns what the sum of all ranks' terms of each loss is divided by, in this backward."""
+        if known is not None:
+            return known
+        return self._divisors([each.weight for _, _, each in self._loss.added(loss)], share)
+
+    def _divisors(self, weights: Sequence[Tensor | float], share: Share) -> list[float]:
+        """Returns the divisor of each loss, the same on every rank.
+
+        Args:
+            weights: What this rank has counted of each.
+            share: Of this rank.
+        """
+        kinds = [weighting for _, weighting, _ in self._loss.added(self._loss.nothing())]
+        ask = [kind is Weighting.TERMS and not self._weighs_at_end for kind in kinds]
+        asked = [weight for weight, asks in zip(weights, ask, strict=True) if asks]
+        joined = iter(self._sum_over_ranks(asked, self._clock.backward) if asked else ())
+        return [
+            next(joined) if asks else 1.0 if kind is Weighting.NOTHING else share.joined_rows
+            for kind, asks in zip(kinds, ask, strict=True)
+        ]
+
+    def _weights_of(self, share: Share) -> list[float]:
+        """Returns what this rank counts of each loss in a share, by a forward of each micro-batch without gradients.
+
+        Of several losses, each is divided by a weight of its own, which must be known before the first backward.
+        """
+        added = self._loss.added(self._loss.nothing())
+        weights = [0.0] * len(added)
+        if len(share) == 0 or len(added) == 0:
+            return weights
+        with torch.no_grad(), generators_kept(self._device):
+            for batch in share:
+                loss = self._loss(self._call(self._ddp.forward, batch), batch)
+                for number, (_, _, each) in enumerate(self._loss.added(loss)):
+                    weights[number] += float(each.weight)
+        self._guard.bring_back()
+        return weights
 
     def _divide_by_weight(self, weight: Tensor | float, share: Share) -> None:
         """Divides by what all ranks have counted, instead of by the number of samples."""
         with self._clock.backward:
-            joined = self._sum_over_ranks(weight, self._clock.backward)
+            (joined,) = self._sum_over_ranks([weight], self._clock.backward)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
 
-    def _sum_over_ranks(self, weight: Tensor | float, within: Part) -> float:
-        joined = torch.as_tensor(weight, dtype=torch.float64, device="cpu").detach().reshape(1).clone()
+    def _sum_over_ranks(self, weights: Sequence[Tensor | float], within: Part) -> list[float]:
+        parts = [torch.as_tensor(each, dtype=torch.float64, device="cpu").detach().reshape(1) for each in weights]
+        joined = torch.cat(parts)
         began = time.perf_counter()
         dist.all_reduce(joined, group=runtime.cpu_group())
         seconds = time.perf_counter() - began
         self._clock.communicated(within, seconds)
-        return joined.item()
+        found: list[float] = joined.tolist()
+        return found
 
 
 class Result(NamedTuple):

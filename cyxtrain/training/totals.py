@@ -17,6 +17,7 @@ from cyxtrain.training.metrics import Metrics
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4
+"""Then, for each number of `Loss.shown`, two more: its sum and its weight."""
 _FOLD_BATCHES = 16
 """Batches whose numbers are kept until they are added in one go: single additions would cost a step more. Of many,
 what is kept lies between what models allocate and free, and breaks up the heap: 32 cost a convnet up to 12 MiB."""
@@ -55,13 +56,16 @@ class Totals:
 
     def __init__(self, rows: int, device: torch.device, loss: Loss, metrics: Metrics) -> None:
         self.metrics = metrics.copy()
-        self._sums = torch.zeros(rows, _COLUMNS, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(rows, _COLUMNS + 2 * len(loss.shown), dtype=torch.float64, device=device)
         self._loss = loss
         self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
 
     def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
         """Adds a batch to a row, without waiting for the device."""
-        numbers = (loss.terms, loss.weight, answers.correct, answers.counted)
+        numbers: tuple[_Number, ...] = (loss.terms, loss.weight, answers.correct, answers.counted)
+        for name in self._loss.shown:
+            part = loss.parts[name]
+            numbers += (part.value.detach().double() * part.terms, part.weight)
         self._pending.append((row, loss.value.detach(), numbers, answers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
@@ -73,6 +77,8 @@ class Totals:
         rows, values, numbers, answers = zip(*pending, strict=True)
         table = self._table(numbers)
         table[:, LOSS].mul_(torch.stack(values))  # what was there is the terms
+        for column in (LOSS, *range(_COLUMNS, table.shape[1], 2)):  # where nothing counts, it may be 0 / 0
+            table[:, column].masked_fill_(table[:, column + 1] == 0, 0.0)
         self._sums.index_add_(0, torch.tensor(rows, device=self._sums.device), table)
         kinds: dict[tuple[torch.Size, torch.Size], list[tuple[int, Tensor, Tensor]]] = {}
         for row, each in zip(rows, answers, strict=True):
@@ -124,21 +130,21 @@ class Totals:
 
     def over_ranks(self, group: Any) -> dict[str, float]:
         """Returns loss, accuracy and metrics over all ranks, the same on each; all call it."""
-        return _measured(self.sums_over_ranks(group), self._loss.weighting) | self.metrics.over_ranks()
+        return _measured(self.sums_over_ranks(group), self._loss) | self.metrics.over_ranks()
 
     def here(self) -> dict[str, float]:
         """Returns loss, accuracy and metrics of what this rank has seen."""
-        return _measured(exact_sums(self.table), self._loss.weighting) | self.metrics.here()
+        return _measured(exact_sums(self.table), self._loss) | self.metrics.here()
 
     def lazily(self) -> dict[str, Callable[[], float]]:
         """Returns what gives loss, accuracy (where there is one) and each metric of what this rank has seen."""
-        measured = _measured(exact_sums(self.table), self._loss.weighting)
+        measured = _measured(exact_sums(self.table), self._loss)
         found = {name: value for name, value in measured.items() if name != "accuracy" or not math.isnan(value)}
         return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazily()
 
     def cheap_here(self) -> dict[str, float]:
         """Returns what costs little of it: loss, accuracy and means."""
-        return _measured(exact_sums(self.table), self._loss.weighting) | self.metrics.cheap_here()
+        return _measured(exact_sums(self.table), self._loss) | self.metrics.cheap_here()
 
     def sums_over_ranks(self, group: Any) -> list[float]:
         """Returns the sums over all rows and ranks: the same on every rank.
@@ -158,11 +164,20 @@ def exact_sums(table: Tensor) -> list[float]:
     return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
 
 
-def _measured(sums: list[float], weighting: Weighting) -> dict[str, float]:
-    """Returns loss and accuracy by name; accuracy is NaN where no target was a class."""
-    divisor = 1.0 if weighting is Weighting.NOTHING else sums[WEIGHT]
-    loss = sums[LOSS] / divisor if divisor else math.nan
-    return {"loss": loss, "accuracy": sums[CORRECT] / sums[COUNTED] if sums[COUNTED] else math.nan}
+def _measured(sums: list[float], loss: Loss) -> dict[str, float]:
+    """Returns the loss, accuracy (NaN where no target was a class) and the other numbers of a loss by name."""
+    total = sums[LOSS] if loss.weighting is Weighting.NOTHING else _quotient(sums[LOSS], sums[WEIGHT])
+    shown = {}
+    for column, name in enumerate(loss.shown):
+        part, weight = sums[_COLUMNS + 2 * column : _COLUMNS + 2 * column + 2]
+        shown[name] = part if loss.weightings.get(name) is Weighting.NOTHING else _quotient(part, weight)
+    if loss.weightings:
+        total = loss.combined(shown)
+    return {"loss": total, "accuracy": _quotient(sums[CORRECT], sums[COUNTED]), **shown}
+
+
+def _quotient(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:
@@ -184,7 +199,8 @@ def _are_classes(output: Tensor, target: Tensor, loss: Loss) -> bool:
     if loss.is_binary:
         return output.numel() == target.numel()
     is_class = not target.is_floating_point() and not target.is_complex()
-    return is_class and output.dim() == target.dim() + 1 and output.shape[1] >= 2
+    has_scores = output.dim() == target.dim() + 1 and output.shape[2:] == target.shape[1:]
+    return is_class and has_scores and output.shape[1] >= 2
 
 
 def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from cyxtrain.training.facts import value_facts
 from cyxtrain.training.fitting import Fit
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
-from cyxtrain.training.loss import Loss
+from cyxtrain.training.loss import Loss, with_weights
 from cyxtrain.training.named_metrics import named
 from cyxtrain.training.notebook.calls import by_workers
 from cyxtrain.training.opening import open_fit, open_rows
@@ -61,8 +61,12 @@ class DistributedTrainer:
 
     Args:
         model: Any `nn.Module`; a wrapped one is unwrapped.
-        loss_fn: A module of torch.nn, a callable of (output, target), a name, or None: the model returns its loss.
+        loss_fn: A module of torch.nn, a callable of (output, target) that returns the mean over samples or (sum,
+            weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
+            added, and the history has each.
         optimizer: From torch.optim, a factory, or a name.
+        loss_weights: What each of several losses is multiplied by, by its name in loss_fn or in the dictionary of
+            losses that the model returns; 1 if it is not named.
         metrics: What is measured beside the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
@@ -75,7 +79,7 @@ class DistributedTrainer:
 
     Attributes:
         model: Not wrapped.
-        loss_fn: As it was given.
+        loss_fn, loss_weights: As they were given.
         optimizer: Of the model's parameters.
         ddp_config: How gradients travel.
         callbacks: Called in each fit.
@@ -90,6 +94,7 @@ class DistributedTrainer:
         loss_fn: LossLike = None,
         optimizer: OptimizerLike = "adam",
         *,
+        loss_weights: Mapping[str, float] | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
         callbacks: Sequence[Callback] = (),
@@ -100,6 +105,7 @@ class DistributedTrainer:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         self._wrappers, self.model = unwrap(model)
         self.loss_fn = loss_fn
+        self.loss_weights = loss_weights
         self.optimizer = make_optimizer(optimizer, self.model)
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
@@ -109,10 +115,14 @@ class DistributedTrainer:
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
         self._fit: Fit | None = None
         self._recomputed: list[nn.Module] = []
-        Loss(loss_fn)  # refuses what is no loss, here and now
+        Loss(self._loss)  # refuses what is no loss, here and now
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_wrappers": [], "_fit": None, "_state": replace(self._state, callbacks=Callbacks())}
+
+    @property
+    def _loss(self) -> Any:
+        return with_weights(self.loss_fn, self.loss_weights)
 
     @property
     def epoch(self) -> int:
@@ -204,7 +214,7 @@ class DistributedTrainer:
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
-        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), self.loss_fn, self.epoch)
+        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), self._loss, self.epoch)
         run, everyone = agree_on(lambda: self._plan(arguments, opened))
         run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
         run.attempt = max(facts["_attempt"] for facts in everyone)
@@ -299,7 +309,7 @@ class DistributedTrainer:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
         def plan() -> tuple[TriedRows, dict[str, Any]]:
-            given = (source, batch_size, self.model, self.loss_fn, self._device, config)
+            given = (source, batch_size, self.model, self._loss, self._device, config)
             return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 
         config = self._state.config
@@ -389,7 +399,7 @@ class DistributedTrainer:
     def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
-        run, facts = plan_fit(arguments, self.model, self.loss_fn, self.optimizer, self._device, self._metrics, opened)
+        run, facts = plan_fit(arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened)
         check_rates(self._state.rates.scheduler, run.config, run.all_steps)
         facts |= scheduler_facts(self._state.rates.scheduler)
         first = self.epoch if run.initial_epoch is None else run.initial_epoch

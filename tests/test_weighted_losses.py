@@ -1,0 +1,255 @@
+"""Claims about losses with a weight of their own: over tokens, and several losses that are added."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import flat, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn import functional
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+ROWS, LENGTH, WORDS, IGNORED = 21, 5, 7, -100
+EFFECTIVE, EPOCHS = 8, 2  # batches of 8, 8 and 5
+FACTORS = {"token": 0.25, "size": 3.0}
+
+
+def make_texts() -> tuple[Tensor, Tensor]:
+    """Returns words and labels, padded by -100: in batch 0 rank 1 of 2 has none, in batch 1 a micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
+    labels = torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
+    for row in range(ROWS):
+        labels[row, 1 + row % LENGTH :] = IGNORED
+    labels[[1, 3, 5, 7, 8, 9]] = IGNORED
+    return words, labels
+
+
+class Tagger(nn.Module):
+    """Says a word and a size for each word."""
+
+    def __init__(self, answer: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        with seeded():
+            self.embedding, self.token, self.size = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS), nn.Linear(4, 1)
+        self.double()
+        self.answer = answer
+
+    def forward(self, words: Tensor, labels: Any = None) -> Any:
+        hidden = self.embedding(words).tanh()
+        outputs = {"token": self.token(hidden).transpose(1, 2), "size": self.size(hidden.mean(1))}
+        return outputs if self.answer is None else self.answer(outputs, labels)
+
+
+def token_pair(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Returns (sum, weight), by way of a mean that is 0 / 0 if no label counts."""
+    logits = outputs["token"] if isinstance(outputs, dict) else outputs
+    labels = labels["token"] if isinstance(labels, dict) else labels
+    count = (labels != IGNORED).sum()
+    return functional.cross_entropy(logits, labels) * count, count
+
+
+def size_mean(outputs: Any, labels: Any) -> Tensor:
+    return outputs["size"].square().mean() + outputs["size"].mean()
+
+
+def both(labels: Tensor) -> dict[str, Tensor]:
+    return {"token": labels, "size": (labels != IGNORED).sum(1, keepdim=True).double() / LENGTH}
+
+
+Parts = dict[str, tuple[Tensor, Any]]
+Problem = tuple[Callable[[], nn.Module], Any, Any, Callable[[Any, Any], Parts]]
+
+
+def only_tokens(outputs: Any, labels: Any) -> Parts:
+    return {"token": token_pair(outputs, labels)}
+
+
+def tokens_and_size(outputs: Any, labels: Any) -> Parts:
+    return {"token": token_pair(outputs, labels), "size": (size_mean(outputs, labels), 1)}
+
+
+def tokens_and_error(outputs: Any, labels: Any) -> Parts:
+    error = functional.mse_loss(outputs["size"], labels["size"])
+    return {"token": token_pair(outputs, labels), "size": (error, 1)}
+
+
+def of_model(answer: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return functools.partial(Tagger, answer)
+
+
+PROBLEMS: dict[str, Problem] = {
+    "a loss_fn's pair": (Tagger, token_pair, None, only_tokens),
+    "a model's pair": (of_model(token_pair), None, None, only_tokens),
+    "a pair under loss": (
+        of_model(lambda *given: {"loss": token_pair(*given), "size": size_mean(*given), "logits": given[0]["token"]}),
+        *(None, None, only_tokens),
+    ),
+    "an object's pair": (
+        of_model(lambda *given: SimpleNamespace(loss=token_pair(*given), logits=given[0])),
+        *(None, None, only_tokens),
+    ),
+    "losses that a model returns": (
+        of_model(lambda *given: {"token": token_pair(*given), "size": size_mean(*given)}),
+        *(None, FACTORS, tokens_and_size),
+    ),
+    "a loss for each output": (
+        Tagger,
+        {"token": nn.CrossEntropyLoss(), "size": "mse"},
+        *(FACTORS, tokens_and_error),
+    ),
+    "a loss of one's own for each output": (Tagger, {"token": token_pair, "size": "mse"}, FACTORS, tokens_and_error),
+}
+DICTIONARIES = ("a loss for each output", "a loss of one's own for each output")
+
+
+def data_of(name: str) -> tuple[Tensor, Any]:
+    words, labels = make_texts()
+    return words, both(labels) if name in DICTIONARIES else labels
+
+
+def rows_of(labels: Any, rows: Any) -> Any:
+    return {name: part[rows] for name, part in labels.items()} if isinstance(labels, dict) else labels[rows]
+
+
+def joined(parts: Parts) -> tuple[Any, dict[str, Any]]:
+    """Returns (loss, mean of each part) of one batch."""
+    means = {name: total / weight for name, (total, weight) in parts.items()}
+    factors = FACTORS if len(parts) > 1 else {}
+    return sum(factors.get(name, 1.0) * mean for name, mean in means.items()), means
+
+
+def fit_all(accumulation_steps: int) -> dict[str, Any]:
+    found = {}
+    for name, (make, loss_fn, loss_weights, _) in PROBLEMS.items():
+        model, (words, labels) = make(), data_of(name)
+        optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
+        trainer = cx.DistributedTrainer(model, loss_fn, optimizer, loss_weights=loss_weights)
+        settings = {"epochs": EPOCHS, "effective_batch_size": EFFECTIVE, "accumulation_steps": accumulation_steps}
+        history = trainer.fit(words, labels, shuffle=False, verbose=False, **settings)
+        evaluations = [dict(trainer.evaluate(words, labels, batch_size=size)) for size in (1, 4, 96)]
+        found[name] = {
+            "parameters": flat(model.parameters()),
+            "history": {key: values for key, values in history.history.items() if "time" not in key},
+            "evaluations": evaluations,
+        }
+    return found
+
+
+@functools.cache
+def by_hand(name: str) -> tuple[Any, Any]:
+    """Returns (parameters, the means over all rows) of a loop with whole batches."""
+    make, _, _, parts = PROBLEMS[name]
+    model, (words, labels) = make(), data_of(name)
+    model.answer = None
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
+    for _, first in itertools.product(range(EPOCHS), range(0, ROWS, EFFECTIVE)):
+        rows = slice(first, first + EFFECTIVE)
+        optimizer.zero_grad()
+        joined(parts(model(words[rows]), rows_of(labels, rows)))[0].backward()
+        optimizer.step()
+    with torch.no_grad():
+        loss, means = joined(parts(model(words), labels))
+    return flat(model.parameters()), {"loss": loss.item(), **{key: mean.item() for key, mean in means.items()}}
+
+
+@functools.cache
+def found_on(world_size: int, accumulation_steps: int) -> list[dict[str, Any]]:
+    if world_size > 1:
+        return run_world(world_size, fit_all, accumulation_steps)
+    with one_process():
+        return [fit_all(accumulation_steps)]
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_terms_are_divided_by_the_weight_of_all_ranks_and_micro_batches(name, world_size, accumulation_steps):
+    parameters, means = by_hand(name)
+    ranks = found_on(world_size, accumulation_steps)
+    for found in ranks:
+        np.testing.assert_allclose(found[name]["parameters"], parameters, rtol=0, atol=1e-12)
+        assert repr(found[name]["history"]) == repr(ranks[0][name]["history"])
+        for evaluation in found[name]["evaluations"]:
+            assert evaluation["loss"] == pytest.approx(means["loss"], rel=1e-12)
+    shown = ranks[0][name]["history"]
+    first = found_on(1, 1)[0][name]["history"]
+    assert {key: shown[key] for key in first} == {key: pytest.approx(first[key], rel=1e-12) for key in first}
+
+
+def test_history_and_evaluate_have_each_of_several_losses():
+    names = {"losses that a model returns": ("token", "size"), DICTIONARIES[0]: ("token_loss", "size_loss")}
+    for name, (token, size) in names.items():
+        found, (_, means) = found_on(1, 1)[0][name], by_hand(name)
+        evaluation = found["evaluations"][0]
+        assert (evaluation[token], evaluation[size]) == pytest.approx((means["token"], means["size"]), rel=1e-12)
+        numbers = [found["history"][key] for key in ("loss", token, size)]
+        for loss, *each in zip(*numbers, strict=True):
+            assert loss == pytest.approx(FACTORS["token"] * each[0] + FACTORS["size"] * each[1], rel=1e-12)
+
+
+def test_a_scalar_beside_the_loss_is_shown_and_not_trained():
+    found = found_on(1, 1)[0]["a pair under loss"]
+    assert len(found["history"]["size"]) == EPOCHS
+    assert "logits" not in found["history"]
+    np.testing.assert_array_equal(found["parameters"], found_on(1, 1)[0]["a model's pair"]["parameters"])
+
+
+def test_a_step_in_which_no_label_counts_leaves_the_model_as_it_was():
+    with one_process():
+        model, (words, labels) = Tagger(token_pair), make_texts()
+        before = flat(model.parameters())
+        trainer = cx.DistributedTrainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
+        history = trainer.fit(words, torch.full_like(labels, IGNORED), epochs=1, verbose=False)
+    np.testing.assert_array_equal(flat(model.parameters()), before)
+    assert np.isnan(history.train_losses[0])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "loss_weights", "words"),
+    [
+        ("mse", {"size": 2.0}, "give loss_fn as a dictionary"),
+        ({"size": "mse"}, {"sizes": 2.0}, "loss_fn has no output 'sizes'"),
+        ({"size": "mse"}, {"size": "2"}, "must be a dictionary of numbers"),
+        ({}, None, "empty dictionary"),
+        ({"size": "mes"}, None, "no loss 'mes'"),
+    ],
+)
+def test_what_cannot_be_weighed_is_refused(loss_fn, loss_weights, words):
+    with pytest.raises(cx.ConfigError, match=words):
+        cx.DistributedTrainer(Tagger(), loss_fn, loss_weights=loss_weights)
+
+
+def test_a_name_that_the_model_or_y_does_not_have_is_refused_before_training():
+    words, labels = make_texts()
+    with one_process():
+        with pytest.raises(cx.ConfigError, match="y must be a dictionary"):
+            cx.DistributedTrainer(Tagger(), {"size": "mse"}).fit(words, labels, verbose=False)
+        model = PROBLEMS["losses that a model returns"][0]()
+        with pytest.raises(cx.ConfigError, match="no loss 'sise'"):
+            cx.DistributedTrainer(model, None, loss_weights={"sise": 1.0}).fit(words, labels, verbose=False)
+        heights = {"height": both(labels)["size"]}
+        with pytest.raises(cx.ConfigError, match=r"'height'.*one has token, size"):
+            cx.DistributedTrainer(Tagger(), {"height": "mse"}).fit(words, heights, verbose=False)
+
+
+def test_a_loss_that_changes_its_form_is_refused():
+    words, labels = make_texts()
+
+    def sometimes(outputs: Any, labels: Tensor) -> Any:
+        total, count = token_pair(outputs, labels)
+        return (total, count) if len(labels) < 8 else total / count
+
+    with one_process(), pytest.raises(cx.ConfigError, match=r"was \(sum, weight\) when it was tried, and is a mean"):
+        cx.DistributedTrainer(Tagger(), sometimes).fit(words, labels, batch_size=8, verbose=False)
