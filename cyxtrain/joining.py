@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,13 +20,19 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousErro
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.backend import TORCHS_WORLD
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import StoreLostError
+from cyxtrain.ring.meeting.board import Board, StoreLostError, root_of
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rollcall import RollCall
-from cyxtrain.ring.meeting.store import host_store, reach_store
+from cyxtrain.ring.meeting.store import StoreEnd, StoreWatch, host_store, reach_store
 
-_lives = 0
-"""How often this process has joined: each life has its own keys, in a store that may outlive the group."""
+_lives: Counter[tuple[str, int]] = Counter()
+"""How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
+
+A world of one has no store, and does not count: other ranks may be new processes."""
+_ends: list[StoreEnd | StoreWatch] = []
+"""At most one: tells when the store that this process used last has closed, from rank 0 to the others."""
+_END_PORT, _END_PORT_SECONDS = "cyxtrain/end", 1.0
+"""The key at which rank 0 tells the port, and for how long the others look for it."""
 
 
 @dataclass
@@ -54,7 +63,6 @@ def join(config: DistributedConfig) -> Joined:
         RendezvousError: The ranks did not find each other within `timeout_ms`.
         BackendUnavailableError: The backend is not on this machine.
     """
-    global _lives
     deadline = Deadline(config.timeout_ms / 1000)
     backend = BackendType.parse(config.backend or BackendType.CPU)
     _warn_of_untested_torch(config.rank or 0)
@@ -63,6 +71,7 @@ def join(config: DistributedConfig) -> Joined:
     while True:
         store = _store_of_this_life(config, deadline)
         try:
+            _watch_store(store, config, deadline)
             _make_group(backend, store, config, options, deadline)
         except StoreLostError:
             # Rank 0 of the life before went away just now; its next life opens the store again.
@@ -70,7 +79,8 @@ def join(config: DistributedConfig) -> Joined:
                 raise
             continue
         break
-    _lives += 1  # not when it failed: a rank that tries again must look where the others are
+    if config.world_size != 1:  # not when it failed: a rank that tries again must look where the others are
+        _lives[config.master_addr, config.master_port] += 1
     store.set_timeout(timedelta(milliseconds=config.timeout_ms))
     _share_cores(environment.ranks_that_share_cores())
     group = dist.group.WORLD
@@ -99,7 +109,35 @@ def open_store(config: DistributedConfig, seconds: float) -> dist.Store:
 def _store_of_this_life(config: DistributedConfig, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
-    return dist.PrefixStore(f"/cyxtrain/{_lives + 1}", open_store(config, _left(deadline).total_seconds()))
+    place = (config.master_addr, config.master_port)
+    for end in _ends:
+        if isinstance(end, StoreWatch):
+            end.await_end(config.master_addr, deadline)
+    forget_store()
+    store = open_store(config, _left(deadline).total_seconds())
+    if config.rank == 0 and isinstance(store, dist.TCPStore):
+        end = StoreEnd(config.master_addr)
+        _ends.append(end)
+        store.set(_END_PORT, str(end.port))
+    return dist.PrefixStore(f"/cyxtrain/{_lives[place] + 1}", store)
+
+
+def _watch_store(store: dist.Store, config: DistributedConfig, deadline: Deadline) -> None:
+    """Connects to what will tell when the store of rank 0 has closed; torchrun's agent keeps its own open."""
+    if config.world_size == 1 or config.rank == 0 or environment.agent_store_prefix(config) is not None:
+        return
+    patience = Deadline(_END_PORT_SECONDS)
+    with contextlib.closing(Board(root_of(store), f"rank {config.rank}", deadline)) as board:
+        while not board.has(_END_PORT) and not patience.passed():
+            time.sleep(0.001)  # rank 0 has just opened the store
+        if board.has(_END_PORT):
+            _ends.append(StoreWatch(config.master_addr, int(board.get(_END_PORT))))
+
+
+def forget_store() -> None:
+    """Closes what tells of the end of the store that was used last: it has closed, or is that of a fork's parent."""
+    while _ends:
+        _ends.pop().close()
 
 
 def _make_group(

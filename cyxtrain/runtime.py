@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cyxtrain import environment, talking
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, DistributedTrainingError, NotInitializedError
-from cyxtrain.joining import Joined, join
+from cyxtrain.joining import Joined, forget_store, join
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.settings import require
 
@@ -119,6 +119,9 @@ def _leave(*, calls_roll: bool) -> None:
             raise
     finally:
         dist.destroy_process_group()
+        is_host, joined = joined.config.rank == 0, None  # nobody holds the store any more
+        if is_host:
+            forget_store()  # tells the others that they may look for the next one
 
 
 def init_process_group(
@@ -292,6 +295,7 @@ def _forget() -> None:
     """Lets a forked child end without leaving in its parent's name."""
     global _joined
     _joined = None
+    forget_store()
 
 
 if sys.platform != "win32":

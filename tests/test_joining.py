@@ -20,7 +20,7 @@ from worlds import child_environment, free_port, wait_until
 import cyxtrain as cx
 from cyxtrain import joining
 from cyxtrain.ring.meeting.board import StoreLostError
-from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.meeting.store import StoreWatch
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 LATE = 0.5  # seconds after the deadline that an error may come
@@ -69,21 +69,48 @@ def join_with_patience(folder):
 
 
 def join_again_before_rank_0_has_left(folder):
-    """The store of rank 0 is still open for the first life when the others answer there for their second one."""
-    answered = [Path(folder) / f"answered {rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
+    """The store of rank 0 is still open for the first life when the others want to begin their second one."""
+    waiting = [Path(folder) / f"waiting {rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
     cx.init()
     if own_rank() == 0:
-        wait_until(lambda: all(file.exists() for file in answered))
+        wait_until(lambda: all(file.exists() for file in waiting))
     else:
-        answer = RollCall.answer
+        await_end = StoreWatch.await_end
 
-        def answer_and_tell(roll, entry):
-            answer(roll, entry)
-            answered[own_rank() - 1].touch()
+        def tell_and_await(watch, *arguments):
+            waiting[own_rank() - 1].touch()
+            await_end(watch, *arguments)
 
-        RollCall.answer = answer_and_tell
+        StoreWatch.await_end = tell_and_await
     dist.destroy_process_group()  # finalize would wait for rank 0
     return join(10.0)[0]
+
+
+def join_again_without_rank_0(folder):
+    """Rank 0 stays in the first life until the other one has given up its second."""
+    gave_up = Path(folder) / "gave up"
+    cx.init()
+    if own_rank() == 0:
+        wait_until(gave_up.exists)
+        return None
+    dist.destroy_process_group()
+    outcome = join(0.3)
+    gave_up.touch()
+    return outcome
+
+
+def join_and_leave(times, folder):
+    """Returns the last sum, and what came to stdout and stderr meanwhile, also from PyTorch's C++."""
+    printed = Path(folder) / f"printed {own_rank()}"
+    os.environ["CYXTRAIN_SECRET"] = "known to all ranks"
+    with printed.open("w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    for _ in range(times):
+        with cx.init():
+            total = torch.ones(1)
+            cx.all_reduce(total)
+    return total.item(), printed.read_text()
 
 
 def join_and_keep_the_group():
@@ -162,6 +189,18 @@ def test_rank_that_gave_up_can_come_again(tmp_path):
 
 def test_store_of_the_life_before_is_left_for_that_of_the_next_one(tmp_path):
     assert values(run_ranks(3, join_again_before_rank_0_has_left, str(tmp_path))) == ["joined"] * 3
+
+
+def test_rank_0_that_stays_in_the_life_before_is_said_at_the_deadline(tmp_path):
+    kind, message, rank, seconds = values(run_ranks(2, join_again_without_rank_0, str(tmp_path)))[1]
+    assert (kind, rank) == ("RendezvousError", 0)
+    assert "rank 0 is still in the world that this process has left" in message
+    assert seconds >= 0.3
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(40, marks=pytest.mark.nightly)])
+def test_joining_and_leaving_again_and_again_prints_nothing(times, tmp_path):
+    assert values(run_ranks(4, join_and_leave, times, str(tmp_path))) == [(4.0, "")] * 4
 
 
 def test_group_that_somebody_still_holds_does_not_hold_the_port():

@@ -5,8 +5,10 @@ PyTorch's own client hides why it cannot connect, and waits for ever where somet
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import selectors
 import socket
 import threading
 import time
@@ -108,6 +110,70 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
         "Another program may use that port: choose another MASTER_PORT, the same on every rank.",
         rank=0,
     )
+
+
+class StoreEnd:
+    """A socket of rank 0 that closes after its store has: connections to it end then, which tells the other ranks.
+
+    The store's own connections end before its port is free. A rank that joins again just then would reach a store
+    that is about to close, and PyTorch's client would print pages of C++.
+
+    Args:
+        address: Of the store.
+
+    Attributes:
+        port: Where the others connect.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = _listen(address, 0)
+        self.port = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Closes it; harmless twice."""
+        self._socket.close()
+
+
+class StoreWatch:
+    """Another rank's connection to the `StoreEnd` of rank 0.
+
+    Args:
+        address: Of the store.
+        port: Of its end.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self._address = address
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            self._socket = socket.create_connection((address, port), _LONGEST_TRY_SECONDS)
+
+    def await_end(self, address: str, deadline: Deadline) -> None:
+        """Waits until the store has closed, if it is the one at this address.
+
+        Args:
+            address: Where a next store will open.
+            deadline: When to give up.
+
+        Raises:
+            RendezvousError: It is still open at the deadline.
+        """
+        if self._socket is None or self._address != address:
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            if not selector.select(max(deadline.left(), 0.001)):
+                raise RendezvousError(
+                    f"rank 0 is still in the world that this process has left, and has its port at {address}. To begin "
+                    "a new world, every rank must leave the old one first (cyxtrain.finalize()).",
+                    rank=0,
+                )
+
+    def close(self) -> None:
+        """Closes the connection; harmless twice."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TCPStore | Exception | None:
