@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cyxtrain as cx
-from cyxtrain.parallel.broadcasting import buffers_of
+from cyxtrain.parallel.broadcasting import tensors_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -127,20 +127,21 @@ def test_buffers_follow_rank_0_at_each_training_forward():
     torch.testing.assert_close(model.running_mean, alone.running_mean + cx.get_rank())
 
 
-def test_the_buffers_of_any_module_are_found():
+def test_the_tensors_of_any_module_are_found():
     inner = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.ReLU())
     inner.register_buffer("absent", None)
     inner.register_module("nobody", None)
     model = nn.Sequential(inner, nn.ModuleList([inner, nn.BatchNorm2d(4)]), nn.InstanceNorm1d(2))
     model[2].register_buffer("shared", inner[0].running_mean, persistent=False)
-    assert {id(each) for each in buffers_of(model)} == {id(each) for each in model.buffers()}
-    assert len(buffers_of(model)) == 6
+    assert [id(each) for each in tensors_of(model)[0]] == [id(each) for each in model.parameters()]
+    assert {id(each) for each in tensors_of(model)[1]} == {id(each) for each in model.buffers()}
+    assert len(tensors_of(model)[1]) == 6
     inner.outer = model  # around in a circle
-    assert len(buffers_of(model)) == 6
+    assert len(tensors_of(model)[1]) == 6
     for _ in range(40):  # each holds the one before twice
         inner = nn.ModuleList([inner, inner])
-    assert len(buffers_of(inner)) == 6
-    assert buffers_of(nn.Linear(2, 2)) == []
+    assert len(tensors_of(inner)[1]) == 6
+    assert tensors_of(nn.Linear(2, 2))[1] == []
 
 
 @on_ranks(2)

@@ -270,9 +270,11 @@ def test_parameters_cannot_be_replaced_by_others_that_nobody_averages():
 
 
 @on_ranks(2)
-def test_sparse_gradients_are_refused_by_name_of_what_makes_them():
-    model = nn.Embedding(4, 2)
-    model.forward = lambda rows: nn.functional.embedding(rows, model.weight, sparse=True)
-    ddp = cx.DistributedDataParallel(model)
-    with pytest.raises(cx.DistributedTrainingError, match="sparse=False"):
-        ddp(torch.tensor([1, 2])).sum().backward()
+def test_sparse_gradients_that_nobody_could_foresee_are_averaged_as_dense_ones():
+    for fields in ({}, {"gradient_as_bucket_view": False}):
+        model = nn.Embedding(4, 2)
+        model.forward = lambda rows, weight=model.weight: nn.functional.embedding(rows, weight, sparse=True)
+        ddp = cx.DistributedDataParallel(model, **fields)
+        for step in range(2):
+            ddp(torch.tensor([1, 2 + cx.get_rank()])).sum().backward()
+            assert model.weight.grad.to_dense()[:, 0].tolist() == [0, step + 1, (step + 1) / 2, (step + 1) / 2]

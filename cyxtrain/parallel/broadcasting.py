@@ -43,18 +43,24 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Returns what `module.buffers()` does, in a quarter of the time: it is asked for in each step, mostly in vain."""
-    found: dict[Tensor, None] = {}
-    _collect_buffers(module, found, set())
-    return list(found)
+def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Return `module.parameters()` and `module.buffers()` as lists, in a quarter of the time: each step needs them."""
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    _collect_tensors(module, parameters, buffers, set())
+    return [*parameters.values()], [*buffers.values()]
 
 
-def _collect_buffers(module: nn.Module, found: dict[Tensor, None], seen: set[nn.Module]) -> None:
+def _collect_tensors(
+    module: nn.Module, parameters: dict[int, nn.Parameter], buffers: dict[int, Tensor], seen: set[nn.Module]
+) -> None:
     seen.add(module)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            parameters[id(parameter)] = parameter
     for buffer in module._buffers.values():
         if buffer is not None:
-            found[buffer] = None
+            buffers[id(buffer)] = buffer
     for inner in module._modules.values():
         if inner is not None and inner not in seen:
-            _collect_buffers(inner, found, seen)
+            _collect_tensors(inner, parameters, buffers, seen)

@@ -14,13 +14,18 @@ from cyxtrain.parallel.layout import BucketSpec
 from cyxtrain.parallel.travel import AsItIs, ByHook, InCommon, Travel
 from cyxtrain.ring.shared import SharedMean
 
+STEP_LATER = (
+    "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "
+    "gradient, not use it up."
+)
+
 
 class Bucket:
     """Gradients that travel together. It is also what PyTorch's comm hooks get as a GradBucket.
 
     Args:
         spec: Which parameters, and where.
-        parameters: All parameters of the module, which `spec` indexes.
+        parameters: (name, parameter) of all that are trained, which `spec` indexes.
         index: Number of this bucket, in the order of launching.
         last: Whether it is the last one.
         mean: Memory for it that all ranks have in common, or None.
@@ -29,12 +34,13 @@ class Bucket:
     def __init__(
         self,
         spec: BucketSpec,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[tuple[str, nn.Parameter]],
         index: int,
         last: bool,
         mean: SharedMean | None = None,
     ) -> None:
-        self._parameters = [parameters[i] for i in spec.parameters]
+        self._names = [parameters[i][0] for i in spec.parameters]
+        self._parameters = [parameters[i][1] for i in spec.parameters]
         self._spec = spec
         self.heard: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
@@ -78,17 +84,25 @@ class Bucket:
         self.launched = False
 
     def take(self, slot: int, *, as_view: bool) -> None:
-        """Takes in the gradient of a parameter; with `as_view`, `.grad` becomes its place in the bucket."""
+        """Take in the gradient of a parameter; with `as_view`, `.grad` becomes its place in the bucket.
+
+        Raises:
+            DistributedTrainingError: A hook took it, or it has a graph of its own.
+        """
         parameter, view = self._parameters[slot], self._views[slot]
         gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
+        if gradient is None:
             raise DistributedTrainingError(
-                f"a parameter of shape {list(parameter.shape)} has a {gradient.layout} gradient, which cannot be "
-                "averaged over ranks: use sparse=False in its embedding."
+                f"a hook took the gradient of {self._names[slot]} before it was averaged over ranks. {STEP_LATER}"
+            )
+        if gradient.requires_grad:
+            raise DistributedTrainingError(
+                f"the gradient of {self._names[slot]} has a graph, as backward(create_graph=True) makes it: its "
+                "average over ranks would have none. For what you differentiate again take torch.autograd.grad(..., "
+                "create_graph=True), add it to the loss, and call loss.backward()."
             )
         if gradient is not view:
-            view.copy_(gradient)
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             if as_view:
                 parameter.grad = view
         if not self._ready[slot]:
@@ -171,7 +185,7 @@ class Bucket:
             if as_view:
                 if parameter.grad is not self._views[slot]:
                     parameter.grad = self._views[slot]
-            elif parameter.grad is None:
+            elif parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = self._views[slot].clone()
             else:
                 parameter.grad.copy_(self._views[slot])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from cyxtrain import runtime
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
-from cyxtrain.parallel.broadcasting import broadcast_tensors, buffers_of
+from cyxtrain.parallel.broadcasting import broadcast_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
@@ -27,7 +28,8 @@ class DistributedDataParallel(nn.Module):
     """Wraps a module, so that training it on N ranks is training it once on all their samples.
 
     Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs; buffers
-    follow rank 0 at each training forward. In a world of one it is inert: no hook, no copy.
+    follow rank 0 at each training forward. Parameters that are added, replaced, unfrozen or converted later are
+    averaged from the next forward. `copy.deepcopy` gives a bare copy. In a world of one it is inert: no hook, no copy.
 
     Args:
         model: The module. It is not copied: training the wrapper trains it.
@@ -57,24 +59,23 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
         world_size = runtime.get_world_size()
-        named = trained_parameters(model)
-        self._trained = {id(parameter) for _, parameter in named}
+        self._trained = {id(parameter) for _, parameter in trained_parameters(model)}
         self._reducer: Reducer | None = None
         self._latest = _Latest()
-        self._all_parameters = list(model.parameters())
         if world_size > 1:
             check_same_module(model, runtime.cpu_group())
             if self.config.broadcast_parameters:
                 broadcast_tensors([*model.parameters(), *model.buffers()])
-            self._reducer = Reducer(named, self.config)
+            self._reducer = Reducer(model, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Calls the module with what it is given, and prepares backward to average gradients."""
-        if torch.is_grad_enabled() and self._reducer is not None:
-            self._reducer.arm(dist.group.WORLD)
-            if not self._reducer.held:
-                self._sync_buffers()
+        averages = self._reducer is not None and torch.is_grad_enabled()
+        if averages and not self._is_held():
+            self._prepare()
         output = self.module(*inputs, **named_inputs)
+        if averages and self._reducer is not None:
+            self._reducer.note_forward()
         self._latest.input = _reference(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
         self._latest.output = _reference(output)
         return output
@@ -110,6 +111,7 @@ class DistributedDataParallel(nn.Module):
 
         Cost: a number, to agree on whether any rank has accumulated something; then the gradients.
         """
+        self._follow_module()
         if self._reducer is not None:
             unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
             dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
@@ -125,8 +127,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward_without_batch(self) -> None:
         """Takes the part of a rank without samples in a step's forward."""
-        if self._reducer is not None:
-            self._sync_buffers()
+        self._prepare()
 
     def backward_without_batch(self) -> None:
         """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
@@ -202,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             return self._reducer.is_finite()
         self._latest.checked = loss
-        gradients = [parameter.grad for parameter in self._all_parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in tensors_of(self.module)[0] if parameter.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def losses_are_finite(self) -> bool:
@@ -264,11 +265,34 @@ class DistributedDataParallel(nn.Module):
     def sync_buffers(self) -> None:
         """Copies rank 0's buffers, such as running means, to all."""
         if self._reducer is not None:
-            broadcast_tensors(buffers_of(self.module))
+            broadcast_tensors(tensors_of(self.module)[1])
 
-    def _sync_buffers(self) -> None:
+    def _is_held(self) -> bool:
+        return self._reducer is not None and self._reducer.held
+
+    def _prepare(self) -> None:
+        """Make the module ready for a forward whose gradients are averaged: the same buffers, and all parameters."""
+        self._follow_module()
         if self.training:
             self.sync_buffers()
+
+    def _follow_module(self) -> None:
+        """Average other parameters where the module has others: added, replaced, unfrozen or converted ones.
+
+        They begin as rank 0's. All ranks must have changed the module alike: they compare it.
+        """
+        reducer = self._reducer
+        if reducer is None:
+            return
+        parameters, _ = tensors_of(self.module)
+        if reducer.fits(parameters):
+            return
+        check_same_module(self.module, runtime.cpu_group())
+        if self.config.broadcast_parameters:
+            broadcast_tensors(reducer.new_parameters(parameters))
+        self._reducer = Reducer(self.module, self.config)
+        self._reducer.take_over(reducer)
+        self._trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def close(self) -> None:
         """Takes the hooks off the module, which can then be wrapped anew."""
@@ -276,11 +300,15 @@ class DistributedDataParallel(nn.Module):
             self._reducer.close()
             self._reducer = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the bare module, as weight averaging wants it: nothing averages a copy's gradients."""
+        return copy.deepcopy(self.module, memo)
+
     def __getstate__(self) -> dict[str, Any]:
         if self._reducer is not None:
             raise ConfigError(
-                "a DistributedDataParallel cannot be copied or pickled: nobody would average its copy's gradients. "
-                "Copy get_model(), and wrap the copy where it is to be trained."
+                "a DistributedDataParallel cannot be pickled: nobody would average the gradients of what is read. "
+                "Take get_model(), and wrap it again where it is to be trained; copy.deepcopy gives a bare copy."
             )
         return self.__dict__
 

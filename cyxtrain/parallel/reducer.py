@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
-from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks
-from cyxtrain.parallel.bucket import Bucket
+from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
+from cyxtrain.parallel.broadcasting import tensors_of
+from cyxtrain.parallel.bucket import STEP_LATER, Bucket
 from cyxtrain.parallel.compression import compress
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
@@ -28,35 +29,40 @@ from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.shared import SharedMean
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
+_open: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""All reducers whose hooks are on a module."""
 
 
 class Reducer:
     """The buckets of a module, and the hooks that fill them.
 
     Args:
-        parameters: (name, parameter) of those that are trained, in the order of the module.
+        model: Its trained parameters are averaged.
         config: Sizes and semantics.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: DDPConfig) -> None:
+    def __init__(self, model: nn.Module, config: DDPConfig) -> None:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they have come into a bucket
+        parameters = trained_parameters(model)
+        self._model = model
+        self._kinds = {id(p): (p.dtype, p.device, p.requires_grad, p) for p in model.parameters()}  # p keeps its id
         self._names = {parameter: name for name, parameter in parameters}
         self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
-        trained = [parameter for _, parameter in parameters]
+        self._trained = trained = [parameter for _, parameter in parameters]
+        self._versions: list[int] | None = None
         specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
         layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
         self._buckets = [
-            Bucket(spec, trained, index, spec is layout[-1], mean)
+            Bucket(spec, parameters, index, spec is layout[-1], mean)
             for index, (spec, mean) in enumerate(zip(layout, _memory_in_common(layout, config), strict=True))
         ]
         named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]
         self.low_rank = compress(self._buckets, named, config)
         """The gradients that travel as thin matrices, by name."""
         self._is_compressing = config.compression is not None
-        self._has_hook = False
+        self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._group: Any = dist.group.WORLD
-        self._armed = False
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
@@ -72,17 +78,58 @@ class Reducer:
         """That this rank has communicated, or waited for others."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
-        self._handles = []
+        self._handles: list[Any] = []
+        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._watch_gradients(layout)
+
+    def _watch_gradients(self, layout: Sequence[BucketSpec]) -> None:
+        for other in _open:
+            if not other._names.keys().isdisjoint(self._names):
+                other._newer.add(self)
+        _open.add(self)
         own = weakref.ref(self)  # a hook must not keep the reducer, and with it the buckets, alive
         for index, spec in enumerate(layout):
             for slot, number in enumerate(spec.parameters):
                 hook = _hook(own, index, slot)
-                self._handles.append(trained[number].register_post_accumulate_grad_hook(hook))
+                self._handles.append(self._trained[number].register_post_accumulate_grad_hook(hook))
 
-    def arm(self, group: Any) -> None:
-        """Lets backward synchronise over `group`, from now on."""
-        self._use(group)
-        self._armed = True
+    def take_over(self, earlier: Reducer) -> None:
+        """Continue where an `earlier` reducer of the same module ended; that one is closed."""
+        earlier.close()
+        self.unsynced, self.seconds = earlier.unsynced, earlier.seconds
+        self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
+        if earlier._hook is not None:
+            self.travel_by_hook(*earlier._hook)
+        for name in self.low_rank.keys() & earlier.low_rank.keys():
+            now, before = self.low_rank[name], earlier.low_rank[name]
+            if (now.query.shape, now.error.shape) == (before.query.shape, before.error.shape):
+                now.query.copy_(before.query)
+                now.error.copy_(before.error)
+
+    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether the module still has the parameters that it had, of the same kind.
+
+        A parameter that is frozen now still fits: it has no gradient. Cost: a look-up for each.
+
+        Args:
+            parameters: All that the module has now.
+        """
+        kinds = self._kinds
+        for parameter in parameters:
+            kind = kinds.get(id(parameter))
+            if kind is None or kind[0] is not parameter.dtype or kind[1] != parameter.device:
+                return False
+            if parameter.requires_grad and not kind[2]:
+                return False
+        return len(parameters) == len(kinds)
+
+    def new_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of the `parameters` that the module did not have."""
+        return [parameter for parameter in parameters if id(parameter) not in self._kinds]
+
+    def note_forward(self) -> None:
+        """Note the parameters' versions: until backward has averaged their gradients, nobody may change them."""
+        self._versions = [parameter._version for parameter in self._trained]
 
     def _use(self, group: Any) -> None:
         if group is not self._group:
@@ -113,11 +160,11 @@ class Reducer:
         Raises:
             ConfigError: Something else does.
         """
-        if self._has_hook:
+        if self._hook is not None:
             raise ConfigError("a comm hook is registered already; a module has one.")
         if self._is_compressing:
             raise ConfigError("DDPConfig.compression and a comm hook both say how gradients travel: leave one out.")
-        self._has_hook = True
+        self._hook = (state, hook)
         for bucket in self._buckets:
             bucket.travel_by_hook(state, hook)
 
@@ -125,6 +172,9 @@ class Reducer:
         """Removes the hooks; `.grad` stays as it is."""
         for handle in self._handles:
             handle.remove()
+        _open.discard(self)
+        for other in _open:
+            other._newer.discard(self)
 
     def synchronize(self, group: Any, *, absent: bool = False) -> None:
         """Averages what has accumulated in `.grad`; a parameter without one counts as zeros.
@@ -143,7 +193,7 @@ class Reducer:
 
     def on_gradient(self, index: int, slot: int) -> None:
         """Takes in one gradient, and launches what is complete. Called by autograd."""
-        if self.held or not self._armed:
+        if self.held or self._newer:  # of two wrappers of one module, the newer one averages
             self.unsynced = True
             return
         if self._backward is None or self._backward() is None:
@@ -162,6 +212,10 @@ class Reducer:
         self._finish(check=not self._allow_unused)
 
     def _begin_backward(self) -> None:
+        self._use(dist.group.WORLD)
+        if self._versions is None:  # the loss is not from the wrapper's forward
+            self._check_module()
+            self.note_forward()
         self._begin()
         backward = _Backward(self)
         self._backward = weakref.ref(backward)
@@ -189,9 +243,10 @@ class Reducer:
             while self._next_bucket < len(self._buckets):
                 self._buckets[self._next_bucket].fill(as_view=self._as_view)
                 self._launch_next()
+            self._check_versions()
             unused = self._receive()
         finally:
-            self._backward = self.loss = None
+            self._backward = self.loss = self._versions = None
         self.unsynced = False
         if check and unused:
             self._refuse_unused(unused)
@@ -209,6 +264,26 @@ class Reducer:
         for bucket in self._buckets:
             unused += bucket.finish(as_view=self._as_view, is_whole=is_whole)
         return unused
+
+    def _check_module(self) -> None:
+        if not self.fits(tensors_of(self._model)[0]):
+            raise DistributedTrainingError(
+                "the model's parameters have changed since it was wrapped (added, replaced, unfrozen or converted), "
+                "and this loss is not from the wrapper's forward, which would have noticed. Call ddp(...) before, or "
+                "wrap the model anew."
+            )
+
+    def _check_versions(self) -> None:
+        """Refuse what a hook that steps in backward has done: with this rank's gradient alone."""
+        if self._versions is None:
+            return
+        versions = [parameter._version for parameter in self._trained]
+        if versions != self._versions:
+            changed = [p for p, now, then in zip(self._trained, versions, self._versions, strict=True) if now != then]
+            names = shortened(self._names[parameter] for parameter in changed)
+            raise DistributedTrainingError(
+                f"a hook changed {names} in backward, before the gradients were averaged over ranks. {STEP_LATER}"
+            )
 
     def _refuse_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         # Every rank has seen the same flags, so every rank raises.
