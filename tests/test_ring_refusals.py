@@ -99,8 +99,8 @@ REFUSED = {
         "it has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR",
     ),
     "a sparse tensor": (
-        lambda group: group.allreduce([torch.zeros(3).to_sparse()]),
-        r"this one is torch.sparse_coo; call to_dense\(\) first",
+        lambda group: group.broadcast([torch.zeros(3).to_sparse()], options(dist.BroadcastOptions)),
+        r"this one is torch.sparse_coo. Call to_dense\(\) first",
     ),
     "a tensor elsewhere": (
         lambda group: group.allreduce([torch.zeros(3, device="meta")]),

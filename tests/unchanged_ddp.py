@@ -234,6 +234,51 @@ def joined_with_uneven_inputs():
     assert_same(trained(None), trained(gloo()), rounding())
 
 
+def joined_with_a_divisor_that_shrinks():
+    """PyTorch's C++ alone holds the work of the collective that counts the ranks, and waits for it in backward."""
+
+    def trained(group):
+        torch.manual_seed(0)
+        model = nn.Linear(13, 3)
+        ddp = DistributedDataParallel(model, process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 13)).square().mean().backward()
+                optimizer.step()
+        return model.state_dict()
+
+    assert_same(trained(None), trained(gloo()), rounding())
+
+
+def with_sparse_gradients():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 5, sparse=True)
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.last(self.table((x[:, 0].abs() * 5).long().clamp(max=19)))
+
+    def trained(group):
+        torch.manual_seed(0)
+        model = Embedded()
+        ddp = DistributedDataParallel(model, process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 13)).square().mean().backward()
+            assert model.table.weight.grad.is_sparse
+            optimizer.step()
+        return model.state_dict()
+
+    assert_same(trained(None), trained(gloo()), rounding())
+
+
 def joined_with_a_throw_on_early_end():
     ddp = DistributedDataParallel(nn.Linear(13, 3))
 

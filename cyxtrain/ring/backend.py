@@ -18,7 +18,7 @@ from cyxtrain.ring.process_group import RingOperations
 from cyxtrain.ring.shared import SharedMean
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.uncompiled import uncompiled
-from cyxtrain.ring.work import DoneWork, MessageWork, PostedWork
+from cyxtrain.ring.work import DoneAsyncWork, DoneWork, MessageWork, PostedWork
 
 # Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
 if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
@@ -86,7 +86,8 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
 def register() -> None:
     """Makes "ring" a backend of torch.distributed. No socket, no thread."""
-    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, DoneWork, MessageWork, PostedWork):
+    works = (DoneWork, DoneAsyncWork, MessageWork, PostedWork)
+    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
         uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])

@@ -56,6 +56,7 @@ class Delivery:
         self._changing = threading.Lock()
         self._then: list[Callable[[], object]] = []
         self._value: Any = None
+        self._concluded, self._cut = False, _whole
         self.error: BaseException | None = None
         self.done = False
 
@@ -79,6 +80,14 @@ class Delivery:
                 callback()
             except Exception:  # it must not end the thread that others wait for
                 _log.exception("a callback of a collective has failed")
+        self._concluded = True
+        self._value = self._cut(self._value)
+
+    def cut(self, cut: Callable[[Any], Any]) -> None:
+        """Keeps only a part of what the call returns, once the callbacks that are given have seen it."""
+        self._cut = cut
+        if self._concluded:
+            self._value = cut(self._value)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until it is done, at most so long; returns whether it is. The call itself has a deadline."""
@@ -102,6 +111,10 @@ class Delivery:
         if self.error is not None:
             raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
         return self._value
+
+
+def _whole(value: Any) -> Any:
+    return value
 
 
 def _nothing() -> None:

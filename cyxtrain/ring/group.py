@@ -5,6 +5,7 @@ A group is immutable: its ranks never change, and its generation tells its frame
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -110,6 +111,14 @@ class Group:
         self.ready = ReadyReductions(links, self._routes, generation)
         self._passages = Passages(self.ready)
         self._siblings.add(self)
+
+    def together(self) -> contextlib.AbstractContextManager[object]:
+        """Within, no other thread's collective comes between those of this one."""
+        return self._lock
+
+    def name_of(self, rank: int) -> int:
+        """Returns what errors call a rank: its rank in the world."""
+        return self._names[rank]
 
     def courier(self, *, asynchronous: bool) -> Courier | None:
         """Returns who makes a call for the thread that asks; None: it makes it itself.

@@ -75,9 +75,10 @@ class Deadline:
         seconds: From now.
     """
 
-    __slots__ = ("_at",)
+    __slots__ = ("_at", "seconds")
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._at = time.monotonic() + seconds
 
     def left(self) -> float:

@@ -170,7 +170,7 @@ class Mailbox:
             if message.done:
                 return True
             if deadline.passed():
-                raise self._watch.fail(self._too_late(message))
+                raise self._watch.fail(self._too_late(message, deadline))
             sleeper = self._idle.pop() if self._idle else _Sleeper()
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
@@ -184,12 +184,12 @@ class Mailbox:
                 self._risen.notify_all()
         return False
 
-    def _too_late(self, message: Message) -> CyxtrainError:
+    def _too_late(self, message: Message, deadline: Deadline) -> CyxtrainError:
         peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
         return CollectiveTimeoutError(
-            f"rank {self._watch.rank} waited for {'any rank' if peer is None else f'rank {peer}'} in "
-            f"{message.operation.describe()} until the deadline. "
-            "Is there a matching call with the same tag? collective_timeout_ms sets the deadline.",
+            f"rank {self._watch.rank} timed out in {message.operation.describe()}: it waited for "
+            f"{'any rank' if peer is None else f'rank {peer}'} until its timeout of {deadline.seconds:g} s was over. "
+            "Is there a matching call with the same tag? collective_timeout_ms sets the timeout.",
             rank=peer,
             during=message.operation.describe(),
         )

@@ -313,8 +313,8 @@ class Mesh:
             return
         peer = self._watch.blame(operation.sequence, waited_for.rank)
         raise CollectiveTimeoutError(
-            f"rank {self._rank} waited for rank {peer} in {operation.describe()} until the deadline. "
-            f"Look at what rank {peer} does; collective_timeout_ms sets the deadline.",
+            f"rank {self._rank} timed out in {operation.describe()}: it waited for rank {peer} until its timeout of "
+            f"{deadline.seconds:g} s was over. Look at what rank {peer} does; collective_timeout_ms sets the timeout.",
             rank=peer,
             during=operation.describe(),
         )

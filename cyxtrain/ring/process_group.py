@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import CyxtrainError
+from cyxtrain.ring import sparse
 from cyxtrain.ring.arguments import (
     as_list,
     as_lists,
@@ -51,7 +52,8 @@ class RingOperations:
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces in place, on all ranks."""
         for tensor in as_list(tensors):
-            self._group.all_reduce(tensor, reduction_of(opts), timeout_of(opts))
+            reduce = sparse.all_reduce if tensor.layout is torch.sparse_coo else Group.all_reduce
+            reduce(self._group, tensor, reduction_of(opts), timeout_of(opts))
         return as_list(tensors)
 
     @collective

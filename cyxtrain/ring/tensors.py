@@ -43,7 +43,10 @@ def check_tensor(tensor: Tensor) -> Tensor:
     if tensor.is_cpu and tensor.layout is torch.strided:
         return tensor
     if tensor.layout is not torch.strided:
-        raise CyxtrainError(f"the ring carries dense tensors, this one is {tensor.layout}; call to_dense() first.")
+        raise CyxtrainError(
+            f"the ring carries dense tensors, and sparse COO tensors in all_reduce; this one is {tensor.layout}. "
+            "Call to_dense() first."
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise CyxtrainError(f"the ring carries CPU and CUDA tensors, this one is on {tensor.device}; call cpu() first.")
     return tensor
@@ -91,6 +94,12 @@ def write(flat: Tensor, tensor: Tensor) -> None:
     """Copies as many elements, in one dimension, into a tensor, wherever that was made."""
     with torch.inference_mode() if _is_closed(tensor) else contextlib.nullcontext():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def replace(tensor: Tensor, whole: Tensor) -> None:
+    """Gives a tensor the elements of another one of its size and layout, wherever it was made."""
+    with torch.inference_mode() if _is_closed(tensor) else torch.no_grad():
+        tensor.copy_(whole)
 
 
 def _is_closed(tensor: Tensor) -> bool:

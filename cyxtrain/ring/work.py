@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 from collections.abc import Callable
@@ -18,6 +19,24 @@ from cyxtrain.ring.group import Group
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.staging import beside
+
+_LET_GO: collections.deque[_Work] = collections.deque(maxlen=4096)
+"""Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
+
+It may wait for a work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
+Without its Python half C++ would wait for ever; and nothing tells Python when it does not hold it any more.
+"""
+_KEPT_BYTES = 4096
+"""Of a result of such a work; what is larger would keep memory."""
+
+
+def _small(result: Any) -> Any:
+    """Returns a result, if it is small; else None."""
+    return result if result is None or _bytes_of(result) <= _KEPT_BYTES else None
+
+
+def _bytes_of(result: Any) -> int:
+    return result.numel() * result.element_size() if isinstance(result, Tensor) else sum(map(_bytes_of, result))
 
 
 class DoneWork(_Work):
@@ -53,6 +72,14 @@ class DoneWork(_Work):
         return future
 
 
+class DoneAsyncWork(DoneWork):
+    """The same of a call with `async_op=True`."""
+
+    def __del__(self, keep: Callable[[_Work], None] = _LET_GO.append) -> None:
+        self._result = _small(self._result)
+        keep(self)
+
+
 class PostedWork(_Work):
     """A collective that travels beside the thread that asked for it.
 
@@ -65,6 +92,10 @@ class PostedWork(_Work):
         super().__init__()
         self._delivery = delivery
         self._courier = courier
+
+    def __del__(self, keep: Callable[[_Work], None] = _LET_GO.append) -> None:
+        self._delivery.cut(_small)
+        keep(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when it is over; raises what went wrong.
@@ -81,7 +112,7 @@ class PostedWork(_Work):
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._delivery.wait(seconds):
             raise CollectiveTimeoutError(
-                f"wait() gave up after {seconds} s; the collective goes on until its deadline."
+                f"wait() timed out after {seconds} s; the collective goes on until its deadline."
             )
         self._delivery.outcome()
         return True
@@ -225,7 +256,8 @@ def collective(method: Callable[..., Any]) -> Callable[..., Any]:
         if courier is None:
             handled = sys.exc_info()[1]
             try:
-                return DoneWork(method(self, *args, **named))
+                result = method(self, *args, **named)
+                return DoneAsyncWork(result) if asynchronous else DoneWork(result)
             except CyxtrainError as error:
                 raise _seen_from_outside(error, handled)  # noqa: B904
             except KeyboardInterrupt:

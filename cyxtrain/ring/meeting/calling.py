@@ -180,7 +180,7 @@ def _wait(sock: socket.socket, deadline: Deadline, look: Callable[[], None], *, 
     while not poller.wait(readers, writers, deadline, LOOK_SECONDS):
         look()
         if deadline.passed():
-            raise TimeoutError(errno.ETIMEDOUT, "no answer before the deadline")
+            raise TimeoutError(errno.ETIMEDOUT, "timed out: no answer before the deadline")
 
 
 def _hear_why(roll: RollCall) -> None:

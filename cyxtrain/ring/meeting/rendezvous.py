@@ -304,7 +304,8 @@ class _Members:
             unmet = roll.unmet()
             who = " and ".join(f"rank {name}" for name in unmet)
             return RendezvousError(
-                f"{who} did not connect with all others before the deadline, and rank {self._names[self._rank]} did. "
+                f"Joining timed out after {roll.deadline.seconds:g} s: {who} did not connect with all others, and rank "
+                f"{self._names[self._rank]} did. "
                 "Look at their output; across machines, firewalls must allow TCP between all ranks.",
                 rank=unmet[0] if unmet else None,
             )
@@ -318,8 +319,8 @@ class _Members:
                 "CYXTRAIN_SECRET must be the same on every rank"
             )
         return RendezvousError(
-            f"{', '.join(f'rank {name}' for name in names)} did not connect to rank {self._names[self._rank]} before "
-            f"the deadline. Look at the output of the missing ranks; {hint}.",
+            f"Joining timed out after {roll.deadline.seconds:g} s: {', '.join(f'rank {name}' for name in names)} did "
+            f"not connect to rank {self._names[self._rank]}. Look at the output of the missing ranks; {hint}.",
             rank=names[0],
         )
 

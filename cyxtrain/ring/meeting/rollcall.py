@@ -287,8 +287,8 @@ class RollCall:
         missing = [name for rank, name in enumerate(self._names) if rank not in self._here]
         names = ", ".join(f"rank {name}" for name in missing)
         return RendezvousError(
-            f"{names} of a world of {len(self._names)} did not come before the deadline. Look at the output of "
-            f"{names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; timeout_ms "
+            f"{names} of a world of {len(self._names)} did not come before the deadline: joining timed out after "
+            f"{self.deadline.seconds:g} s. Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; timeout_ms "
             "(DISTRIBUTED_TIMEOUT_MS) sets how long they wait.",
             rank=missing[0],
         )

@@ -1,0 +1,80 @@
+"""Sums of sparse tensors: indices and values are gathered, and equal indices are added up."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from cyxtrain.errors import CollectiveMismatchError, ConfigError
+from cyxtrain.ring.arguments import neighbouring
+from cyxtrain.ring.combining import divide
+from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.group import Group
+from cyxtrain.ring.tensors import replace
+
+
+def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
+    """Reduces a sparse COO tensor in place, on all ranks; the result is coalesced.
+
+    An element is the sum of what the ranks have of it, in the order of their numbers. Ranks may have different numbers
+    of elements, also none.
+
+    Cost: one all_gather of a few numbers, and N - 1 frames each for the indices and the values of each rank.
+
+    Raises:
+        ConfigError: The reduction is neither SUM nor AVG.
+        CollectiveMismatchError: Sizes, or dense dimensions, differ between ranks.
+    """
+    if reduction not in (Reduction.SUM, Reduction.AVG):
+        raise ConfigError(f"all_reduce: sparse tensors have SUM and AVG, not {reduction.name}. Call to_dense() first.")
+    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces no tensor in another mode than its own
+        own = tensor.detach().coalesce()
+        indices, values = own.indices().cpu(), own.values().cpu()
+    with group.together():
+        counts = _counts(group, indices.shape[0], values.shape[0], tensor.shape, timeout)
+        rows, values = (_gather(group, part, counts, timeout) for part in (indices.t().contiguous(), values))
+    indices, values = _added(rows.t(), values, counts)
+    if reduction is Reduction.AVG:
+        divide(values.view(-1), group.world_size)
+    replace(tensor, torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True, check_invariants=False))
+
+
+def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeout: timedelta | None) -> list[int]:
+    """Returns by rank how many elements it has; an error on all ranks where the tensors do not fit."""
+    own = torch.tensor([count, sparse_dim, *shape])
+    facts = torch.empty(group.world_size * own.numel(), dtype=own.dtype)
+    group.all_gather(facts, own, timeout)
+    rows = facts.view(group.world_size, -1).tolist()
+    for rank, row in enumerate(rows):
+        if row[1:] != rows[0][1:]:
+            raise CollectiveMismatchError(
+                f"all_reduce of sparse tensors: rank {group.name_of(0)} has {_told(rows[0])}, rank "
+                f"{group.name_of(rank)} has {_told(row)}. Give tensors of one size on all ranks.",
+                rank=group.name_of(rank),
+            )
+    return [row[0] for row in rows]
+
+
+def _told(row: list[int]) -> str:
+    return f"size {row[2:]} with {row[1]} sparse dimensions"
+
+
+def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | None) -> Tensor:
+    """Returns the rows of all ranks, of which each has another number."""
+    per_row = part.shape[1:].numel()
+    source = part.reshape(-1)
+    target = torch.empty(sum(counts) * per_row, dtype=part.dtype)
+    receive = neighbouring([count * per_row for count in counts])
+    group.all_to_all(target, receive, source, [(0, source.numel())] * group.world_size, timeout)
+    return target.view(sum(counts), *part.shape[1:])
+
+
+def _added(indices: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Returns each index once, in order, with the sum of its values, added rank by rank."""
+    unique, places = torch.unique(indices, dim=1, return_inverse=True)
+    sums = torch.zeros(unique.shape[1], *values.shape[1:], dtype=values.dtype)
+    for first, end in neighbouring(counts):
+        sums.index_add_(0, places[first:end], values[first:end])
+    return unique, sums
