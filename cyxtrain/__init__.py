@@ -65,6 +65,7 @@ from cyxtrain.runtime import (
     is_master,
 )
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
+from cyxtrain.training.counting import count_steps
 from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.saving.weights import load_weights, save_weights
 from cyxtrain.training.trainer import DistributedTrainer
@@ -105,6 +106,7 @@ __all__ = [  # noqa: RUF022
     "create_default_amp_config",
     "DistributedTrainer",
     "DistributedAMPTrainer",
+    "count_steps",
     "callbacks",
     "TrainingHistory",
     "DistributedTrainingHistory",

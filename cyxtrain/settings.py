@@ -45,7 +45,9 @@ _OTHER_NAMES = {
 
 
 _FIELDS: dict[str, list[str]] = {
-    "DistributedTrainer": ["loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "ddp_config", "device"],
+    "DistributedTrainer": [
+        *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
+    ],
 }
 """Of the trainer, and of every class of settings, by its name."""
 _PLACES = {

@@ -87,7 +87,7 @@ def test_a_fit_whose_cosine_was_stretched_resumes_bit_for_bit(tmp_path):
 
 
 def test_nothing_is_said_where_nothing_was_given_otherwise(tmp_path, capsys):
-    cycle = {"scheduler": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, 12)}
+    cycle = {"scheduler": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, 10)}
     parts = {
         "scheduler": lambda optimizer: schedulers.SequentialLR(
             optimizer, [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.MultiStepLR(optimizer, [1, 3, 3])], [2]

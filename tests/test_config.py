@@ -86,6 +86,7 @@ WRONG = {
         "validation_steps": (0, -1, 1.5, "3"),
         "validation_batch_size": (0, -1, 1.5, "3"),
         "num_processes": (0, -1, 1.5, True, "3", "all"),
+        "scheduler_interval": ("batch", 1, True),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

@@ -153,6 +153,9 @@ class Weighted(nn.Module):
     def forward(self, output, target):
         return loss(output, target)
 
+def decay(optimizer, total_steps, power=1.0):
+    return torch.optim.lr_scheduler.PolynomialLR(optimizer, total_steps, power)
+
 import cyxtrain as cx
 @cx.register_model("registered")
 def registered(config):
@@ -193,6 +196,21 @@ def test_models_that_are_registered_in_a_module_of_imports_and_take_the_config(o
         {**values, "loss_fn": {"name": "own_things:Weighted", "parts": [1, 2]}, "metrics": ["own_things:right"]}
     )
     assert history.metrics["right"]
+
+
+@pytest.mark.parametrize(
+    "scheduler", ["one_cycle", "own_things:decay", {"name": "own_things:decay", "power": 2.0}], ids=str
+)
+def test_a_schedule_is_told_how_many_steps_the_fit_has(own, scheduler):
+    values = {"model": {"name": "own_things:Net"}, "loss_fn": "own_things:loss", "data": "own_things:pair"}
+    training = {**QUIET, "epochs": 2, "batch_size": 10, "warmup_steps": 0.25, "scheduler_interval": "step"}
+    _, experiment = fitted({**values, "scheduler": scheduler, "training": training})
+    schedule = experiment.trainer.scheduler
+    if scheduler == "one_cycle":
+        assert (schedule.total_steps, schedule.rise) == (8, 0.25)
+    else:
+        power = 1.0 if isinstance(scheduler, str) else 2.0
+        assert (schedule.total_iters, schedule.power, schedule.last_epoch) == (6, power, 6)
 
 
 def test_class_weights_may_be_whole_numbers_and_names_capitals():
@@ -338,6 +356,7 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
             "the optimizer 'adam' cannot be made of {'lr': -1}: Invalid",
         ),
         ("scheduler", "StepLR", "the scheduler 'StepLR' needs step_size"),
+        ("scheduler", {"name": "own_things:decay", "powers": 2}, "has no setting 'powers'"),
         ("scheduler", "cosin", r"no scheduler 'cosin'. Did you mean 'cosine'\?"),
         ("callbacks", {"name": "EarlyStopping"}, "the section 'callbacks' must be a list"),
         ("callbacks", ["EarlyStoping"], r"no callback 'EarlyStoping'. Did you mean 'EarlyStopping'\?"),

@@ -25,7 +25,7 @@ DATA = ["datasets", "DistributedSampler", "DistributedBatchIterator"]
 GRADIENTS = ["DDPConfig", "DistributedDataParallel"]
 TRAINING = [
     "DistributedTrainingConfig", "AMPConfig", "create_default_amp_config", "DistributedTrainer",
-    "DistributedAMPTrainer", "callbacks",
+    "DistributedAMPTrainer", "count_steps", "callbacks",
     "TrainingHistory", "DistributedTrainingHistory",
     "save_weights", "load_weights",
 ]  # fmt: skip
@@ -77,7 +77,8 @@ SIGNATURES = {
     "DistributedBatchIterator.next": "(self)",
     "DistributedBatchIterator.num_batches": "(self)",
     "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, loss_weights=None, metrics=None, "
-    "scheduler=None, callbacks=(), ddp_config=None, device='auto')",
+    "scheduler=None, scheduler_interval='step', callbacks=(), ddp_config=None, device='auto')",
+    "count_steps": "(*data, **keywords)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "
@@ -97,7 +98,8 @@ SIGNATURES = {
     "learning_rate_scaling=None, "
     "warmup_steps=0, fused_optimizer='auto', validation_freq=1, steps_per_epoch=None, "
     "fast_dev_run=False, sharded_data=None, profile=False, "
-    "validation_steps=None, validation_batch_size=None, num_processes=None)",
+    "validation_steps=None, validation_batch_size=None, num_processes=None, "
+    "scheduler_interval=None)",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",

@@ -122,8 +122,9 @@ class DistributedTrainingConfig:
     learning_rate_scaling: str | None = None
     """How the learning rate, which is given for `batch_size` samples per step (times `accumulation_steps`), grows with
     what a step has over all ranks: "linear", with the ratio of the two; "sqrt", with its root; None: not at all."""
-    warmup_steps: int = 0
-    """Optimizer steps in which the learning rate grows to its value, evenly; its schedule follows."""
+    warmup_steps: int | float = 0
+    """Optimizer steps in which the learning rate grows to its value, evenly; its schedule follows. Below 1: that
+    fraction of the fit's steps."""
     fused_optimizer: bool | str = "auto"
     """Whether the optimizer steps by PyTorch's fused kernel, several times as fast: "auto": where it can, and its user
     has not built it with another way; True: it must; False: as it was built."""
@@ -148,6 +149,8 @@ class DistributedTrainingConfig:
     """Processes that train together, started from a notebook or a program that no launcher has started; they stay for
     the next call, and `evaluate` and `predict` use them, too. "auto": one per GPU where the model is on one, else one
     per core, up to 8. None: this process alone. Under a launcher its ranks do the work, and this is not used."""
+    scheduler_interval: str | None = None
+    """The schedule is stepped after each optimizer "step", or each "epoch"; None: as the trainer was built, by step."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after `epoch`, counted from 1."""
@@ -173,8 +176,7 @@ class DistributedTrainingConfig:
             require_integer(owner, "effective_batch_size", self.effective_batch_size, 1)
         require_integer(owner, "accumulation_steps", self.accumulation_steps, 1)
         self._validate_clipping(owner)
-        require_choice(owner, "learning_rate_scaling", self.learning_rate_scaling, (None, "linear", "sqrt"))
-        require_integer(owner, "warmup_steps", self.warmup_steps, 0)
+        self._validate_rates(owner)
         require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
         require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"))
         if self.amp is not None:
@@ -212,6 +214,16 @@ class DistributedTrainingConfig:
             right = is_number(value) and 0 < value < math.inf
             require(right, f"{owner}.{name} must be a finite number above 0 or None, got {value!r}.")
         require(len(asked) < 2, f"{owner}: {' and '.join(asked)} are set. Gradients are clipped in one way: set one.")
+
+    def _validate_rates(self, owner: str) -> None:
+        require_choice(owner, "learning_rate_scaling", self.learning_rate_scaling, (None, "linear", "sqrt"))
+        warmup = self.warmup_steps
+        right = is_number(warmup) and (0 <= warmup < 1 or (isinstance(warmup, int) and warmup > 0))
+        require(
+            right,
+            f"{owner}.warmup_steps must be a whole number of at least 0, or a fraction below 1, got {warmup!r}.",
+        )
+        require_choice(owner, "scheduler_interval", self.scheduler_interval, (None, "step", "epoch"))
 
     def _validate_processes(self, owner: str) -> None:
         asked = self.num_processes

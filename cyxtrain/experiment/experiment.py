@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +22,15 @@ from cyxtrain.experiment.data import Data, as_validation, open_data
 from cyxtrain.experiment.naming import Names, is_path, make, named, section_of
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
 from cyxtrain.models.registry import ModelMaker, get_model
-from cyxtrain.settings import is_number, unknown_name
+from cyxtrain.settings import check_arguments, is_number, unknown_name
 from cyxtrain.training.callbacks import Callback
 from cyxtrain.training.evaluation import Evaluation
+from cyxtrain.training.fit_schedules import SCHEDULERS
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import LOSSES
 from cyxtrain.training.optimizers import OPTIMIZERS
 from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.schedules import SCHEDULERS
+from cyxtrain.training.schedules import wants_total_steps
 from cyxtrain.training.trainer import DistributedTrainer
 
 _KEY = "experiment"
@@ -241,7 +244,12 @@ def _scheduler(values: Mapping[str, Any], names: Names, optimizer: torch.optim.O
         return None
     name, settings = section_of(values, "scheduler")
     maker = names.find("scheduler", name, SCHEDULERS, lr_scheduler, lr_scheduler.LRScheduler)
-    return make(f"the scheduler '{name}'", maker, settings, optimizer)
+    owner = f"the scheduler '{name}'"
+    if not wants_total_steps(partial(maker, **settings)):
+        return make(owner, maker, settings, optimizer)
+    by_name = "total_steps" in inspect.signature(maker).parameters
+    check_arguments(owner, maker, {**settings, **({"total_steps": 0} if by_name else {})}, 1 if by_name else 2)
+    return partial(maker, **settings)
 
 
 def _metrics(values: Mapping[str, Any], names: Names) -> Any:

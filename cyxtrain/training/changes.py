@@ -20,7 +20,10 @@ from cyxtrain.training.state import TrainingState
 
 _DONE = ("learning_rate_scaling", "warmup_steps")
 """What a fit does once to its rates: a checkpoint has the rates themselves."""
-_EACH_STEP = ("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm")
+_EACH_STEP = (
+    *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
+    "scheduler_interval",
+)
 """What a fit does in each step; precision and compilation are told with the arithmetic."""
 _NO_OPTIONS = {"params", "lr", "initial_lr"}
 """What an optimizer keeps with its options; of rates, what they began with counts."""

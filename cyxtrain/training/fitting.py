@@ -119,7 +119,7 @@ class Fit:
         if resumed is not None:
             # Once more: what a callback does to a model or a rate when training begins was done before.
             self._state.load_values(resumed.checkpoint, resumed.source)
-            self._state.rates.go_on(self._run.all_steps)
+            self._state.rates.go_on(self._run.schedule_steps(self._state.rates.warmup_steps))
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
             self._ddp.load_compression_state(self._state.compression)
             self._state.stop_training |= resumed.stop_training
@@ -147,6 +147,7 @@ class Fit:
         is_due = run.validation is not None and run.config.validates_after(epoch + 1)
         validation = self._validate(run.validation) if run.validation is not None and is_due else None
         position.epoch, position.samples, position.epoch_steps, self._totals = epoch + 1, 0, 0, None
+        self._state.rates.end_epoch()
         self._state.forget_ranks()
         self._take_times(clock)
         self._record(measured, validation, seconds, rows, note)

@@ -99,7 +99,7 @@ class Run:
             "epochs": last_epoch,
             "steps": self.steps_per_epoch,
             "samples_per_step": self.feed.effective_batch_size,
-            "warmup_steps": self.config.warmup_steps,
+            "warmup_steps": self.warmup_steps,
             "verbose": self.config.verbose,
             "validation": self.validation is not None,
             "metrics": self.measured,
@@ -121,13 +121,7 @@ class Run:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
-        limits = (self._asked_steps, self.feed.steps_per_epoch)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def _asked_steps(self) -> int | None:
-        """Steps of an epoch that are asked for, at most."""
-        return min(filter(None, (int(self.config.fast_dev_run), self.config.steps_per_epoch)), default=None)
+        return steps_per_epoch(self.config, self.feed)
 
     def check_steps(self) -> None:
         """Refuses longer epochs than there are rows for.
@@ -147,9 +141,39 @@ class Run:
         """Steps of the whole fit; None: nobody knows."""
         return None if self.steps_per_epoch is None else self.config.epochs * self.steps_per_epoch
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up.
+
+        Raises:
+            ConfigError: It is a fraction of the fit, and nobody knows how many steps that has.
+        """
+        asked = self.config.warmup_steps
+        if asked and asked < 1 and self.all_steps is None:
+            raise ConfigError(
+                f"warmup_steps={asked} is a fraction of the fit, and nobody knows how many batches the data will give: "
+                "set steps_per_epoch, or give a number of steps."
+            )
+        return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
+
+    def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
+        """Returns how many times the fit steps its schedule, which waits for the warm-up; None: nobody knows.
+
+        Args:
+            warmup_steps: Steps of the warm-up that are still to be taken.
+            position: Where the fit is; None: it begins.
+        """
+        epochs, done, steps = self.config.epochs, 0, self.steps_per_epoch
+        if position is not None:
+            epochs, done = position.first_epoch + epochs - position.epoch, position.epoch_steps
+        if self.config.scheduler_interval == "epoch":
+            late = 0 if steps is None else max(0, warmup_steps - (steps - done))
+            return max(0, epochs - -(-late // (steps or 1)))
+        return None if steps is None else max(0, epochs * steps - done - warmup_steps)
+
     def shares(self, position: Position) -> Generator[Share]:
         """Gives this rank's shares of what is left of the running epoch."""
-        yield from self.feed.shares(place_of(position), self.data.placement, self._asked_steps)
+        yield from self.feed.shares(place_of(position), self.data.placement, asked_steps(self.config))
 
     def steps_left(self, position: Position) -> int:
         """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit.
@@ -187,6 +211,17 @@ class Run:
         if history.samples_per_second and rows is not None:
             self.training_rows = rows * len(history.epochs)
             self.training_seconds = self.training_rows / history.samples_per_second
+
+
+def asked_steps(config: DistributedTrainingConfig) -> int | None:
+    """Returns how many steps of an epoch are asked for, at most."""
+    return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
+
+
+def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
+    """Returns how many optimizer steps an epoch has, at most; None: nobody knows before its batches are over."""
+    limits = (asked_steps(config), feed.steps_per_epoch)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def place_of(position: Position) -> Place:

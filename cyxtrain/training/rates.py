@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,37 +13,13 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.settings import is_number, require
+from cyxtrain.training.fit_schedules import FitSchedule, OneCycle
+
+ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
+"""Takes the optimizer, and how many times the fit steps the schedule."""
 
 _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
-
-
-class Cosine(LRScheduler):
-    """Lets the learning rate fall to zero along half a cosine, over the steps of a fit, and begins anew with the next.
-
-    Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), equation 5, without
-    restarts.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.total_steps = 0
-        super().__init__(optimizer)
-
-    def begin(self, total_steps: int) -> None:
-        """Begins again, with so many steps until the rate is zero."""
-        self.last_epoch = 0
-        self.stretch(total_steps)
-
-    def stretch(self, total_steps: int) -> None:
-        """Goes on where it is, on the way of so many steps."""
-        self.total_steps = total_steps
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns the rate of each group."""
-        part = min(self.last_epoch / self.total_steps, 1.0) if self.total_steps else 0.0
-        return [rate * (1 + math.cos(math.pi * part)) / 2 for rate in self.base_lrs]
 
 
 class Rates:
@@ -50,17 +27,22 @@ class Rates:
 
     Args:
         optimizer: Whose.
-        scheduler: What they follow after the warm-up, or None.
+        scheduler: What they follow after the warm-up; None, or what makes it when a fit knows its steps.
 
     Attributes:
         optimizer: It.
-        scheduler: It.
+        scheduler: It; None where there is none, or no fit has made it yet.
         factor: What the rates that the program gave have been multiplied by.
+        interval: What the schedule is stepped after: "step" or "epoch".
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
-        self.scheduler = scheduler
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
+        self._make = None if isinstance(scheduler, LRScheduler) else scheduler
+        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
+        self._made_for = 0
+        self._first: list[float] = []
         self.factor = 1.0
+        self.interval = "step"
         self.optimizer = optimizer
         self._warmup_steps = self._warm_steps = 0
         self._targets: list[float] = []
@@ -70,14 +52,8 @@ class Rates:
         """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
         vars(self).update(state)
         if self.scheduler is not None:
-            groups = [dict(group) for group in self.optimizer.param_groups]
-            rates = self.now()
-            LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and has set rates of its own
-            for group, before, rate in zip(self.optimizer.param_groups, groups, rates, strict=True):
-                group.clear()
-                group.update(before)
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
+            with _groups_kept(self.optimizer):
+                LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets rates of its own
 
     @property
     def warmup_steps_left(self) -> int:
@@ -88,6 +64,21 @@ class Rates:
     def are_moving(self) -> bool:
         """Whether they are not simply those that the program gave."""
         return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
+
+    @property
+    def ends_with_fit(self) -> bool:
+        """Whether the schedule needs to know how many steps a fit has."""
+        return self._make is not None or isinstance(self.scheduler, FitSchedule)
+
+    @property
+    def warms_up_first(self) -> bool:
+        """Whether the schedule follows the warm-up; the other one has it as its own beginning."""
+        return not isinstance(self.scheduler, OneCycle)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up that the schedule follows."""
+        return self._warmup_steps
 
     @property
     def moved_options(self) -> set[str]:
@@ -108,25 +99,55 @@ class Rates:
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
-    def begin(self, factor: float, warmup_steps: int, steps: int | None) -> None:
+    def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
         """Begins a fit.
 
         Args:
             factor: What the rates that the program gave are to be multiplied by.
             warmup_steps: Steps until they have their values.
             steps: Of the fit, or None: nobody knows.
+            schedule_steps: Times that the fit steps the schedule, or None: nobody knows.
         """
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
         self._take_what_was_set()
         self._scale(factor / self.factor)
         self.factor = factor
-        if isinstance(self.scheduler, Cosine):
-            self.scheduler.begin(max(1, (steps or 0) - warmup_steps))
+        if isinstance(self.scheduler, OneCycle) and warmup_steps:
+            self.scheduler.rise, warmup_steps = min(warmup_steps / (steps or 1), 1.0), 0
+        if isinstance(self.scheduler, FitSchedule):
+            self.scheduler.begin(max(1, schedule_steps or 0))
+        elif self._make is not None:
+            self.scheduler = self._made(max(1, schedule_steps or 0))
         self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
             self._targets = self.now()
             self._warm()
+
+    def tried(self, schedule_steps: int | None) -> LRScheduler | None:
+        """Returns the schedule that a fit would have which steps it so many times; nothing has changed."""
+        if self._make is None or schedule_steps is None:
+            return self.scheduler
+        with _groups_kept(self.optimizer):
+            return self._make(self.optimizer, max(1, schedule_steps))
+
+    def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
+        """Returns the schedule that can take a checkpoint's state; nothing has changed.
+
+        Args:
+            state: As `state_dict` gave it.
+        """
+        return self.scheduler if self._make is None else self.tried(state.get("made_for") or None)
+
+    def _made(self, schedule_steps: int) -> LRScheduler:
+        """Returns a new schedule, made from the rates that the program gave."""
+        assert self._make is not None
+        self._first += self.now()[len(self._first) :]
+        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+            group.pop("initial_lr", None)
+            self._put(number, "lr", rate)
+        self._made_for = schedule_steps
+        return self._make(self.optimizer, schedule_steps)
 
     def now(self) -> list[float]:
         """Returns the rate of each group."""
@@ -152,32 +173,58 @@ class Rates:
         """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
         self._left = self.now()
 
-    def go_on(self, steps: int | None) -> str:
-        """Goes on with a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
+    def go_on(self, schedule_steps: int | None) -> str:
+        """Continues a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
 
         Args:
-            steps: Of the whole fit, which may have more or fewer epochs now, or None: nobody knows.
+            schedule_steps: Times that the whole fit steps the schedule, which may have more or fewer epochs now, or
+                None: nobody knows.
         """
-        scheduler, total = self.scheduler, max(1, (steps or 0) - self._warmup_steps)
-        if steps is None or not isinstance(scheduler, Cosine) or scheduler.total_steps == total:
+        if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""
-        before, warm = scheduler.total_steps + self._warmup_steps, self.now()
-        scheduler.stretch(total)
+        scheduler, total, rates = self.scheduler, max(1, schedule_steps), self.now()
+        before = scheduler.total_steps if isinstance(scheduler, FitSchedule) else self._made_for
+        if before == total:
+            return ""
+        if isinstance(scheduler, FitSchedule):
+            scheduler.stretch(total)
+        else:
+            self.scheduler = self._made(total)
+            self._note_steps()
+            for _ in range(min(steps_taken(scheduler), total)):
+                self.scheduler.step()
         if self._targets:
-            self._set(warm)
-        return f"the cosine ends with step {steps:,}, as epochs are now (with {before:,} in the checkpoint)"
+            self._set(rates)
+        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
+        waits = self._warmup_steps if self.interval == "step" else 0
+        return (
+            f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
+            f"(with {before + waits:,} in the checkpoint)"
+        )
 
     def step(self) -> None:
-        """Goes on to the rates of the next step."""
+        """Sets the rates of the next step."""
         if self._targets:
             self._warm_steps += 1
             self._warm()
-        elif self.scheduler is not None:
+        elif self.scheduler is not None and self.interval == "step":
             self.scheduler.step()
+
+    def end_epoch(self) -> None:
+        """Sets the rates of the next epoch, where the schedule goes by epochs; it waits for the warm-up."""
+        if self.scheduler is not None and self.interval == "epoch" and not self._targets:
+            self._note_steps()
+            self.scheduler.step()
+
+    def _note_steps(self) -> None:
+        """Keeps schedules from warning that the optimizer has not stepped: it did, before the fit was resumed."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def given(self) -> list[float]:
         """Returns the rates that the program gave, before anything was done to them."""
         groups = self.optimizer.param_groups
+        if self._first:
+            return [float(f"{rate / self.factor:.12g}") for rate in self._first]
         rates = self._targets or [group["lr"] for group in groups]
         # A schedule remembers with what it began. Scaled and divided again, the last bits may be others.
         began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
@@ -190,6 +237,8 @@ class Rates:
             "warmup_steps": self._warmup_steps,
             "warm_steps": self._warm_steps,
             "targets": list(self._targets),
+            "made_for": self._made_for,
+            "first": list(self._first),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
@@ -200,6 +249,7 @@ class Rates:
         """
         factor, targets = state.get("factor"), state.get("targets")
         whole, done = state.get("warmup_steps"), state.get("warm_steps")
+        made_for, first = state.get("made_for", 0), state.get("first", [])
         if (
             not isinstance(factor, float)
             or not 0 < factor < math.inf
@@ -209,9 +259,13 @@ class Rates:
             or not isinstance(whole, int)
             or not isinstance(done, int)
             or not 0 <= done <= whole
+            or not isinstance(made_for, int)
+            or not isinstance(first, list)
+            or len(first) not in (0, len(self.optimizer.param_groups))
         ):
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
         self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
+        self._made_for, self._first = made_for, list(first)
         self.leave()
 
     def _take_what_was_set(self) -> None:
@@ -225,6 +279,8 @@ class Rates:
             for part in _with_base_rates(self.scheduler):
                 if not isinstance(part, _OWN_RATES):
                     part.base_lrs[number] = now * self.factor
+            if self._first:
+                self._first[number] = now * self.factor
 
     def _warm(self) -> None:
         part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
@@ -250,6 +306,7 @@ class Rates:
             for name in _RATES:
                 if name in group:
                     group[name] = group[name] * ratio
+        self._first = [rate * ratio for rate in self._first]
         for scheduler in _with_base_rates(self.scheduler):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
@@ -269,28 +326,49 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
     return {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.learning_rate_scaling]
 
 
-def check_rates(scheduler: LRScheduler | None, config: DistributedTrainingConfig, steps: int | None) -> None:
-    """Refuses to scale what has rates of its own, and to end with a step that nobody knows.
+def check_rates(rates: Rates, config: DistributedTrainingConfig, schedule_steps: int | None) -> LRScheduler | None:
+    """Returns the schedule that a fit would have; refuses to scale what has rates of its own, and an unknown end.
 
     Args:
-        scheduler: Or None.
+        rates: Of the optimizer.
         config: Of the fit.
-        steps: Of the fit; None: nobody knows.
+        schedule_steps: Times that the fit steps the schedule; None: nobody knows.
 
     Raises:
         ConfigError: With its name.
     """
-    if steps is None and isinstance(scheduler, Cosine):
+    if schedule_steps is None and rates.ends_with_fit:
         raise ConfigError(
-            'scheduler="cosine" ends with the last step of the fit, and nobody knows how many batches the data '
-            "will give: say steps_per_epoch."
+            "the scheduler ends with the last step of the fit, and nobody knows how many batches the data will give: "
+            "set steps_per_epoch."
         )
+    scheduler = rates.tried(schedule_steps)
     own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
             f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
             "of its own: build it with larger ones."
         )
+    return scheduler
+
+
+@contextlib.contextmanager
+def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Puts back the options of all groups on the way out, rates that are tensors too."""
+    groups, rates = [dict(group) for group in optimizer.param_groups], rates_of(optimizer)
+    try:
+        yield
+    finally:
+        for group, before, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+            group.clear()
+            group.update(before)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+
+
+def steps_taken(scheduler: LRScheduler) -> int:
+    """Returns how many times a schedule has been stepped."""
+    return next(part.last_epoch for part in schedules_in(scheduler) if "last_epoch" in vars(part))
 
 
 def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
@@ -22,7 +23,7 @@ from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoi
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
-from cyxtrain.training.schedules import check_schedule, warn_of_epochs
+from cyxtrain.training.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
@@ -162,13 +163,12 @@ def _begin_or_go_on(
     found = find_checkpoint(run, state)
     data = run.digests()
     if found is None:
-        check_schedule(state.rates.scheduler, (run.all_steps or 0) - run.config.warmup_steps)
+        scheduled = run.schedule_steps(run.warmup_steps if state.rates.warms_up_first else 0)
+        _check_schedule(run, state.rates.tried(scheduled), scheduled, run.steps_per_epoch)
         run.check_steps()
         _warn_of_warmup(run)
-        if runtime.is_master():
-            warn_of_epochs(state.rates.scheduler, run.all_steps, run.steps_per_epoch)
-        effective = run.feed.effective_batch_size
-        state.begin_fit(run.config, data, effective, run.all_steps, run.initial_epoch)
+        effective, lengths = run.feed.effective_batch_size, (run.warmup_steps, run.all_steps, scheduled)
+        state.begin_fit(run.config, data, effective, lengths, run.initial_epoch)
         state.arithmetic = arithmetic
         return None, _say_what_is_there(run, state)
     checkpoint, name = found
@@ -183,10 +183,12 @@ def _begin_or_go_on(
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
-    check_schedule(state.rates.scheduler, run.steps_left(state.position) - state.rates.warmup_steps_left)
     says = put_back(given, what_is_set(state, run.config))
-    stretched = state.rates.go_on(run.all_steps)
-    says += [("schedule", stretched)] if stretched and not run.is_over(state.position) else []
+    stretched = state.rates.go_on(run.schedule_steps(state.rates.warmup_steps))
+    if not run.is_over(state.position):
+        says += [("schedule", stretched)] if stretched else []
+        to_come = run.schedule_steps(state.rates.warmup_steps_left, state.position)
+        _check_schedule(run, state.rates.scheduler, to_come)
     says += _what_is_dropped(checkpoint)
     _say_what_is_different(
         name, differences(checkpoint.arithmetic, arithmetic), done_otherwise(asked, checkpoint.config)
@@ -195,10 +197,27 @@ def _begin_or_go_on(
     return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *says]
 
 
+def _check_schedule(
+    run: Run, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
+) -> None:
+    """Refuses a schedule that would raise, and warns of one that is not as long as the fit.
+
+    Args:
+        run: The fit.
+        scheduler: Its schedule.
+        steps: Times that it is still to be stepped, or None: nobody knows.
+        steps_per_epoch: As `warn_of_length`; None also where a fit continues: the schedule has been stepped before.
+    """
+    interval = run.config.scheduler_interval or "step"
+    check_schedule(scheduler, steps or 0, interval)
+    if runtime.is_master():
+        warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
+
+
 def _warn_of_warmup(run: Run) -> None:
-    if run.all_steps is not None and run.config.warmup_steps > run.all_steps and runtime.is_master():
+    if run.all_steps is not None and run.warmup_steps > run.all_steps and runtime.is_master():
         warn(
-            f"warmup_steps={run.config.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
+            f"warmup_steps={run.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
             "rate will not reach its value."
         )
 

@@ -1,27 +1,21 @@
-"""Learning-rate schedules: PyTorch's, stepped once per optimizer step, and kept in checkpoints."""
+"""Learning-rate schedules: as users give them, and as checkpoints keep them."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from cyxtrain.errors import CheckpointError, ConfigError, warn
+from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.calling import takes
-from cyxtrain.training.rates import Cosine, schedules_in
+from cyxtrain.training.fit_schedules import SCHEDULERS
+from cyxtrain.training.rates import ScheduleMaker, schedules_in
 from cyxtrain.training.saving.tree import encode_tree
 
 _PARTS = "_schedulers"
@@ -33,101 +27,76 @@ _PROGRESS = {
 }
 """What of a state tells how far a schedule is, or has been said elsewhere, or is no setting."""
 
-_NEXT_TO_NOTHING = 1e-6
-"""Of a rate: what is left of it where a schedule for epochs goes by steps."""
-
-SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None
-SCHEDULERS = {"cosine": Cosine}
+SchedulerLike = LRScheduler | Callable[..., LRScheduler] | str | None
 
 
-def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Returns a scheduler of the optimizer, or None.
+def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | ScheduleMaker | None:
+    """Returns a scheduler of the optimizer, what makes one when a fit knows its steps, or None.
 
     Args:
-        scheduler: One of `torch.optim.lr_scheduler` that is built, a function of the optimizer that builds one, or
-            "cosine": to zero over each fit.
+        scheduler: One of `torch.optim.lr_scheduler`; a function of the optimizer, or of `(optimizer, total_steps)`,
+            that returns one; or "constant", "linear", "cosine" or "one_cycle", which end with each fit.
         optimizer: Whose learning rate it sets.
 
     Raises:
-        ConfigError: It is none, of another optimizer, or wants something else than steps.
+        ConfigError: It is none of these, belongs to another optimizer, or needs something other than steps.
     """
     if scheduler is None:
         return None
-    if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
-        raise unknown_name("cyxtrain", scheduler, list(SCHEDULERS), "scheduler")
+    if isinstance(scheduler, str):
+        if scheduler not in SCHEDULERS:
+            raise unknown_name("cyxtrain", scheduler, list(SCHEDULERS), "scheduler")
+        return SCHEDULERS[scheduler](optimizer)
+    if callable(scheduler) and wants_total_steps(scheduler):
+        return partial(_made_for, scheduler)
     if isinstance(scheduler, type) and not takes(scheduler, 1):
         name = scheduler.__name__
         raise ConfigError(
             f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
-            f"lambda optimizer: {name}(optimizer, ...)."
+            f"lambda optimizer, total_steps: {name}(optimizer, ...)."
         )
-    made: Any = SCHEDULERS[scheduler](optimizer) if isinstance(scheduler, str) else scheduler
-    if not isinstance(made, LRScheduler):
-        made = scheduler(optimizer) if callable(scheduler) else None
+    return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
+
+
+def wants_total_steps(function: Callable[..., Any]) -> bool:
+    """Returns whether a function of the optimizer must be given the number of steps, too.
+
+    Either it has a parameter `total_steps` without a default, or it cannot be called without a second argument. A class
+    needs the name: what a second argument means to it, we do not know.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it is written in C
+        return False
+    if "total_steps" in parameters:
+        return parameters["total_steps"].default is inspect.Parameter.empty
+    places = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    second = len(places) > 1 and places[1].default is inspect.Parameter.empty
+    return second and not isinstance(function.func if isinstance(function, partial) else function, type)
+
+
+def _made_for(function: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
+    """Returns what a function of `(optimizer, total_steps)` makes."""
+    by_name = "total_steps" in inspect.signature(function).parameters
+    made = function(optimizer, total_steps=total_steps) if by_name else function(optimizer, total_steps)
+    return _checked(made, function, optimizer)
+
+
+def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Returns a schedule that can be used; refuses what is none."""
     if not isinstance(made, LRScheduler):
         raise ConfigError(
             "scheduler must be one of torch.optim.lr_scheduler, or a function that makes one of the optimizer, got "
-            f"{scheduler!r}."
+            f"{given!r}."
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped once per optimizer step: "
+            "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped without one: "
             "give the trainer callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
     if made.optimizer is not optimizer:
         raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
     return made
-
-
-def check_schedule(scheduler: LRScheduler | None, steps: int) -> None:
-    """Refuses a schedule that ends before the fit does.
-
-    Args:
-        scheduler: Of the fit.
-        steps: That are still to be taken.
-
-    Raises:
-        ConfigError: With the number of steps that it should have.
-    """
-    if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
-        raise ConfigError(
-            f"OneCycleLR ends after {scheduler.total_steps:,} steps (as it was built, or as the checkpoint that is "
-            "resumed has it), and this fit would end after "
-            f"{scheduler.last_epoch + steps:,}. It is stepped once per optimizer step: build it with as many "
-            "total_steps."
-        )
-
-
-def warn_of_epochs(scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None) -> None:
-    """Warns of a schedule that seems to count epochs: stepped once per optimizer step, it leaves nothing of the rate.
-
-    Args:
-        scheduler: Of the fit.
-        steps: Of the fit; None, as `steps_per_epoch`: nobody knows.
-        steps_per_epoch: Of an epoch.
-    """
-    for part in schedules_in(scheduler) if steps and steps_per_epoch else ():
-        if _seems_to_count_epochs(part, steps or 0, steps_per_epoch or 0):
-            name = type(part).__name__
-            warn(
-                f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
-                "have been built to be stepped once per epoch: little would be left of the rate, and soon. "
-                f"Build it with numbers of steps (2 * {steps_per_epoch:,} for two epochs), or give the trainer "
-                "callbacks=[cx.callbacks.LearningRateScheduler(...)], which goes by epochs."
-            )
-            return
-
-
-def _seems_to_count_epochs(part: LRScheduler, steps: int, steps_per_epoch: int) -> bool:
-    if isinstance(part, StepLR):
-        return bool(part.gamma ** (steps // part.step_size) < _NEXT_TO_NOTHING)
-    if isinstance(part, ExponentialLR):
-        return bool(part.gamma**steps < _NEXT_TO_NOTHING)
-    if isinstance(part, MultiStepLR):
-        return bool(part.gamma < 1 and max(part.milestones, default=steps) < steps_per_epoch)
-    if isinstance(part, CosineAnnealingLR):
-        return bool(part.T_max < steps_per_epoch)
-    return isinstance(part, PolynomialLR) and bool(part.total_iters < steps_per_epoch)
 
 
 def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class TrainingState:
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
         effective_batch_size: int,
-        steps: int | None,
+        lengths: tuple[int, int | None, int | None],
         initial_epoch: int | None,
     ) -> None:
         """Begins a fit where training is. All ranks call it.
@@ -145,7 +145,7 @@ class TrainingState:
             config: Of the fit.
             data: Digests of its data, as in `run`.
             effective_batch_size: Samples per step over all ranks.
-            steps: Of the fit, or None: nobody knows.
+            lengths: Steps of the warm-up, steps of the fit and of its schedule, as `Rates.begin` takes them.
             initial_epoch: Epochs that count as complete, or None: those that there were.
         """
         position = self.position
@@ -161,7 +161,8 @@ class TrainingState:
         self.config, self.kept = config, {}
         self.forget_ranks()
         self.loss_scale = make_loss_scale(config)
-        self.rates.begin(scaling_of(config, effective), config.warmup_steps, steps)
+        self.rates.interval = config.scheduler_interval or "step"
+        self.rates.begin(scaling_of(config, effective), *lengths)
         self._begin_run(data)
 
     def go_on(
@@ -189,6 +190,7 @@ class TrainingState:
         self.load(state, source)
         self.history.world_size = runtime.get_world_size()
         self.config = config
+        self.rates.interval = config.scheduler_interval or "step"
         if is_new_run:
             self._begin_run(data)
 
@@ -246,7 +248,9 @@ class TrainingState:
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
-        check_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}), source)
+        scheduler = self.rates.as_saved(state.others.get("rates", {}))
+        check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
+        self.rates.scheduler = scheduler
         self.load_values(state, source)
         self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
         self.compression = state.others.get("compression", {})

@@ -22,6 +22,7 @@ from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import Opened
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.settings import require_choice
 from cyxtrain.training.agreement import agree_on, on_master, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
@@ -71,8 +72,10 @@ class DistributedTrainer:
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
             objects; or several by name. Accuracy comes by itself where targets are classes.
-        scheduler: Of the learning rate: one of `torch.optim.lr_scheduler`, a function of the optimizer that makes it,
-            or "cosine". It is stepped once per optimizer step.
+        scheduler: Of the learning rate: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one of
+            `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
+            `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
+        scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
         ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
         device: "auto": where the model is on CUDA; else the rank's GPU under NCCL; else the CPU.
@@ -97,6 +100,7 @@ class DistributedTrainer:
         loss_weights: Mapping[str, float] | None = None,
         metrics: Any = None,
         scheduler: SchedulerLike = None,
+        scheduler_interval: str = "step",
         callbacks: Sequence[Callback] = (),
         ddp_config: DDPConfig | None = None,
         device: str | torch.device = "auto",
@@ -111,6 +115,8 @@ class DistributedTrainer:
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
         self._metrics = named(metrics)
+        require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
+        self._scheduler_interval = scheduler_interval
         rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
         self._fit: Fit | None = None
@@ -141,7 +147,7 @@ class DistributedTrainer:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Of the learning rate, or None."""
+        """Of the learning rate, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
         return self._state.rates.scheduler
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
@@ -214,7 +220,7 @@ class DistributedTrainer:
         if self._fit is not None:
             raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
         self._call_roll("fit", works_alone=False)
-        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), self._loss, self.epoch)
+        arguments, opened = open_fit(lambda: self._parsed(data, keywords), self._loss, self.epoch)
         run, everyone = agree_on(lambda: self._plan(arguments, opened))
         run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
         run.attempt = max(facts["_attempt"] for facts in everyone)
@@ -396,12 +402,19 @@ class DistributedTrainer:
         runtime.join_if_nobody_has()
         return runtime.get_world_size()
 
+    def _parsed(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
+        """Returns what a fit is asked for; what it does not say of the schedule, the trainer was built with."""
+        arguments = parse_fit(data, dict(keywords))
+        interval = arguments.config.scheduler_interval or self._scheduler_interval
+        return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
+
     def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         run, facts = plan_fit(arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened)
-        check_rates(self._state.rates.scheduler, run.config, run.all_steps)
-        facts |= scheduler_facts(self._state.rates.scheduler)
+        rates = self._state.rates
+        steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
+        facts |= scheduler_facts(check_rates(rates, run.config, steps))
         first = self.epoch if run.initial_epoch is None else run.initial_epoch
         run.callbacks.meet(self, run.params(first + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
