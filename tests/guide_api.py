@@ -1,4 +1,4 @@
-"""Every call of the guides' API sections, typed as the guides have it; run as a script on each rank by test_guides.py, in an empty folder."""
+"""Every call of the guides' API sections, as they have it; each rank runs it in an empty folder."""
 
 from pathlib import Path
 

@@ -56,7 +56,8 @@ class Delivery:
         self._changing = threading.Lock()
         self._then: list[Callable[[], object]] = []
         self._value: Any = None
-        self._concluded, self._cut = False, _whole
+        self._concluded = False
+        self._cut: Callable[[Any], Any] = _whole
         self.error: BaseException | None = None
         self.done = False
 

@@ -288,8 +288,8 @@ class RollCall:
         names = ", ".join(f"rank {name}" for name in missing)
         return RendezvousError(
             f"{names} of a world of {len(self._names)} did not come before the deadline: joining timed out after "
-            f"{self.deadline.seconds:g} s. Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; timeout_ms "
-            "(DISTRIBUTED_TIMEOUT_MS) sets how long they wait.",
+            f"{self.deadline.seconds:g} s. Look at the output of {names}, or start it, with the MASTER_ADDR and "
+            "MASTER_PORT of the others; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait.",
             rank=missing[0],
         )
 
