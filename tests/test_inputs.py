@@ -314,7 +314,7 @@ def test_what_cannot_be_rows_is_refused(inputs, targets, more, words):
 def test_weights_need_a_loss_of_each_row():
     weights = np.ones(12)
     with one_process():
-        with pytest.raises(cx.ConfigError, match=r"loss_fn must return one per row, shape \(2,\) .* shape \[\]"):
+        with pytest.raises(cx.ConfigError, match=r"loss_fn must return one per row, shape \(6,\) .* shape \[\]"):
             trained(
                 TwoInputs, (LEFT, RIGHT), TARGETS, lambda *pair: functional.cross_entropy(*pair), sample_weight=weights
             )

@@ -67,6 +67,10 @@ class Feed(ABC):
             end: The step before which the epoch ends; None: with its rows.
         """
 
+    def first_rows(self, epoch: int) -> Rows | None:
+        """Returns the rows of rank 0's first micro-batch of an epoch, as copies; None: the first rows look like it."""
+        return None
+
     @property
     def read(self) -> tuple[int, int, int]:
         """What else says where in the data it is: `Place.passes`, `Place.batches` and `Place.order`."""
@@ -145,6 +149,13 @@ class ArrayFeed(Feed):
             assert this is not None
             this.next = following
             yield this
+
+    def first_rows(self, epoch: int) -> Rows:
+        """As `Feed`."""
+        sampler = self._iterator.sampler
+        sampler.set_epoch(epoch)
+        joined = joined_batch(sampler.global_indices(), 0, self.effective_batch_size)
+        return self._gather(deal(joined, 0, sampler.world_size)[: self.rows_at_once])
 
     def go_on(self, effective_batch_size: int) -> None:
         """As `Feed`."""

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DDPConfig
-from cyxtrain.data.batches import Batch
 from cyxtrain.data.batching import TARGET_NAMES
-from cyxtrain.data.moving import Placement
 from cyxtrain.data.source import Source
-from cyxtrain.data.tree import Tree, leaves
+from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.settings import require
-from cyxtrain.training.buffers import BuffersKept
-from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.loss import Loss, part_of
-from cyxtrain.training.metrics import Metrics
-from cyxtrain.training.named_metrics import make_metrics
-from cyxtrain.training.step import modes_kept
-
-_PROBED_ROWS = 2
 
 
 def check_model(model: nn.Module) -> None:
@@ -185,90 +174,3 @@ def check_precision(model: nn.Module, precision: str) -> None:
             f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
             "give the model as float32."
         )
-
-
-def probe(
-    model: nn.Module,
-    source: Source,
-    placement: Placement,
-    loss: Loss,
-    call: ModelCall,
-    *,
-    predicting: bool = False,
-    metrics: Mapping[str, Any] | None = None,
-) -> Metrics:
-    """Runs the model on two rows, without gradients, to find what does not fit before anything has changed.
-
-    Every rank takes the same rows, so all come to the same verdict. Modes, buffers and random generators stay as
-    they are.
-
-    Args:
-        model: Runs in evaluation mode.
-        source: Its first rows are taken.
-        placement: Of batches.
-        loss: Learns here whether it returns (sum, weight).
-        call: How the model is called.
-        predicting: Only the model is tried.
-        metrics: What is to be measured, by name.
-
-    Returns:
-        What measures it, and has seen nothing.
-
-    Raises:
-        ConfigError: The model cannot take X, the loss or a metric cannot take its output, or their shapes do not fit.
-    """
-    batch = Batch(0, *placement.place(source.first(_PROBED_ROWS)))
-    with torch.no_grad(), _untouched(model, placement.device):
-        model.train(loss.function is None and not predicting)  # such a model may compute its loss in this mode only
-        shape = _shapes(batch.inputs)  # asked for now: a model may change its input
-        with _blaming(f"the model cannot take X, tried on shape {shape}"):
-            output = call.predict(model, batch) if predicting else call(model, batch)
-        if predicting:
-            return Metrics()
-        if loss.function is None:
-            loss.look_at_result(output, batch.rows)
-            return make_metrics(metrics or {}, loss, None, None, 0)
-        loss.check_shapes(output, batch.targets)
-        check_classes(source.targets, output, loss)
-        with _blaming(
-            f"the loss cannot take the model's output and y, tried on {_described(output)} and "
-            f"{_described(batch.targets)}"
-        ):
-            result = loss.function(output, batch.targets)
-        loss.look_at_result(result, batch.rows)
-        return make_metrics(metrics or {}, loss, output, batch.targets, batch.rows)
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Hands back modes, buffers and torch's generators as they were."""
-    buffers = BuffersKept(model)
-    with modes_kept(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            buffers.bring_back()
-
-
-@contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _shapes(tree: Tree) -> str:
-    if isinstance(tree, Tensor):
-        return str(list(tree.shape))
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (dict, tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -11,8 +11,8 @@ from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.training.agreement import raise_together
 from cyxtrain.training.memory import memory_explained
+from cyxtrain.training.modes import modes_kept
 from cyxtrain.training.plan import TriedRows
-from cyxtrain.training.step import modes_kept
 
 _Batch = TypeVar("_Batch")
 
@@ -58,8 +58,9 @@ def run_whole_batches(
     rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
     problem, complete = None, False
     try:
-        with modes_kept(model):
-            model.eval()
+        with modes_kept(model, *rows.loss.modules):
+            for module in (model, *rows.loss.modules):
+                module.eval()
             batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)
             complete = run_epoch(batches, step, give_up)
     except Exception as error:

@@ -24,6 +24,7 @@ from cyxtrain.training.epoch import run_epoch
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
+from cyxtrain.training.modes import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.plan import Run, TriedRows
 from cyxtrain.training.profiling import Profile
@@ -64,6 +65,7 @@ class Fit:
         state.stop_training = False
         self._totals: Totals | None = None
         self._profile = Profile(run.config.profile, self._device)
+        self._put_into_training = put_into_training(state.model, *run.data.loss.modules)
 
     def train(self) -> Wish | None:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
@@ -221,7 +223,7 @@ class Fit:
             clock.steps += 1
             self._profile.step()
 
-        self._ddp.train()
+        self._put_into_training()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
             with contextlib.closing(run.shares(position)) as shares:

@@ -14,6 +14,7 @@ from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.training.modes import explain_modes
 from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import library_versions
 from cyxtrain.training.state import TrainingState
@@ -51,6 +52,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
+        *([("mode", mode)] if (mode := explain_modes(model)) else []),
         ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
         *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
     ]

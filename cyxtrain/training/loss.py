@@ -10,6 +10,7 @@ import contextlib
 import copy
 import enum
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -137,6 +138,19 @@ class Loss:
         return isinstance(self.function, nn.modules.loss._Loss) and type(self.function).__module__.startswith("torch.")
 
     @property
+    def functions(self) -> list[Any]:
+        """What the user gave: a callable, or several; none where the model computes its loss."""
+        if self.by_output:
+            return [function for each in self.by_output.values() for function in each.functions]
+        return [] if self.function is None else [self.function]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules among these, or whose methods they are: they have modes, a device and perhaps parameters."""
+        owners = [each.__self__ if isinstance(each, types.MethodType) else each for each in self.functions]
+        return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+    @property
     def is_binary(self) -> bool:
         """Whether targets are 0 or 1, one per output."""
         return isinstance(self.function, _BINARY_LOSSES)
@@ -251,10 +265,11 @@ class Loss:
                 "sample_weight and class_weight weigh the loss of each row, and this model computes its own: give the "
                 "weights to the model, as part of X."
             )
-        own: Any = copy.copy(self.function)
+        self._of_each = self.function
         if self.is_known:
+            own: Any = copy.copy(self.function)
             own.reduction = "none"
-        self._of_each = own
+            self._of_each = own
 
     def look_at_result(self, result: Any, rows: int) -> None:
         """Finds out whether a function of the user's, or the model itself, returns (sum, weight).

@@ -24,11 +24,12 @@ def memory_explained() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if _is_full(error):
+        if is_full(error):
             error.args = (f"rank {runtime.get_rank()} is out of memory: {error} {_REMEDIES}",)
         raise
 
 
-def _is_full(error: Exception) -> bool:
+def is_full(error: Exception) -> bool:
+    """Returns whether an error is about memory, and nothing has been added to it yet."""
     known = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OF_THE_CPU in str(error)
     return known and _REMEDIES not in str(error)

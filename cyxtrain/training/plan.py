@@ -18,6 +18,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Share
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.moving import Placement
+from cyxtrain.data.rows import Rows
 from cyxtrain.data.source import Opened, Source
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.settings import require_integer, unknown_name
@@ -30,10 +31,10 @@ from cyxtrain.training.checks import (
     check_optimizer,
     check_precision,
     check_targets,
-    probe,
 )
 from cyxtrain.training.compiling import check_compiler
 from cyxtrain.training.display import Display, make_display
+from cyxtrain.training.dry_run import DryRun
 from cyxtrain.training.facts import model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.metrics import Metrics
@@ -238,8 +239,19 @@ def plan_fit(
     device: str | torch.device,
     metrics: Mapping[str, Any],
     opened: Opened,
+    epoch: int,
 ) -> tuple[Run, dict[str, Any]]:
     """Returns what this rank is asked to do, and what must be the same on every rank.
+
+    Args:
+        arguments: What the user has given.
+        model: Not wrapped.
+        loss_fn: As it was given.
+        optimizer: Of the model's parameters.
+        device: As it was given.
+        metrics: By name.
+        opened: The data.
+        epoch: With which the fit is likely to begin, from 0.
 
     Raises:
         ConfigError: What cannot work.
@@ -250,13 +262,13 @@ def plan_fit(
     check_precision(model, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
-    data = _tried(source, config.batch_size, config, model, loss_fn, device, metrics)
+    feed = source.feed(config, rank, world_size)
+    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, device, metrics)
+    data = _tried(source, config.batch_size, *given, trains_on=rows)
     validation = None
     if validation_source is not None:
         with about("validation"):
-            batch_size = validation_source.batch_size or config.validation_batch_size or config.batch_size
-            validation = _tried(validation_source, batch_size, config, model, loss_fn, device, metrics)
-    feed = source.feed(config, rank, world_size)
+            validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
         **_facts(arguments, source, validation_source),
         **model_facts(model, data.loss),
@@ -270,10 +282,20 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     if config.compile:
         check_compiler(data.placement.device)
-    fuses, resume, first = can_fuse(optimizer, config.fused_optimizer), arguments.resume, arguments.initial_epoch
-    run = Run(config, data, validation, feed, display, resume, callbacks, fuses, first)
+    fuses, resume = can_fuse(optimizer, config.fused_optimizer), arguments.resume
+    run = Run(config, data, validation, feed, display, resume, callbacks, fuses, arguments.initial_epoch)
     _check_best(run)
     return run, facts
+
+
+def _validation_batch_size(source: Source, config: DistributedTrainingConfig) -> int:
+    return source.batch_size or config.validation_batch_size or config.batch_size
+
+
+def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
+    """Returns a micro-batch as rank 0 gets it first in an epoch; where each rank has rows of its own, as this one."""
+    first = feed.first_rows(epoch)
+    return source.first(feed.rows_at_once) if first is None else first
 
 
 def _facts(arguments: FitArguments, source: Source, validation: Source | None) -> dict[str, Any]:
@@ -358,9 +380,8 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     elif chosen.type != "cuda" and dist.get_backend() == "nccl":
         chosen = torch.device("cuda", torch.cuda.current_device())
     model.to(chosen)
-    for each in (loss, *loss.by_output.values()):
-        if isinstance(each.function, nn.Module):
-            each.function.to(chosen)  # it may have class weights
+    for module in loss.modules:
+        module.to(chosen)  # it may have class weights
     floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
 
@@ -375,8 +396,9 @@ def _tried(
     metrics: Mapping[str, Any],
     *,
     predicting: bool = False,
+    trains_on: Rows | None = None,
 ) -> TriedRows:
-    """Returns rows that the model and the loss have been tried on."""
+    """Returns rows that the model and the loss have been tried on; `trains_on`: a micro-batch of training."""
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
@@ -384,5 +406,9 @@ def _tried(
     loss.look_at(targets, are_all=source.is_whole, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    measures = probe(model, source, placement, loss, call, predicting=predicting, metrics=metrics)
+    dry_run, measures = DryRun(model, loss, call, placement, metrics), Metrics()
+    if predicting:
+        dry_run.predict(source)
+    else:
+        measures = dry_run.evaluate(source) if trains_on is None else dry_run.train(source, trains_on)
     return TriedRows(source, batch_size, placement, loss, call, measures)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -343,14 +343,3 @@ def _outputs(output: Any, rows: int) -> Tree:
         "predict needs a model that returns a tensor with a row per row of X, or several in a dictionary, a tuple or a "
         f"list; for {rows} rows it returned {found}."
     )
-
-
-@contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Every module gets its own mode back, training or evaluation, whatever happens within."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

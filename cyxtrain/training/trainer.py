@@ -35,6 +35,7 @@ from cyxtrain.training.fitting import Fit
 from cyxtrain.training.header import explain
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss, with_weights
+from cyxtrain.training.modes import modes_kept
 from cyxtrain.training.named_metrics import named
 from cyxtrain.training.notebook.calls import by_workers
 from cyxtrain.training.opening import open_fit, open_rows
@@ -47,7 +48,6 @@ from cyxtrain.training.resuming import begin_or_go_on
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.step import modes_kept
 from cyxtrain.training.stopping import explain_stop, leave_for
 from cyxtrain.training.summary import OutputShapes, summary_of
 
@@ -231,7 +231,7 @@ class DistributedTrainer:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self.model, self.ddp_config)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(modes_kept(self.model))
+            stack.enter_context(modes_kept(self.model, *run.data.loss.modules))
             stack.enter_context(torch.enable_grad())
             if run.fuses:
                 stack.enter_context(fused(self.optimizer))
@@ -411,11 +411,13 @@ class DistributedTrainer:
     def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
-        run, facts = plan_fit(arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened)
+        first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
+        given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
+        with recomputed(self._recomputed):
+            run, facts = plan_fit(*given)
         rates = self._state.rates
         steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, run.config, steps))
-        first = self.epoch if run.initial_epoch is None else run.initial_epoch
         run.callbacks.meet(self, run.params(first + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:

@@ -1,0 +1,200 @@
+"""The dry run: what does not fit is found before anything has changed, on every rank alike.
+
+Training is tried as it will be: on one micro-batch, in training mode, with gradients and backward. Evaluation and
+prediction are tried on two rows, in evaluation mode and without gradients. No rank waits for another in it, and it
+leaves no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.batches import Batch
+from cyxtrain.data.moving import Placement
+from cyxtrain.data.rows import Rows
+from cyxtrain.data.source import Source
+from cyxtrain.data.tree import Tree, leaves, map_output
+from cyxtrain.errors import ConfigError
+from cyxtrain.training.calling import ModelCall
+from cyxtrain.training.checks import check_classes
+from cyxtrain.training.loss import Loss
+from cyxtrain.training.memory import is_full, memory_explained
+from cyxtrain.training.metrics import Metrics
+from cyxtrain.training.modes import put_into_training
+from cyxtrain.training.named_metrics import make_metrics
+from cyxtrain.training.untouched import untouched
+
+_ROWS = 2
+"""To try an evaluation or a prediction on."""
+_REENTRANT = "Checkpointing is not compatible"
+"""PyTorch's words where gradient checkpointing with use_reentrant=True meets a backward that is asked for gradients."""
+
+
+class DryRun:
+    """Tries a model, its loss and its metrics on some rows.
+
+    Args:
+        model: Not wrapped, on its device.
+        loss: Learns here whether it returns (sum, weight).
+        call: How the model is called.
+        placement: Of batches.
+        metrics: What is to be measured, by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, call: ModelCall, placement: Placement, metrics: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._call = call
+        self._placement = placement
+        self._metrics = metrics
+
+    def train(self, source: Source, rows: Rows) -> Metrics:
+        """Tries a step of training: forward, loss and backward, in training mode.
+
+        Cost: that of one micro-batch, and a copy of what is trained.
+
+        Args:
+            source: Whose rows they are.
+            rows: Of one micro-batch, as copies: a model may change its input.
+
+        Returns:
+            What measures the metrics; it has seen nothing.
+
+        Raises:
+            ConfigError: The model cannot take X, the loss or a metric cannot take its output, their shapes do not fit,
+                or there are no gradients.
+        """
+        batch = self._placed(rows)
+        if batch.rows == 0:
+            return self.evaluate(source)
+        with self._without_trace(), torch.enable_grad():
+            put_into_training(self._model, *self._loss.modules)
+            for module in self._model.modules():
+                if isinstance(module, nn.SyncBatchNorm):
+                    module.eval()  # in training mode it waits for the other ranks
+            output, value = self._forward(source, batch)
+            with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+                self._backward(value)
+            return self._measuring(output, batch)
+
+    def evaluate(self, source: Source) -> Metrics:
+        """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
+        batch = self._placed(source.first(_ROWS))
+        with self._without_trace(), torch.no_grad():
+            for module in (self._model, *self._loss.modules):
+                module.eval()
+            output, _ = self._forward(source, batch)
+            return self._measuring(output, batch)
+
+    def predict(self, source: Source) -> None:
+        """Tries a prediction for a source's first rows. Raises as `train`."""
+        batch = self._placed(source.first(_ROWS))
+        with self._without_trace(), torch.no_grad():
+            self._model.eval()
+            with _blaming(f"the model cannot take X, tried on shape {_shapes(batch.inputs)}"):
+                self._call.predict(self._model, batch)
+
+    def _placed(self, rows: Rows) -> Batch:
+        return Batch(0, *self._placement.place(rows))
+
+    def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
+        """Returns what the model gives, and the loss of it."""
+        loss, shape = self._loss, _shapes(batch.inputs)  # asked for now: a model may change its input
+        with _blaming(f"the model cannot take X, tried on shape {shape}"):
+            output = self._call(self._model, batch)
+        if loss.function is None:
+            return output, self._own_loss(output, batch)
+        loss.check_shapes(output, batch.targets)
+        check_classes(source.targets, output, loss)
+        with _blaming(
+            f"the loss cannot take the model's output and y, tried on {_described(output)} and "
+            f"{_described(batch.targets)}"
+        ):
+            result = loss.function(output, batch.targets)
+        loss.look_at_result(result, batch.rows)
+        return output, _total(result)
+
+    def _own_loss(self, output: Any, batch: Batch) -> Tensor:
+        """Returns the loss that the model computes itself."""
+        try:
+            self._loss.look_at_result(output, batch.rows)
+            return self._loss(output, batch).value
+        except ConfigError as error:
+            if self._model.training:
+                raise
+            raise ConfigError(
+                f"in evaluation mode the model returned {_described(output)}, and no loss: {error} A model that has a "
+                "loss in training mode only trains without validation data, and predicts."
+            ) from error
+
+    def _backward(self, value: Tensor) -> None:
+        """Makes the gradients of what is trained, and drops them.
+
+        They are asked for, and not accumulated: so hooks of other wrappers and optimizers within backward do not run.
+        """
+        if not value.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
+                "operations, without detach(), item() or argmax()."
+            )
+        modules = (self._model, *self._loss.modules)
+        trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+        try:
+            torch.autograd.grad(value, trained, allow_unused=True)
+        except RuntimeError as error:
+            if _REENTRANT not in str(error):
+                raise
+
+    def _measuring(self, output: Any, batch: Batch) -> Metrics:
+        if self._loss.function is None:
+            return make_metrics(self._metrics, self._loss, None, None, 0)
+        with torch.no_grad():  # they see what they see in training: no graph
+            output = map_output(Tensor.detach, output)
+            return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
+
+    @contextlib.contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        owners = [self._model, *self._loss.functions, *self._metrics.values()]
+        with untouched(owners, self._placement.device), memory_explained():
+            yield
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_full(error):
+            raise
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _total(result: Any) -> Tensor:
+    """Returns one number of what a loss returned: a tensor, (sum, weight), or several of these by name."""
+    if isinstance(result, dict):
+        return torch.stack([_total(each) for each in result.values()]).sum()
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found.mean()
+
+
+def _shapes(tree: Tree) -> str:
+    if isinstance(tree, Tensor):
+        return str(list(tree.shape))
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (dict, tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

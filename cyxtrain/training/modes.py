@@ -1,0 +1,55 @@
+"""Training and evaluation mode of modules: they are the user's, and are handed back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from cyxtrain.errors import shortened
+
+
+def put_into_training(*modules: nn.Module) -> Callable[[], None]:
+    """Puts modules that are in evaluation mode into training mode, with all that is in them.
+
+    One that is in training mode already stays as it is: a part of it in evaluation mode, such as a frozen batch norm,
+    was put there by the user. A model that is itself in evaluation mode is one as `from_pretrained` returns it.
+
+    Returns:
+        What to call before each epoch: it undoes an `eval()` of a whole module that came in between.
+    """
+    for module in modules:
+        if not module.training:
+            module.train()
+    modes = [(module, [(part, part.training) for part in module.modules()]) for module in modules]
+
+    def put_back() -> None:
+        for module, parts in modes:
+            if not module.training:
+                module.train()
+                for part, mode in parts:
+                    part.training = mode
+
+    return put_back
+
+
+def explain_modes(model: nn.Module) -> str:
+    """Returns in which modes a model is trained, for people; "": in training mode, as it is."""
+    if not model.training:
+        return "the model is in evaluation mode, as from_pretrained returns it, and is trained in training mode"
+    parts = [name for name, part in model.named_modules() if not part.training]
+    outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
+    how = "model.train() before fit changes that"
+    return f"training, but {shortened(outermost)} in evaluation mode, as given; {how}" if outermost else ""
+
+
+@contextlib.contextmanager
+def modes_kept(*modules: nn.Module) -> Iterator[None]:
+    """Every module within `modules` gets its own mode back, training or evaluation, whatever happens."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

@@ -1,0 +1,109 @@
+"""Modules and other objects as they were before something was tried on them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.randomness import generators_kept
+from cyxtrain.training.buffers import BuffersKept
+
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+
+
+@contextlib.contextmanager
+def untouched(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
+
+    Restored are attributes of the objects and of modules in them (counters, modes), what lists and dictionaries among
+    these hold, trained parameters, buffers, other tensors among the attributes, `.grad`, `requires_grad`, and the
+    generators of torch, NumPy and Python. Values are compared: code that writes to `.data` changes no version counter.
+
+    Cost: a copy of what is trained, on the CPU, and of the buffers, where they are. Within, no parameter has a `.grad`.
+
+    Args:
+        owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
+        device: Whose generator is kept, beside the CPU's.
+    """
+    kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners])
+    with generators_kept(device, kept.generators):
+        try:
+            yield
+        finally:
+            kept.restore()
+
+
+class _Kept:
+    """What objects hold now, but for gradients, which are taken away.
+
+    Args:
+        owners: The objects.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
+        held = [each for owner in plain for each in (owner, *vars(owner).values()) if isinstance(each, nn.Module)]
+        modules = list(dict.fromkeys(part for module in held for part in module.modules()))
+        objects = [*modules, *(each for each in plain if not isinstance(each, nn.Module))]
+        self._buffers = [BuffersKept(module) for module in held]
+        self._attributes = [(vars(each), dict(vars(each))) for each in objects]
+        values = [value for _, before in self._attributes for value in before.values()]
+        self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
+        found = [*values, *(part for _, container in self._containers for part in _flat(container))]
+        self.generators = [each for each in found if isinstance(each, torch.Generator)]
+        tensors = {id(each): each for each in found if isinstance(each, Tensor)}
+        self._parameters = [
+            (each, each.requires_grad, each.grad) for each in tensors.values() if isinstance(each, nn.Parameter)
+        ]
+        for parameter, _, _ in self._parameters:
+            parameter.grad = None
+        others = {id(buffer) for module in modules for buffer in module._buffers.values()} | _frozen(modules)
+        self._copies = [
+            (tensor, tensor.detach().to("cpu", copy=True))
+            for number, tensor in tensors.items()
+            if number not in others and tensor.layout is torch.strided
+        ]
+
+    def restore(self) -> None:
+        """Makes them what they were."""
+        for now, before in [*self._attributes, *self._containers]:
+            if _marks(now) != _marks(before):
+                now.clear()
+                now.extend(before) if isinstance(now, (list, collections.deque)) else now.update(before)
+        for parameter, requires_grad, gradient in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+        for buffers in self._buffers:
+            buffers.bring_back()
+        for tensor, copied in self._copies:
+            if tensor.shape == copied.shape and not torch.equal(tensor.detach().cpu(), copied):
+                tensor.data.copy_(copied)
+
+
+def _frozen(modules: Iterable[nn.Module]) -> set[int]:
+    """Returns the ids of parameters that nothing changes: a large model that is tuned in part is not copied."""
+    return {
+        id(parameter)
+        for module in modules
+        for parameter in module._parameters.values()
+        # An embedding with max_norm changes its weight in forward, frozen or not.
+        if parameter is not None and not parameter.requires_grad and getattr(module, "max_norm", None) is None
+    }
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _marks(container: Any) -> list[int]:
+    parts = itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
+    return [id(part) for part in parts]
