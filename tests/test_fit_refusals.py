@@ -120,9 +120,15 @@ WRONG: dict[str, tuple[Way, str]] = {
     "a loss that is a list": (lambda: regression(loss_fn=lambda *_: [1]).fit(INPUTS, NUMBERS), r"returned list"),
     "three losses": (lambda: regression(loss_fn=lambda *_: (1, 2, 3)).fit(INPUTS, NUMBERS), r"returned tuple"),
     "LBFGS": (lambda: trainer_of(make=lambda m: torch.optim.LBFGS(m.parameters())).fit(INPUTS, TARGETS), "LBFGS"),
-    "sparse gradients": (
-        lambda: trainer_of(Sparse(), make=lambda m: torch.optim.SGD(m.parameters())).fit(TARGETS[:, None], TARGETS),
-        "words makes sparse gradients",
+    "sparse gradients for Adam": (
+        lambda: trainer_of(Sparse()).fit(TARGETS[:, None], TARGETS),
+        r"words\.weight makes sparse gradients, which PyTorch's Adam does not take: use SGD or Adagrad",
+    ),
+    "sparse gradients with weight decay": (
+        lambda: trainer_of(Sparse(), make=lambda m: torch.optim.SGD(m.parameters(), 0.1, weight_decay=0.1)).fit(
+            TARGETS[:, None], TARGETS
+        ),
+        r"words\.weight makes sparse gradients, which PyTorch's weight_decay does not take: use no weight_decay",
     ),
     "a lazy module": (lambda: trainer_of(nn.LazyLinear(3)).fit(INPUTS, TARGETS), "lazy module"),
     "nothing to train": (lambda: trainer_of(make_model().requires_grad_(False)).fit(INPUTS, TARGETS), "no parameters"),

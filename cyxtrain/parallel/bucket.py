@@ -39,7 +39,8 @@ class Bucket:
         last: bool,
         mean: SharedMean | None = None,
     ) -> None:
-        self._names = [parameters[i][0] for i in spec.parameters]
+        self.names = [parameters[i][0] for i in spec.parameters]
+        """Of its parameters."""
         self._parameters = [parameters[i][1] for i in spec.parameters]
         self._spec = spec
         self.heard: list[float] = []
@@ -87,20 +88,10 @@ class Bucket:
         """Take in the gradient of a parameter; with `as_view`, `.grad` becomes its place in the bucket.
 
         Raises:
-            DistributedTrainingError: A hook took it, or it has a graph of its own.
+            DistributedTrainingError: As `checked_gradient`.
         """
         parameter, view = self._parameters[slot], self._views[slot]
-        gradient = parameter.grad
-        if gradient is None:
-            raise DistributedTrainingError(
-                f"a hook took the gradient of {self._names[slot]} before it was averaged over ranks. {STEP_LATER}"
-            )
-        if gradient.requires_grad:
-            raise DistributedTrainingError(
-                f"the gradient of {self._names[slot]} has a graph, as backward(create_graph=True) makes it: its "
-                "average over ranks would have none. For what you differentiate again take torch.autograd.grad(..., "
-                "create_graph=True), add it to the loss, and call loss.backward()."
-            )
+        gradient = checked_gradient(self.names[slot], parameter)
         if gradient is not view:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             if as_view:
@@ -221,6 +212,26 @@ class Bucket:
     def is_last(self) -> bool:
         """Returns whether it is the last bucket of a synchronisation."""
         return self._last
+
+
+def checked_gradient(name: str, parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter.
+
+    Raises:
+        DistributedTrainingError: A hook took it, or it has a graph of its own.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        raise DistributedTrainingError(
+            f"a hook took the gradient of {name} before it was averaged over ranks. {STEP_LATER}"
+        )
+    if gradient.requires_grad:
+        raise DistributedTrainingError(
+            f"the gradient of {name} has a graph, as backward(create_graph=True) makes it: its average over ranks "
+            "would have none. For what you differentiate again take torch.autograd.grad(..., create_graph=True), add "
+            "it to the loss, and call loss.backward()."
+        )
+    return gradient
 
 
 def _slot(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:

@@ -19,27 +19,24 @@ COMPRESSIBLE = {torch.float32, torch.float64}
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def compress(
-    buckets: Sequence[Bucket], names: Sequence[Sequence[str]], config: DDPConfig
-) -> dict[str, LowRankGradient]:
+def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankGradient]:
     """Lets buckets travel as the config says, where their numbers are `COMPRESSIBLE`.
 
     Args:
         buckets: Of a module.
-        names: Of the parameters of each.
         config: How gradients travel.
 
     Returns:
         The gradients that travel as thin matrices, by name.
     """
     found = {}
-    for bucket, own in zip(buckets, names, strict=True):
+    for bucket in buckets:
         end = len(bucket.buffer())
         if config.compression is None or bucket.numbers.dtype not in COMPRESSIBLE:
             continue
         if config.compression == "powersgd":
             travel = LowRank(bucket.numbers, end, bucket.gradients(), config.matrix_approximation_rank)
-            found.update({own[number]: gradient for number, gradient in travel.gradients.items()})
+            found.update({bucket.names[number]: gradient for number, gradient in travel.gradients.items()})
             bucket.travel = travel
         else:
             bucket.travel = InHalf(bucket.numbers, end, _NARROW[config.compression])

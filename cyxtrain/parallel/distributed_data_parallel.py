@@ -18,7 +18,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.broadcasting import broadcast_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
-from cyxtrain.parallel.finite import all_finite
+from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.replicas import check_replicas, check_same_module
 from cyxtrain.settings import require, unknown_name
@@ -203,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             return self._reducer.is_finite()
         self._latest.checked = loss
-        gradients = [parameter.grad for parameter in tensors_of(self.module)[0] if parameter.grad is not None]
+        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def losses_are_finite(self) -> bool:

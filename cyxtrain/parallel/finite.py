@@ -41,6 +41,11 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def values_of(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient as a dense tensor: of a sparse one, what it holds for each row."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def _are_finite(tensors: list[Tensor], device: torch.device) -> bool:
     found = torch.zeros(1, device=device)
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _one(device))

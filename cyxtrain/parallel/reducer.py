@@ -23,12 +23,15 @@ from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks,
 from cyxtrain.parallel.broadcasting import tensors_of
 from cyxtrain.parallel.bucket import STEP_LATER, Bucket
 from cyxtrain.parallel.compression import compress
-from cyxtrain.parallel.finite import all_finite
+from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
+from cyxtrain.parallel.sparse import SparseGradients, split_sparse
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.shared import SharedMean
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
+_SPARSE = -1
+"""Instead of the number of a bucket."""
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()
 """All reducers whose hooks are on a module."""
 
@@ -49,16 +52,16 @@ class Reducer:
         self._names = {parameter: name for name, parameter in parameters}
         self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
-        self._trained = trained = [parameter for _, parameter in parameters]
+        self._trained = [parameter for _, parameter in parameters]
         self._versions: list[int] | None = None
-        specs = [ParameterSpec(p.numel(), p.dtype, p.device) for p in trained]
-        layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
+        dense, sparse = split_sparse(parameters, model)
+        self._sparse = SparseGradients(sparse)
+        layout = _layout(dense, sparse, config)
         self._buckets = [
-            Bucket(spec, parameters, index, spec is layout[-1], mean)
+            Bucket(spec, dense, index, spec is layout[-1], mean)
             for index, (spec, mean) in enumerate(zip(layout, _memory_in_common(layout, config), strict=True))
         ]
-        named = [[self._names[trained[number]] for number in spec.parameters] for spec in layout]
-        self.low_rank = compress(self._buckets, named, config)
+        self.low_rank = compress(self._buckets, config)
         """The gradients that travel as thin matrices, by name."""
         self._is_compressing = config.compression is not None
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
@@ -80,18 +83,19 @@ class Reducer:
         """Whether gradients have been accumulated that no other rank has seen."""
         self._handles: list[Any] = []
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
-        self._watch_gradients(layout)
+        self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
 
-    def _watch_gradients(self, layout: Sequence[BucketSpec]) -> None:
+    def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
         for other in _open:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.add(self)
         _open.add(self)
         own = weakref.ref(self)  # a hook must not keep the reducer, and with it the buckets, alive
-        for index, spec in enumerate(layout):
-            for slot, number in enumerate(spec.parameters):
+        sparse = [parameter for _, parameter in self._sparse.parameters]
+        for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
+            for slot, parameter in enumerate(parameters):
                 hook = _hook(own, index, slot)
-                self._handles.append(self._trained[number].register_post_accumulate_grad_hook(hook))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
         """Continue where an `earlier` reducer of the same module ended; that one is closed."""
@@ -152,7 +156,8 @@ class Reducer:
 
         The same on every rank. Cost: it is read once, but for what ranks have looked at in memory in common.
         """
-        return all_finite([bucket.numbers for bucket in self._buckets if not bucket.travel.is_known_finite])
+        dense = [bucket.numbers for bucket in self._buckets if not bucket.travel.is_known_finite]
+        return all_finite(dense + [values_of(p.grad) for _, p in self._sparse.parameters if p.grad is not None])
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a comm hook average gradients, from now on.
@@ -198,6 +203,9 @@ class Reducer:
             return
         if self._backward is None or self._backward() is None:
             self._begin_backward()
+        if index == _SPARSE:
+            self._sparse.check(slot)
+            return
         bucket = self._buckets[index]
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
@@ -263,6 +271,9 @@ class Reducer:
         unused: list[nn.Parameter] = []
         for bucket in self._buckets:
             unused += bucket.finish(as_view=self._as_view, is_whole=is_whole)
+        began = time.perf_counter()
+        unused += self._sparse.average(self._group, absent=self._absent)
+        self.seconds += time.perf_counter() - began
         return unused
 
     def _check_module(self) -> None:
@@ -293,6 +304,17 @@ class Reducer:
             "DDPConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrapping."
         )
         raise on_all_ranks(error)
+
+
+def _layout(
+    dense: Sequence[tuple[str, nn.Parameter]], sparse: Sequence[tuple[str, nn.Parameter]], config: DDPConfig
+) -> list[BucketSpec]:
+    """Return the buckets of the dense gradients; without any, an empty one carries what ranks tell each other."""
+    specs = [ParameterSpec(p.numel(), p.dtype, p.device) for _, p in dense]
+    layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
+    if layout or not sparse:
+        return layout
+    return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, has_signals=True)]
 
 
 def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:

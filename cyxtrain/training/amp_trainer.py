@@ -29,6 +29,7 @@ from cyxtrain.data.rows import Rows
 from cyxtrain.data.tree import num_rows
 from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened
 from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.settings import is_number, require, require_integer
 from cyxtrain.training.agreement import agree_on, telling
 from cyxtrain.training.buffers import BuffersKept
@@ -102,7 +103,7 @@ class DistributedAMPTrainer:
             self._wrappers, self.model = unwrap(model)
             self.optimizer = make_optimizer(_optimizer(optimizer, learning_rate), self.model)
             check_model(self.model)
-            check_optimizer(self.optimizer)
+            check_optimizer(self.optimizer, self.model)
             check_precision(self.model, _PRECISION)
             self.config, self._loss, self.scaler = amp, Loss(loss_fn), LossScale(amp)
             facts = {**model_facts(self.model, self._loss), **optimizer_facts(self.optimizer, self.model)}
@@ -320,7 +321,7 @@ class DistributedAMPTrainer:
         everyone = runtime.gather_texts(wrong[0] if wrong else "")
         ranks = [rank for rank, text in enumerate(everyone) if text]
         named = self.model.named_parameters()
-        spoilt = shortened(name for name, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
+        spoilt = shortened(name for name, p in named if p.grad is not None and not all_finite([values_of(p.grad)]))
         words = "; ".join(f"on rank {rank}, the loss is {everyone[rank]}" for rank in ranks)
         remedy = "look for 0/0, log(0) and sqrt(0) in model and loss, and at the data"
         if not ranks:

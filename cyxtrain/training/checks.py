@@ -13,24 +13,21 @@ from cyxtrain.data.source import Source
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError, shortened
 from cyxtrain.parallel.reducer import trained_parameters
+from cyxtrain.parallel.sparse import makes_sparse_gradients
 from cyxtrain.settings import require
 from cyxtrain.training.loss import Loss, part_of
+
+_TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def check_model(model: nn.Module) -> None:
     """Refuses models that cannot be trained over ranks.
 
     Raises:
-        ConfigError: Sparse gradients, lazy modules that have not run, or nothing to train.
+        ConfigError: Lazy modules that have not run, or nothing to train.
     """
     if not trained_parameters(model):
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise ConfigError(
-                f"{name or 'the model'} makes sparse gradients, which cannot be averaged over ranks: build it with "
-                "sparse=False."
-            )
 
 
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
@@ -45,14 +42,25 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     return found
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that call the model several times per step.
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses optimizers that call the model several times per step, or cannot take the model's sparse gradients.
 
     Raises:
-        ConfigError: LBFGS.
+        ConfigError: LBFGS; Adam and its like, and weight decay, with a sparse embedding.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
+    named, kind = makes_sparse_gradients(model), type(optimizer)
+    refuses = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
+    for name, parameter in named.items():
+        groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+        decays = any(group.get("weight_decay") for group in groups)
+        if groups and (refuses or decays):
+            what, remedy = (kind.__name__, "SGD or Adagrad") if refuses else ("weight_decay", "no weight_decay for it")
+            raise ConfigError(
+                f"{name} makes sparse gradients, which PyTorch's {what} does not take: use {remedy}, or build the "
+                "embedding with sparse=False."
+            )
 
 
 def check_targets(source: Source, loss: Loss) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.parallel.finite import values_of
 
 Clip = Callable[[Sequence[nn.Parameter]], object]
 """Changes the gradients of parameters in place."""
@@ -19,12 +20,30 @@ _LEAST_NORM = 1e-3
 def make_clip(config: DistributedTrainingConfig) -> Clip | None:
     """Returns what a config asks for; None: nothing."""
     if config.clip_norm is not None:
-        return partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm)
+        return _on_values(partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm))
     if config.clip_value is not None:
-        return partial(nn.utils.clip_grad_value_, clip_value=config.clip_value)
+        return _on_values(partial(nn.utils.clip_grad_value_, clip_value=config.clip_value))
     if config.clip_adaptive is not None:
-        return partial(clip_adaptive, factor=config.clip_adaptive)
+        return _on_values(partial(clip_adaptive, factor=config.clip_adaptive))
     return None
+
+
+def _on_values(clip: Clip) -> Clip:
+    """Return what clips sparse gradients too: by their values, which stand for the rows that a batch has used."""
+
+    def clip_values(parameters: Sequence[nn.Parameter]) -> None:
+        clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
+
+    return clip_values
+
+
+def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the rows of a parameter for which its sparse gradient holds values; changing their `.grad` changes it."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.coalesce()
+    rows = nn.Parameter(parameter.detach()[parameter.grad.indices()[0]])
+    rows.grad = parameter.grad.values()
+    return rows
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -46,7 +65,7 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
 
 def gradient_norm(model: nn.Module) -> Tensor | None:
     """Returns the norm of all gradients together, as one vector, 0-dim; None: no parameter has one."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [values_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients) if gradients else None
 
 

@@ -22,6 +22,7 @@ from cyxtrain.data.rows import rows_not_finite
 from cyxtrain.data.tree import leaves
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel.finite import values_of
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.precision import LossScale
 from cyxtrain.training.state import Position
@@ -180,7 +181,7 @@ class FiniteGuard:
 
     def _gradients(self) -> dict[str, Tensor]:
         named = self._ddp.module.named_parameters()
-        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        return {name: values_of(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
     def _spoilt_gradients(self) -> list[str]:
         return [name for name, gradient in self._gradients().items() if not _is_finite(gradient)]

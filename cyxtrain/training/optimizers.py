@@ -65,17 +65,19 @@ _UNDECIDED = {"fused": None, "foreach": None, "differentiable": False, "capturab
 """Settings of a group for which its user has not asked, and what they are then."""
 
 
-def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str) -> bool:
+def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Iterable[str] = ()) -> bool:
     """Returns whether the optimizer shall step by PyTorch's fused kernel: in one pass over memory.
 
     Args:
         optimizer: As the user built it; what it says about the way itself is heeded.
         wanted: "auto": where it can; True; or False: as it was built.
+        sparse: Names of parameters that have sparse gradients.
 
     Raises:
         ConfigError: It must, and cannot.
     """
-    reason = _reason_against(optimizer)
+    found = next(iter(sparse), None)
+    reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
     if wanted is True and reason:
         raise ConfigError(f"fused_optimizer=True: {reason}. Take 'auto', which fuses what can be.")
     return bool(wanted) and reason is None

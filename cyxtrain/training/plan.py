@@ -21,6 +21,7 @@ from cyxtrain.data.moving import Placement
 from cyxtrain.data.rows import Rows
 from cyxtrain.data.source import Opened, Source
 from cyxtrain.errors import ConfigError, warn
+from cyxtrain.parallel.sparse import makes_sparse_gradients
 from cyxtrain.settings import require_integer, unknown_name
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
@@ -258,7 +259,7 @@ def plan_fit(
     """
     config = arguments.config
     check_model(model)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, model)
     check_precision(model, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
@@ -282,8 +283,8 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     if config.compile:
         check_compiler(data.placement.device)
-    fuses, resume = can_fuse(optimizer, config.fused_optimizer), arguments.resume
-    run = Run(config, data, validation, feed, display, resume, callbacks, fuses, arguments.initial_epoch)
+    fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
+    run = Run(config, data, validation, feed, display, arguments.resume, callbacks, fuses, arguments.initial_epoch)
     _check_best(run)
     return run, facts
 
