@@ -165,7 +165,7 @@ def _make_group(
         raise RendezvousError(
             f"rank {rank} could not make a {backend.value} group: {error}. Look at the output of the other ranks."
         ) from error
-    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    torch_compat.set_timeout(timeout)
 
 
 def _left(deadline: Deadline) -> timedelta:

@@ -1,19 +1,87 @@
-"""PyTorch's private names that cyxtrain uses, and what happens in a version without one of them."""
+"""PyTorch's private names that cyxtrain uses, and what happens in a version without one of them.
+
+Nothing else in cyxtrain names them (tests/test_torch_compat.py lists the few that a hot path reads by itself). Where
+PyTorch has a public name from some version on, that is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import pkgutil
+import types
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
+from torch import Tensor, nn
+
+from cyxtrain.errors import CyxtrainError
 
 TESTED_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions that the nightly tests run on."""
+"""Minor versions that the nightly tests run on. The only place that says so."""
 
-Backend: Any = _c10d.Backend
-"""What a backend written in Python subclasses; `torch.distributed.Backend` is a list of names."""
+
+class PrivateName(NamedTuple):
+    """A private name.
+
+    Attributes:
+        name: Where it is; after a colon, the attribute of an object.
+        without: What happens in a version without it.
+        seen: The versions that were looked at and have it, from and to.
+    """
+
+    name: str
+    without: str
+    seen: tuple[str, str] = (TESTED_VERSIONS[0], TESTED_VERSIONS[-1])
+
+
+_HOOKS = "each step is taken by optimizer.step(), not by the kernel directly"
+_LOOP = "the tensors are gone through one by one"
+PRIVATE_NAMES = (
+    PrivateName("torch._fused_adam_", "Adam takes its steps by optimizer.step()"),
+    PrivateName("torch._fused_adamw_", "AdamW takes its steps by optimizer.step()"),
+    PrivateName("torch._fused_sgd_", "SGD takes its steps by optimizer.step()"),
+    PrivateName("torch.optim.Optimizer:_optimizer_step_pre_hooks", _HOOKS),
+    PrivateName("torch.optim.Optimizer:_optimizer_step_post_hooks", _HOOKS),
+    PrivateName("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS),
+    PrivateName("torch.optim.optimizer._global_optimizer_post_hooks", _HOOKS),
+    PrivateName("torch.autograd.profiler._is_profiler_enabled", _HOOKS),
+    PrivateName("torch.optim.Optimizer:_opt_called", "nothing: a schedule that does not read it does not warn"),
+    PrivateName("torch.optim.Optimizer.step:_wrapped_by_lr_sched", _HOOKS),
+    PrivateName("torch._foreach_add_", _HOOKS),
+    PrivateName("torch._foreach_copy_", _LOOP),
+    PrivateName("torch._foreach_lerp_", _LOOP),
+    PrivateName("torch._amp_foreach_non_finite_check_and_unscale_", _LOOP),
+    PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
+    PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
+    PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
+    PrivateName("torch.Tensor._version", "what is finite is looked through again; a step in backward is not noticed"),
+    PrivateName("torch.Tensor._backward_hooks", "refused: sending a tensor to the workers of a notebook"),
+    PrivateName("torch.Tensor._post_accumulate_grad_hooks", "refused: sending a tensor to the workers of a notebook"),
+    PrivateName("torch.nn.Module:_parameters", "refused: what reads it"),
+    PrivateName("torch.nn.Module:_buffers", "refused: what reads it"),
+    PrivateName("torch.nn.Module:_modules", "refused: what reads it"),
+    PrivateName("torch.nn.Module._compiled_call_impl", "refused: compile=True"),
+    PrivateName("torch.nn.utils.parametrize._inject_new_class", "refused: a model with parametrizations in a notebook"),
+    PrivateName("torch.nn.utils.parametrize._inject_property", "refused: a model with parametrizations in a notebook"),
+    PrivateName("torch.utils.data.DataLoader:_iterator", "nothing: there is no iterator to take from a copy"),
+    PrivateName("torch.optim.lr_scheduler.SequentialLR:_schedulers", "the lengths of its parts are not looked at"),
+    PrivateName("torch.optim.lr_scheduler.SequentialLR:_milestones", "its length is not looked at"),
+    PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch.compiler.disable does the same, slower"),
+    PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "torch.compiler.disable does the same, slower"),
+    PrivateName("torch._C._dynamo.eval_frame._FrameAction", "torch.compiler.disable does the same, slower"),
+    PrivateName("torch.distributed.distributed_c10d._set_pg_timeout", "torch.distributed.set_timeout, from 2.14 on"),
+    PrivateName("torch._C._distributed_c10d.Backend", "the way of 2.13: a process group without a backend in C++"),
+    PrivateName("torch.distributed.ProcessGroup._register_backend", "refused: the ring", ("2.14", "2.15")),
+    PrivateName("torch.distributed.ProcessGroup._set_default_backend", "refused: the ring", ("2.14", "2.15")),
+)
+CALLED_BY_TORCH = (
+    *("_allgather_base", "_reduce_scatter_base", "_get_backend", "_get_backend_name", "_device_types"),
+    *("_set_default_timeout", "_set_sequence_number_for_group", "_get_sequence_number_for_group"),
+    *("_set_group_name", "_set_group_desc", "_source_rank", "_supports_time_estimate"),
+)
+"""Private methods that the ring defines for PyTorch to call. A version that calls none of them loses nothing."""
 
 
 def is_tested() -> bool:
@@ -24,6 +92,246 @@ def is_tested() -> bool:
 def tested_range() -> str:
     """Returns which versions of PyTorch cyxtrain is tested with, in words."""
     return f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
+
+
+def find(name: str) -> Any:
+    """Returns what PyTorch has under a name; None: this version has none."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def require(name: str, what: str) -> Any:
+    """Returns what PyTorch has under a name.
+
+    Args:
+        name: It.
+        what: What needs it, for the error.
+
+    Raises:
+        CyxtrainError: This version has none.
+    """
+    found = find(name)
+    if found is None:
+        raise _refusal(name, what)
+    return found
+
+
+def _refusal(name: str, what: str) -> CyxtrainError:
+    return CyxtrainError(
+        f"PyTorch {torch.__version__} has no {name}, which {what} needs. Install one of {tested_range()}."
+    )
+
+
+def _attribute(obj: Any, name: str, what: str) -> Any:
+    try:
+        return getattr(obj, name)
+    except AttributeError:
+        raise _refusal(f"{type(obj).__name__}.{name}", what) from None
+
+
+# Optimizers.
+
+_kernels: list[Any] = [find(f"torch._fused_{kind}_") if is_tested() else None for kind in ("adam", "adamw", "sgd")]
+fused_adam, fused_adamw, fused_sgd = _kernels
+"""In an untested version their arguments may be others, which would show in the middle of a step: not taken there."""
+foreach_add = find("torch._foreach_add_")
+_global_hooks = [find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
+_NOBODY_KNOWS = True
+
+
+def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
+    """Returns whether somebody else has to do with each step: a hook, a profiler, another method in its place.
+
+    Args:
+        optimizer: Whose.
+        method: Its class's `step` when it was first looked at.
+    """
+    own = vars(optimizer).get("step", method)
+    if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
+        own = own.__wrapped__
+    before, after = _global_hooks
+    return bool(
+        own is not method
+        or type(optimizer).step is not method
+        or getattr(optimizer, "_optimizer_step_pre_hooks", _NOBODY_KNOWS)
+        or getattr(optimizer, "_optimizer_step_post_hooks", _NOBODY_KNOWS)
+        or before is None
+        or before
+        or after is None
+        or after
+        or getattr(torch.autograd.profiler, "_is_profiler_enabled", _NOBODY_KNOWS)
+    )
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Notes that a step was taken without `optimizer.step()`, so that a schedule does not warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def parts_of_schedule(scheduler: Any) -> Sequence[Any]:
+    """Returns the schedules that one is made of; none, for most."""
+    return getattr(scheduler, "_schedulers", ())
+
+
+def milestones_of(scheduler: Any) -> Sequence[int]:
+    """Returns the steps at which the parts of a SequentialLR begin, but for the first; none, where nobody can tell."""
+    return getattr(scheduler, "_milestones", ())
+
+
+# Tensors.
+
+_foreach_copy, _foreach_lerp = find("torch._foreach_copy_"), find("torch._foreach_lerp_")
+_foreach_check = find("torch._amp_foreach_non_finite_check_and_unscale_")
+current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node") or (lambda: None)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+flatten: Callable[[list[Tensor]], Tensor] = find("torch._C._nn.flatten_dense_tensors") or _joined
+"""Makes one tensor of several."""
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target."""
+    if _foreach_copy is not None:
+        _foreach_copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
+    """Moves each target towards its source by a part of the way."""
+    if _foreach_lerp is not None:
+        _foreach_lerp(targets, sources, weight)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.lerp_(source, weight)
+
+
+def are_finite(tensors: list[Tensor], one: Tensor) -> bool:
+    """Returns whether all elements are finite, of tensors of one device and type; `one` is a 1 on the device."""
+    if _foreach_check is None:
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    found = torch.zeros_like(one)
+    _foreach_check(tensors, found, one)
+    return found.item() == 0
+
+
+def version_of(tensor: Tensor) -> float:
+    """Returns how often a tensor was changed in place; without PyTorch's counter, what equals nothing."""
+    return getattr(tensor, "_version", float("nan"))
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns how often each tensor was changed in place; without PyTorch's counter, zeros."""
+    return [getattr(tensor, "_version", 0) for tensor in tensors]
+
+
+def hooks_of(tensor: Tensor) -> tuple[list[Any], list[Any]]:
+    """Returns what sees a tensor's gradient, and what is called when it has been accumulated."""
+    what = "sending a tensor to another process"
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    before, after = (list((_attribute(tensor, name, what) or {}).values()) for name in names)
+    return before, after
+
+
+_queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
+
+
+def require_end_of_backward() -> None:
+    """Refuses a PyTorch in which `call_after_backward` cannot work.
+
+    Raises:
+        CyxtrainError: It is one.
+    """
+    if _queue_callback is None:
+        raise _refusal("torch.autograd.Variable._execution_engine.queue_callback", "DistributedDataParallel")
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Has autograd call something at the end of the backward that is running."""
+    _queue_callback(callback)
+
+
+# Modules.
+
+LossModule: Any = nn.MSELoss.__base__
+"""The class above all losses of PyTorch's."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the parameters of a module itself, as it keeps them."""
+    found: dict[str, nn.Parameter | None] = _attribute(module, "_parameters", "cyxtrain")
+    return found
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the buffers of a module itself, as it keeps them."""
+    found: dict[str, Tensor | None] = _attribute(module, "_buffers", "cyxtrain")
+    return found
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the modules directly in a module, as it keeps them."""
+    found: dict[str, nn.Module | None] = _attribute(module, "_modules", "cyxtrain")
+    return found
+
+
+def compiled_call(model: nn.Module) -> Any:
+    """Returns what `model.compile()` has put in the place of the model's call; None: nothing."""
+    return _attribute(model, "_compiled_call_impl", "compile=True")
+
+
+def set_compiled_call(model: nn.Module, call: Any) -> None:
+    """Puts back what `compiled_call` returned."""
+    model._compiled_call_impl = call
+
+
+def inject_parametrizations(module: nn.Module, names: Sequence[str]) -> None:
+    """Gives a module a class of its own in which parameters with these names are calculated."""
+    what = "a model with parametrizations in another process"
+    require("torch.nn.utils.parametrize._inject_new_class", what)(module)
+    for name in names:
+        require("torch.nn.utils.parametrize._inject_property", what)(module, name)
+
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_skips = [find(f"{_EVAL_FRAME}.{name}") for name in ("_FrameExecStrategy", "_FrameAction", "set_code_exec_strategy")]
+
+
+def skip_compiling(function: types.FunctionType) -> bool:
+    """Keeps the compiler away from a function, and from all that it calls; False: this version has no such way."""
+    if None in _skips:
+        return False
+    strategy, action, set_strategy = _skips
+    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    return True
+
+
+def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Takes from a copy of a loader the iterator, whose workers the original may be using."""
+    loader._iterator = None
+
+
+# Process groups.
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Sets the timeout of the default process group."""
+    public = find("torch.distributed.set_timeout")
+    if public is not None:
+        public(timeout)
+    else:
+        require("torch.distributed.distributed_c10d._set_pg_timeout", "a backend but the ring")(timeout)
+
+
+Backend: Any = find("torch._C._distributed_c10d.Backend") or object
+"""What a backend written in Python subclasses; `torch.distributed.Backend` is a list of names."""
 
 
 def _can_write_backends() -> bool:
@@ -40,8 +348,12 @@ BACKENDS_HAVE_A_CONSTRUCTOR = _can_write_backends()
 
 
 def register_backend(group: dist.ProcessGroup, backend: Any, devices: Sequence[str]) -> None:
-    """Makes a backend that of a process group, for some types of device."""
+    """Makes a backend that of a process group, for some types of device.
+
+    Raises:
+        CyxtrainError: This version of PyTorch has no way to.
+    """
     kind = dist.ProcessGroup.BackendType.CUSTOM
     for device in devices:
-        group._register_backend(torch.device(device), kind, backend)
-    group._set_default_backend(kind)
+        _attribute(group, "_register_backend", "the ring")(torch.device(device), kind, backend)
+    _attribute(group, "_set_default_backend", "the ring")(kind)

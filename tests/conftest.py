@@ -8,6 +8,12 @@ import leaks
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what test_torch_versions.py may be given."""
+    text = "a version of PyTorch, and a Python that has it: 2.15=/path/to/python"
+    parser.addoption("--python", action="append", default=[], help=text)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compares threads, processes, descriptors, environment and files before and after a test."""

@@ -81,7 +81,13 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     jobs = workflow["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     tests = blocks("sh")[1].strip()
-    assert commands == {"linux": [".ci/run"], "others": [tests], "nightly": [f"{tests} -m nightly"]}
+    by_version = "tests/test_torch_versions.py"
+    assert commands == {
+        "linux": [".ci/run"],
+        "others": [tests],
+        "nightly": [f"{tests} -m nightly --ignore {by_version}"],
+        "versions": [f"{tests} -m nightly {by_version} -k ${{{{ matrix.torch }}}}"],
+    }
     assert all("timeout-minutes" in job for job in jobs.values())
     assert {"windows-latest", "macos-latest"} == set(jobs["others"]["strategy"]["matrix"]["os"])
     used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]

@@ -61,7 +61,7 @@ SHARDING_OF_FOUR = [
 GROUPS = [
     "groups_say_what_they_are",
     "groups_of_neighbours",
-    "groups_are_not_split_over_gloo_either",
+    "groups_are_not_split",
     "groups_of_other_backends_beside_it",
     "the_monitored_barrier_is_gloos_own",
     "objects_within_a_part_of_the_world",

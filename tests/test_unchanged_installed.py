@@ -1,4 +1,4 @@
-"""Over "ring" too: other trainers, and another PyTorch. Each is installed in a virtual environment of its own.
+"""Over "ring" too: other trainers. Each is installed in a virtual environment of its own.
 
 PyTorch's wheel for Linux brings CUDA's libraries (5 GB). An index with wheels for CPUs alone, where there is one, is
 taken from PIP_EXTRA_INDEX_URL.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +19,8 @@ import pytest
 import torch
 from worlds import TESTS, child_environment, free_port
 
-import cyxtrain
-
 ROOT = TESTS.parent
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", ROOT / "pyproject.toml")
-OF_THE_STEP = ("allocator", "compile", "ddp", "features", "fused", "nonfinite", "precision", "resume", "stepping")
 NO_REGISTRY = ("connection broken by", "Failed to establish a new connection", "Temporary failure in name resolution")
 pytestmark = [
     pytest.mark.nightly,
@@ -135,21 +131,3 @@ def test_checkpoints_are_saved_by_a_process_in_the_background(tmp_path):
     case = "checkpoints_in_another_process"
     for result in run_processes(2, run_cases, "unchanged_sharding", [case], str(tmp_path), seconds=120):
         assert result.value == {case: None}
-
-
-def test_the_oldest_pytorch_runs_the_ring_and_what_stands_on_it(tmp_path):
-    """Every day-time test of the ring, of what runs unchanged over it, and of the step, under PyTorch 2.11."""
-    package = Path(cyxtrain.__file__).parent
-    project = tmp_path / "project"  # pip builds where the project lies
-    shutil.copytree(package, project / package.name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, project)
-    requirements = ("torch==2.11.*", f"{project}[test]", "torchmetrics")
-    python = installed(tmp_path / "oldest", *requirements, inherit=False)
-    assert run(python, "-c", "import torch; print(torch.__version__)", seconds=120, folder=tmp_path)[:5] == "2.11."
-    others = ("collectives", "unchanged", *OF_THE_STEP)
-    tests = sorted(TESTS.glob("test_ring_*.py")) + [TESTS / f"test_{name}.py" for name in others]
-    command = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", ROOT / "pyproject.toml", *tests)
-    output = run(*command, seconds=900, folder=tmp_path)
-    print(output[-300:])
-    assert " passed" in output

@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from cyxtrain import torch_compat
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.loaded import LoadedSource
@@ -125,7 +126,8 @@ def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, num
 
 def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int) -> StreamSource:
     """Returns the batches of a loader that nobody else goes through."""
-    loader._iterator = None  # workers that stay have one, which the user's own, or another source, may be using
+    # Workers that stay have one, which the user's own, or another source, may be using.
+    torch_compat.forget_iterator(loader)
     batches: Any = loader.batch_sampler
     parts = [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     size = loader.batch_size

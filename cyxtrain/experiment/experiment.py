@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from cyxtrain import callbacks, runtime
+from cyxtrain import callbacks, runtime, torch_compat
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.experiment.config import Config
@@ -216,7 +216,7 @@ def _loss(values: Mapping[str, Any], names: Names) -> Any:
     if values.get("loss_fn") is None:
         return None
     name, settings = section_of(values, "loss_fn")
-    found = names.find("loss", name, LOSSES, nn, nn.modules.loss._Loss)
+    found = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
     if is_path(name) and not settings and not isinstance(found, type):
         return found  # a function of (output, target)
     if not is_path(name):  # weights of classes are tensors to PyTorch, and lists in YAML

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
+from cyxtrain import runtime, torch_compat
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.broadcasting import broadcast_tensors, tensors_of
@@ -63,6 +63,7 @@ class DistributedDataParallel(nn.Module):
         self._reducer: Reducer | None = None
         self._latest = _Latest()
         if world_size > 1:
+            torch_compat.require_end_of_backward()
             check_same_module(model, runtime.cpu_group())
             if self.config.broadcast_parameters:
                 broadcast_tensors([*model.parameters(), *model.buffers()])

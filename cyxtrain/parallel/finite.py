@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cyxtrain import torch_compat
 from cyxtrain.ring.tensors import is_finite
 
 _FEW = 8
@@ -36,7 +37,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
         else:
             kinds.setdefault((dtype, None if is_cpu else tensor.device), []).append(tensor)
     return all(
-        is_finite(torch._C._nn.flatten_dense_tensors(kind)) if device is None else _are_finite(kind, device)
+        is_finite(torch_compat.flatten(kind)) if device is None else torch_compat.are_finite(kind, _one(device))
         for (_, device), kind in kinds.items()
     )
 
@@ -44,12 +45,6 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 def values_of(gradient: Tensor) -> Tensor:
     """Return the numbers of a gradient as a dense tensor: of a sparse one, what it holds for each row."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _are_finite(tensors: list[Tensor], device: torch.device) -> bool:
-    found = torch.zeros(1, device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _one(device))
-    return found.item() == 0
 
 
 @functools.cache

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
 from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
@@ -133,7 +133,7 @@ class Reducer:
 
     def note_forward(self) -> None:
         """Note the parameters' versions: until backward has averaged their gradients, nobody may change them."""
-        self._versions = [parameter._version for parameter in self._trained]
+        self._versions = torch_compat.versions_of(self._trained)
 
     def _use(self, group: Any) -> None:
         if group is not self._group:
@@ -214,7 +214,7 @@ class Reducer:
 
     def at_end_of_backward(self) -> None:
         """Sends what has not been sent, and waits for all. Called by autograd."""
-        if torch._C._current_autograd_node() is not None:
+        if torch_compat.current_autograd_node() is not None:
             self._backward = None
             raise DistributedTrainingError(f"a backward ended inside another one. {_REENTRANT}")
         self._finish(check=not self._allow_unused)
@@ -227,7 +227,7 @@ class Reducer:
         self._begin()
         backward = _Backward(self)
         self._backward = weakref.ref(backward)
-        torch.autograd.Variable._execution_engine.queue_callback(backward.at_end)
+        torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
         for bucket in self._buckets:
@@ -288,7 +288,7 @@ class Reducer:
         """Refuse what a hook that steps in backward has done: with this rank's gradient alone."""
         if self._versions is None:
             return
-        versions = [parameter._version for parameter in self._trained]
+        versions = torch_compat.versions_of(self._trained)
         if versions != self._versions:
             changed = [p for p, now, then in zip(self._trained, versions, self._versions, strict=True) if now != then]
             names = shortened(self._names[parameter] for parameter in changed)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -25,6 +26,10 @@ class RingBackend(RingOperations, torch_compat.Backend):
         torch_compat.Backend.__init__(self, group.rank, group.world_size)
         self._group = group
 
+    # PyTorch looks for these in a subclass, and does not end where it finds its own (seen in 2.14 and 2.15).
+    supports_splitting = supports_shrinking = supports_reconfigure = supports_window = property(lambda _: False)
+    _supports_time_estimate = property(lambda _: False)
+
 
 class RegisteredGroup(dist.ProcessGroup):
     """A process group of PyTorch's, whose backend is a `RingBackend`; the abstract part of `RingProcessGroup`.
@@ -33,9 +38,15 @@ class RegisteredGroup(dist.ProcessGroup):
     work, whose `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
     """
 
+    _group: Group
+
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         super().__init__(store, rank, world_size)
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
         """Registers the backend for types of device."""
         torch_compat.register_backend(self, RingBackend(group), devices)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when all ranks have called it; errors name those that are missing, as after any collective."""
+        self._group.barrier(timeout)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cyxtrain import torch_compat
 from cyxtrain.ring.arguments import timeout_of
 from cyxtrain.ring.combining import added_by_numpy
 from cyxtrain.ring.common import make_common_memory
@@ -39,7 +40,7 @@ class SharedMean:
         with lasting():
             self.tensor = torch.from_numpy(reduction.own)
         self._address = self.tensor.data_ptr()
-        self._version = -1
+        self._version = -1.0
 
     @property
     def is_known_finite(self) -> bool:
@@ -47,7 +48,7 @@ class SharedMean:
 
         It knows of none by `.data`, `.numpy()` or `torch.amp.GradScaler.unscale_`.
         """
-        return self._reduction.is_finite and self.tensor._version == self._version
+        return self._reduction.is_finite and torch_compat.version_of(self.tensor) == self._version
 
     @collective
     def all_reduce(self, opts: CallOptions | None = None) -> Any:
@@ -65,7 +66,7 @@ class SharedMean:
         yield from self._reduction.rounds()
         if has_moved:
             self.tensor.copy_(torch.from_numpy(self._reduction.own))
-        self._version = self.tensor._version
+        self._version = torch_compat.version_of(self.tensor)
 
 
 def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:

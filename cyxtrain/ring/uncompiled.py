@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import types
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+import torch
 
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+from cyxtrain import torch_compat
 
 
 def uncompiled(cls: type) -> None:
     """Keeps the compiler away from a class's methods, and from all that they call.
 
-    `torch.compiler.disable` would do the same, but imports the whole compiler, which costs seconds.
+    `torch.compiler.disable` does the same, but imports the whole compiler, which costs seconds.
     """
-    for member in vars(cls).values():
+    for name, member in [*vars(cls).items()]:
         function = member.fget if isinstance(member, property) else member
-        if isinstance(function, types.FunctionType):
-            set_code_exec_strategy(function.__code__, _SKIP)
+        if isinstance(function, types.FunctionType) and not torch_compat.skip_compiling(function):
+            disabled = torch.compiler.disable(function)
+            setattr(cls, name, property(disabled) if isinstance(member, property) else disabled)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import _Work
+from torch.distributed import Work
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.courier import Courier, Delivery
@@ -20,7 +20,7 @@ from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.staging import beside
 
-_LET_GO: collections.deque[_Work] = collections.deque(maxlen=4096)
+_LET_GO: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
 
 It may wait for a work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
@@ -39,7 +39,7 @@ def _bytes_of(result: Any) -> int:
     return result.numel() * result.element_size() if isinstance(result, Tensor) else sum(map(_bytes_of, result))
 
 
-class DoneWork(_Work):
+class DoneWork(Work):
     """A collective that is over; errors have been raised by the call itself."""
 
     def __init__(self, result: list[Any]) -> None:
@@ -75,12 +75,12 @@ class DoneWork(_Work):
 class DoneAsyncWork(DoneWork):
     """The same of a call with `async_op=True`."""
 
-    def __del__(self, keep: Callable[[_Work], None] = _LET_GO.append) -> None:
+    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
         self._result = _small(self._result)
         keep(self)
 
 
-class PostedWork(_Work):
+class PostedWork(Work):
     """A collective that travels beside the thread that asked for it.
 
     Args:
@@ -93,7 +93,7 @@ class PostedWork(_Work):
         self._delivery = delivery
         self._courier = courier
 
-    def __del__(self, keep: Callable[[_Work], None] = _LET_GO.append) -> None:
+    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
         self._delivery.cut(_small)
         keep(self)
 
@@ -147,7 +147,7 @@ class PostedWork(_Work):
         return outcome
 
 
-class MessageWork(_Work):
+class MessageWork(Work):
     """A send or recv on its way; `wait` moves it, and every other message of the group.
 
     Args:

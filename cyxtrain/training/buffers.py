@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
+
 
 @dataclass
 class _Kept:
@@ -34,7 +36,7 @@ class BuffersKept:
         """Keeps them as they are now."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._kept:
-            kept.buffer = now = kept.module._buffers.get(kept.name)
+            kept.buffer = now = torch_compat.own_buffers(kept.module).get(kept.name)
             if now is None:
                 continue
             if (now.shape, now.dtype, now.device) != (kept.copy.shape, kept.copy.dtype, kept.copy.device):
@@ -44,7 +46,7 @@ class BuffersKept:
             buffers.append(now)
         # All of them: PyTorch's batch norm, and code that writes to .data, change one without a change of its version.
         for copies, buffers in kinds.values():
-            torch._foreach_copy_(copies, buffers)
+            torch_compat.copy_all(copies, buffers)
 
     def bring_back(self) -> None:
         """Makes them what they were when they were kept."""

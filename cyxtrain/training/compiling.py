@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import ConfigError
 
 
@@ -36,10 +37,10 @@ def _small(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def compiled(model: nn.Module) -> Iterator[None]:
     """Within, calls of the model are compiled, unless the user has compiled it; it is handed back as it was."""
-    before = model._compiled_call_impl
+    before = torch_compat.compiled_call(model)
     if before is None:
         model.compile()
     try:
         yield
     finally:
-        model._compiled_call_impl = before
+        torch_compat.set_compiled_call(model, before)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cyxtrain import torch_compat
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
@@ -135,7 +136,8 @@ class Loss:
     @property
     def is_known(self) -> bool:
         """Whether it is one of torch.nn, whose arithmetic we know."""
-        return isinstance(self.function, nn.modules.loss._Loss) and type(self.function).__module__.startswith("torch.")
+        kind = type(self.function)
+        return issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
 
     @property
     def functions(self) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from cyxtrain import torch_compat
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.settings import is_number, require
@@ -218,7 +219,7 @@ class Rates:
 
     def _note_steps(self) -> None:
         """Keeps schedules from warning that the optimizer has not stepped: it did, before the fit was resumed."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        torch_compat.note_step(self.optimizer)
 
     def given(self) -> list[float]:
         """Returns the rates that the program gave, before anything was done to them."""
@@ -375,7 +376,7 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
     """Gives a scheduler and those that it is made of."""
     if scheduler is not None:
         yield scheduler
-        for part in getattr(scheduler, "_schedulers", ()):
+        for part in torch_compat.parts_of_schedule(scheduler):
             yield from schedules_in(part)
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
 from cyxtrain.training.rates import schedules_in, steps_taken
 
@@ -97,8 +98,10 @@ def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
         then = after if length < end else "the learning rate does not come to the end of it."
         return f"the {type(part).__name__} has {counted(length, 'step')}, and {fit}: {then}"
     if isinstance(part, SequentialLR):  # its last part begins at the last milestone
-        return _mismatch(part._schedulers[-1], end - (length or 0), f"{fit}, {end - (length or 0):,} for it")
-    parts = list(getattr(part, "_schedulers", ()))
+        return _mismatch(
+            torch_compat.parts_of_schedule(part)[-1], end - (length or 0), f"{fit}, {end - (length or 0):,} for it"
+        )
+    parts = torch_compat.parts_of_schedule(part)
     return next(filter(None, (_mismatch(each, end, fit) for each in parts)), "")
 
 
@@ -119,7 +122,7 @@ def _length(part: LRScheduler) -> tuple[int | None, str]:
     if isinstance(part, ConstantLR):
         return part.total_iters, ""
     if isinstance(part, (MultiStepLR, SequentialLR)):
-        milestones = part.milestones if isinstance(part, MultiStepLR) else part._milestones
+        milestones = part.milestones if isinstance(part, MultiStepLR) else torch_compat.milestones_of(part)
         return max(milestones, default=0), ""
     for function in part.lr_lambdas if isinstance(part, LambdaLR) else ():
         if isinstance(function, partial) and isinstance(function.keywords.get("num_training_steps"), int):

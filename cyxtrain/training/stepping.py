@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
-from torch.optim import optimizer as watchers
+
+from cyxtrain import torch_compat
 
 _Prepare = Callable[[Mapping[str, Any], list[Tensor], Mapping[Tensor, Any]], Callable[[], object] | None]
 """Takes a group of parameters, the gradient of each, and the optimizer's state; returns what steps them, or None: the
@@ -50,7 +50,7 @@ class Stepping:
             for step in steps:
                 step()
         if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedule warns
+            torch_compat.note_step(self._optimizer)
 
     def _prepared(self, prepare: _Prepare) -> list[Callable[[], object]]:
         """Returns what steps each group; nothing where one is not that simple. Nothing has changed yet."""
@@ -66,19 +66,7 @@ class Stepping:
 
     def _is_watched(self) -> bool:
         """Returns whether somebody else has to do with each step: a hook, a profiler, another method in its place."""
-        optimizer = self._optimizer
-        own = vars(optimizer).get("step", self._method)
-        if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
-            own = own.__wrapped__
-        return bool(
-            own is not self._method
-            or type(optimizer).step is not self._method
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or watchers._global_optimizer_pre_hooks
-            or watchers._global_optimizer_post_hooks
-            or profiler._is_profiler_enabled
-        )
+        return torch_compat.is_step_watched(self._optimizer, self._method)
 
 
 def _prepare_adam(
@@ -90,13 +78,13 @@ def _prepare_adam(
         return None
     steps, averages, squares = ([each[name] for each in states] for name in ("step", "exp_avg", "exp_avg_sq"))
     numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = torch_compat.fused_adamw if group["decoupled_weight_decay"] else torch_compat.fused_adam
     step = partial(kernel, parameters, gradients, averages, squares, [], steps, beta1=beta1, beta2=beta2, **numbers)
     return partial(_count_and_step, steps, step)
 
 
 def _count_and_step(steps: list[Tensor], step: Callable[[], object]) -> None:
-    torch._foreach_add_(steps, _ONE, alpha=1.0)  # a number would be made a tensor for each of them
+    torch_compat.foreach_add(steps, _ONE, alpha=1.0)  # a number would be made a tensor for each of them
     step()
 
 
@@ -109,11 +97,12 @@ def _prepare_sgd(
         if any(buffer is None for buffer in buffers):
             return None
     numbers = {name: group[name] for name in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")}
-    return partial(torch._fused_sgd_, parameters, gradients, buffers, is_first_step=False, **numbers)
+    return partial(torch_compat.fused_sgd, parameters, gradients, buffers, is_first_step=False, **numbers)
 
 
-_PREPARED: dict[type[torch.optim.Optimizer], _Prepare] = {
-    torch.optim.Adam: _prepare_adam,
-    torch.optim.AdamW: _prepare_adam,
-    torch.optim.SGD: _prepare_sgd,
-}
+_PREPARED: dict[type[torch.optim.Optimizer], _Prepare] = {}
+"""Without the optimizers whose kernels this version of PyTorch does not have."""
+if torch_compat.foreach_add and torch_compat.fused_adam and torch_compat.fused_adamw:
+    _PREPARED.update({torch.optim.Adam: _prepare_adam, torch.optim.AdamW: _prepare_adam})
+if torch_compat.fused_sgd:
+    _PREPARED[torch.optim.SGD] = _prepare_sgd

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
 from cyxtrain.data.randomness import generators_kept
 from cyxtrain.training.buffers import BuffersKept
 
@@ -65,7 +66,9 @@ class _Kept:
         ]
         for parameter, _, _ in self._parameters:
             parameter.grad = None
-        others = {id(buffer) for module in modules for buffer in module._buffers.values()} | _frozen(modules)
+        others = {id(buffer) for module in modules for buffer in torch_compat.own_buffers(module).values()} | _frozen(
+            modules
+        )
         self._copies = [
             (tensor, tensor.detach().to("cpu", copy=True))
             for number, tensor in tensors.items()
@@ -94,7 +97,7 @@ def _frozen(modules: Iterable[nn.Module]) -> set[int]:
     return {
         id(parameter)
         for module in modules
-        for parameter in module._parameters.values()
+        for parameter in torch_compat.own_parameters(module).values()
         # An embedding with max_norm changes its weight in forward, frozen or not.
         if parameter is not None and not parameter.requires_grad and getattr(module, "max_norm", None) is None
     }

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from cyxtrain import torch_compat
+
 _WRAPPED = "step"
 """Attribute of an optimizer that a schedule puts there; `Rates` does so again."""
 
@@ -25,8 +27,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     if isinstance(obj, torch.optim.Optimizer):
         # Its own pickle has neither hooks nor what its user keeps in it.
         return _bare, (type(obj),), {name: value for name, value in vars(obj).items() if name != _WRAPPED}
-    if isinstance(obj, Tensor) and obj.is_leaf and (obj._backward_hooks or obj._post_accumulate_grad_hooks):
-        hooks = list((obj._backward_hooks or {}).values()), list((obj._post_accumulate_grad_hooks or {}).values())
+    if isinstance(obj, Tensor) and obj.is_leaf and any(hooks := torch_compat.hooks_of(obj)):
         plain = obj.__reduce_ex__(5)
         assert isinstance(plain, tuple)
         return _with_hooks, (*plain[:2], *hooks)
@@ -65,9 +66,7 @@ def _bare(kind: Any) -> Any:
 def _fill_parametrized(module: nn.Module, attributes: dict[str, Any]) -> None:
     """Makes a module one whose parameters are calculated, as spectral norm does; PyTorch refuses to pickle those."""
     vars(module).update(attributes)
-    parametrize._inject_new_class(module)
-    for name in attributes["_modules"]["parametrizations"]:
-        parametrize._inject_property(module, name)
+    torch_compat.inject_parametrizations(module, [*attributes["_modules"]["parametrizations"]])
 
 
 def _with_hooks(

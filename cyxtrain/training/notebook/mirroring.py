@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import warn
 from cyxtrain.training.callbacks import Callback
 from cyxtrain.training.rates import schedules_in
@@ -205,14 +206,14 @@ def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, A
     modules = dict(_modules(trainer))
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)
-        parts[part]._modules[name] = child
+        torch_compat.own_modules(parts[part])[name] = child
     with torch.no_grad():
         for name, (tensor, is_trained) in changes.tensors.items():
             _take_in_tensor(modules, name, tensor, is_trained)
         for what, module in modules.items():
             for name in [name for name, _ in module.named_buffers() if f"{what} buffer {name}" not in changes.tensors]:
                 place, _, last = name.rpartition(".")
-                module.get_submodule(place)._buffers[last] = None
+                torch_compat.own_buffers(module.get_submodule(place))[last] = None
     trainer.model.zero_grad()
     if changes.optimizer is not None:
         state, groups = changes.optimizer
@@ -242,13 +243,14 @@ def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor,
     what, kind, path = name.split(" ", 2)
     place, _, last = path.rpartition(".")
     module = modules[what].get_submodule(place)
-    own = (module._parameters if kind == "parameter" else module._buffers).get(last)
+    parameters, buffers = torch_compat.own_parameters(module), torch_compat.own_buffers(module)
+    own = parameters.get(last) if kind == "parameter" else buffers.get(last)
     if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
         new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
         if kind == "parameter":
-            module._parameters[last] = nn.Parameter(new, is_trained)
+            parameters[last] = nn.Parameter(new, is_trained)
         else:
-            module._buffers[last] = new
+            buffers[last] = new
         return
     own.copy_(tensor)
     if kind == "parameter":

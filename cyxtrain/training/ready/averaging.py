@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from cyxtrain import torch_compat
 from cyxtrain.settings import require, require_boolean
 from cyxtrain.training.callbacks import Callback, Logs
 from cyxtrain.training.ready.monitoring import require_count, require_float
@@ -58,7 +58,7 @@ class EMA(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Takes in the new parameters."""
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
-        torch._foreach_lerp_(self._average, self._parameters(), weight)
+        torch_compat.lerp_all(self._average, self._parameters(), weight)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Puts the average in the parameters' place."""
@@ -82,7 +82,7 @@ class EMA(Callback):
             self._set(self._average)
 
     def _set(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_(self._parameters(), values)
+        torch_compat.copy_all(self._parameters(), values)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the average."""
