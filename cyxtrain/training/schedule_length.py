@@ -97,11 +97,9 @@ def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
     if length is not None and (length > end + _TOLERATED or (after and length < end - _TOLERATED)):
         then = after if length < end else "the learning rate does not come to the end of it."
         return f"the {type(part).__name__} has {counted(length, 'step')}, and {fit}: {then}"
-    if isinstance(part, SequentialLR):  # its last part begins at the last milestone
-        return _mismatch(
-            torch_compat.parts_of_schedule(part)[-1], end - (length or 0), f"{fit}, {end - (length or 0):,} for it"
-        )
     parts = torch_compat.parts_of_schedule(part)
+    if parts and isinstance(part, SequentialLR):  # its last part begins at the last milestone
+        return _mismatch(parts[-1], end - (length or 0), f"{fit}, {end - (length or 0):,} for it")
     return next(filter(None, (_mismatch(each, end, fit) for each in parts)), "")
 
 
