@@ -52,7 +52,7 @@ from cyxtrain.errors import (
 )
 from cyxtrain.experiment import Config, Experiment
 from cyxtrain.models import get_model, list_models, register_model
-from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
 from cyxtrain.runtime import (
     destroy_process_group,
     finalize,
@@ -89,6 +89,7 @@ __all__ = [  # noqa: RUF022
     "all_reduce",
     "broadcast",
     "all_gather",
+    "all_gather_with_grad",
     "reduce_scatter",
     "scatter",
     "gather",

@@ -50,6 +50,12 @@ SHORT = {
     "accumulation": Ending("equal: True"),
     "callbacks": Ending(r"ended after (\d+) and (\d+) of 30 epochs", (2, 4), (4, 9)),
     "collectives": Ending(r"ranks counted: (\d)", (1,), (2,), same_on_two_ranks=False),
+    "contrastive": Ending(
+        f"test accuracy with 50 labels: {ACCURACY} on features, {ACCURACY} on pixels",
+        (0.5, 0.2),
+        (0.8, 0.45),
+        same_on_two_ranks=False,
+    ),
     "custom_loop": Ending(f"test accuracy: {ACCURACY}", (0.95,), (0.99,)),
     "imbalanced": Ending(f"recall: {ACCURACY} with equal weights {ACCURACY} with class_weight", (0, 0.6), (0.3, 0.9)),
     "mixed_precision": Ending(

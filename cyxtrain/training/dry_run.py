@@ -20,6 +20,7 @@ from cyxtrain.data.rows import Rows
 from cyxtrain.data.source import Source
 from cyxtrain.data.tree import Tree, leaves, map_output
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_classes
 from cyxtrain.training.loss import Loss
@@ -162,7 +163,7 @@ class DryRun:
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
         owners = [self._model, *self._loss.functions, *self._metrics.values()]
-        with untouched(owners, self._placement.device), memory_explained():
+        with untouched(owners, self._placement.device), memory_explained(), gathering_alone() as self._loss.gathers:
             yield
 
 

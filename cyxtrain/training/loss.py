@@ -23,6 +23,7 @@ from cyxtrain import torch_compat
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel import GatherCall
 from cyxtrain.settings import is_number, require, unknown_name
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
@@ -108,6 +109,7 @@ class Loss:
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty: there is one loss.
         weightings: How each of several losses is weighted, by name in the history; empty: there is one loss.
+        gathers: The calls of `all_gather_with_grad` that a model and its loss make in each batch.
         shown: Names of the numbers in the history besides "loss": several losses, and other scalars of the model.
 
     Raises:
@@ -120,6 +122,7 @@ class Loss:
         self.by_output = {str(name): Loss(each) for name, each in several.items()}
         self.weightings: dict[str, Weighting] = {}
         self.shown: tuple[str, ...] = ()
+        self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else _resolve(loss_fn)
@@ -184,6 +187,7 @@ class Loss:
             return "; ".join(words)
         several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
         own = type(self.function).__name__
+        several += [f"{len(self.gathers)} gathers of rows"] if self.gathers else []
         return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
 
     @property
@@ -194,7 +198,8 @@ class Loss:
     @property
     def may_count_nothing(self) -> bool:
         """Whether a batch of weight 0 may hold 0 / 0: a loss of torch.nn gives a sum, which is 0 then."""
-        return self.counts_terms and not self.is_known
+        # Gathered rows have gradients in each backward: the other ranks wait for them.
+        return self.counts_terms and not self.is_known and not self.gathers
 
     def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Returns (factor, weighting, loss) of each loss that a batch's loss adds up."""

@@ -24,7 +24,7 @@ from cyxtrain.data.forms import form_of
 from cyxtrain.data.randomness import generators_kept
 from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
-from cyxtrain.parallel import DistributedDataParallel
+from cyxtrain.parallel import DistributedDataParallel, gather_nothing, gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.clock import Clock, Part
@@ -132,6 +132,10 @@ class TrainingStep:
         """
         results: list[Result] = []
         clock = self._clock
+        if self._loss.gathers:
+            rounds, fewest = self._most_and_fewest(len(share))
+            if rounds != fewest:
+                return self._accumulate_unevenly(share, rounds)
         divisors = self._divisors(self._weights_of(share), share) if self._weighs_first else None
         if share.rows == 0:
             with clock.backward:
@@ -151,12 +155,50 @@ class TrainingStep:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
         return results
 
+    def _accumulate_unevenly(self, share: Share, rounds: int) -> list[Result]:
+        """As `_accumulate`, for a loss that gathers rows, if ranks have different numbers of micro-batches.
+
+        Each rank gathers equally often, also without rows; so gradients are averaged when all backwards are complete.
+
+        Args:
+            share: Of this rank.
+            rounds: The largest number of micro-batches of any rank.
+        """
+        results: list[Result] = []
+        divisors = self._divisors(self._weights_of(share), share) if self._weighs_first else None
+        self._ddp.forward_without_batch()
+        with self._ddp.no_sync():
+            batches = iter(share)
+            for _ in range(rounds):
+                batch = next(batches, None)
+                if batch is not None:
+                    results.append(self._forward(batch))
+                    loss = results[-1].loss
+                    self._backward(loss, self._divisors_of(loss, share, divisors), is_last=False)
+                    continue
+                nothing = gather_nothing(self._loss.gathers, self._device)
+                self._divisors_of(self._loss.nothing(), share, divisors)
+                if nothing is not None:
+                    nothing.backward()
+        self._ddp.backward_without_batch()
+        self._clock.communicated(self._clock.backward, self._ddp.seconds_communicated())
+        if self._weighs_at_end:
+            self._divide_by_weight(sum(result.loss.weight for result in results), share)
+        return results
+
+    def _most_and_fewest(self, count: int) -> tuple[int, int]:
+        counts = torch.tensor([count, -count], device="cpu")
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=runtime.cpu_group())
+        most, fewest = counts.tolist()
+        return most, -fewest
+
     def _run_alone(self, share: Share) -> list[Tensor]:
         """Makes this rank's own gradients of a share; returns its losses."""
         self._zero()
         losses = []
         for batch in share:
-            counted = self._counted(self._forward(batch).loss)
+            with gathering_alone():
+                counted = self._counted(self._forward(batch).loss)
             for _, _, loss in counted:
                 self._scaled(loss.value).backward(retain_graph=loss is not counted[-1][2])
                 losses.append(loss.value.detach())
@@ -233,7 +275,7 @@ class TrainingStep:
         weights = [0.0] * len(added)
         if len(share) == 0 or len(added) == 0:
             return weights
-        with torch.no_grad(), generators_kept(self._device):
+        with torch.no_grad(), generators_kept(self._device), gathering_alone():
             for batch in share:
                 loss = self._loss(self._call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.added(loss)):
@@ -290,7 +332,7 @@ class EvaluationStep:
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
-        with torch.no_grad():
+        with torch.no_grad(), gathering_alone():
             output = self._call(self._model, batch)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch)
@@ -319,7 +361,7 @@ class PredictionStep:
         Raises:
             ConfigError: The model returns something else than tensors with a row per row, or not always of one kind.
         """
-        with torch.no_grad():
+        with torch.no_grad(), gathering_alone():
             given = self._call.predict(self._model, batch)
         output = _outputs(self._loss.without_own(given), batch.rows)
         kind, first = form_of(output), form_of(self.outputs[0] if self.outputs else output)

@@ -1,0 +1,80 @@
+"""A loss over pairs of all ranks: SimCLR learns features of digits without their labels (Chen et al., 2020).
+
+Run it alone, or on two ranks:
+
+    python examples/contrastive.py
+    cyxtrain launch -n 2 -- python examples/contrastive.py
+
+Each picture is shifted twice by a pixel or less; the two views of a picture should be more alike than those of any
+other picture in the batch. `cx.all_gather_with_grad` brings the views of all ranks together, so each view is compared
+with as many others on two ranks as on one. Expect the loss to fall, and a linear classifier that is given 50 labels to
+get more of the test digits right, moved by a pixel, on the features than on the pixels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import cyxtrain as cx
+from cyxtrain.datasets import load_digits
+
+TEMPERATURE, EPOCHS, LABELS = 0.2, 15, 50
+
+
+def shifted(images: Tensor) -> Tensor:
+    """Returns each picture, moved by -1, 0 or 1 pixel in both directions."""
+    padded = functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
+    rows, columns = torch.randint(3, (2, len(images), 1)) + torch.arange(8)
+    return padded[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]].flatten(1)
+
+
+class SimCLR(nn.Module):
+    """An encoder that is trained by comparing pictures: the model computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
+        self.projection = nn.Linear(128, 64)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        if not self.training:
+            return {"features": 8 * functional.normalize(self.encoder(images), dim=1)}
+        views = (functional.normalize(self.projection(self.encoder(shifted(images))), dim=1) for _ in range(2))
+        first, second = map(cx.all_gather_with_grad, views)  # of all ranks, with gradients
+        both = torch.cat([first, second])
+        alike = both @ both.T / TEMPERATURE
+        alike.fill_diagonal_(float("-inf"))  # a view is not compared with itself
+        other_view = torch.arange(len(both)).roll(len(first))
+        return {"loss": functional.cross_entropy(alike, other_view)}
+
+
+def main() -> None:
+    (x_train, y_train), (x_test, y_test) = load_digits()
+    torch.manual_seed(0)
+    model = SimCLR()
+    trainer = cx.DistributedTrainer(model, None, torch.optim.Adam(model.parameters(), lr=0.002), scheduler="cosine")
+    history = trainer.fit(x_train, epochs=EPOCHS, effective_batch_size=128, verbose=False)
+
+    x_test = shifted(torch.from_numpy(x_test)).numpy()
+    features = [trainer.predict(images)["features"] for images in (x_train, x_test)]
+    accuracies = [classify(*given, y_train, y_test) for given in (features, (x_train, x_test))]
+    if cx.is_master():
+        print("loss", *(f"{loss:.2f}" for loss in history.train_losses[::3]), f"... {history.train_losses[-1]:.2f}")
+        print(f"test accuracy with {LABELS} labels: {accuracies[0]:.4f} on features, {accuracies[1]:.4f} on pixels")
+
+
+def classify(train: np.ndarray, test: np.ndarray, y_train: np.ndarray, y_test: np.ndarray) -> float:
+    """Returns the accuracy of a linear classifier that has seen few labels."""
+    torch.manual_seed(0)
+    classifier = nn.Linear(train.shape[1], 10)
+    trainer = cx.DistributedTrainer(classifier, "cross_entropy", torch.optim.Adam(classifier.parameters(), lr=0.02))
+    trainer.fit(train[:LABELS], y_train[:LABELS], epochs=100, effective_batch_size=LABELS, verbose=False)
+    return trainer.evaluate(test, y_test).accuracy
+
+
+if __name__ == "__main__":
+    with cx.init():
+        main()
