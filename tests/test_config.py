@@ -70,6 +70,7 @@ WRONG = {
         "amp": (True, {}, "fp16"),
         "compile": NO_BOOLEAN,
         "sync_batchnorm": NO_BOOLEAN,
+        "drop_last": NO_BOOLEAN,
         "learning_rate_scaling": ("cubic", True, 1),
         "warmup_steps": (-1, None, *WHOLE_NUMBERS),
         "fused_optimizer": ("yes", None, 2),

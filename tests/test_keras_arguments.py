@@ -42,14 +42,90 @@ def fit(**more: Any) -> tuple[cx.DistributedTrainer, Seen]:
 
 def test_an_epoch_has_as_many_steps_as_are_asked_for():
     with one_process():
-        trainer, seen = fit(epochs=3, steps_per_epoch=2)
+        _, seen = fit(epochs=3, steps_per_epoch=2)
         assert seen.steps == [0, 1] * 3
         assert seen.epochs[-1][0] == 2
         whole, _ = fit(epochs=1)
         part, _ = fit(epochs=1, steps_per_epoch=5)
         assert fingerprint(part.model) == fingerprint(whole.model)
-        with pytest.raises(cx.ConfigError, match="steps_per_epoch=6, and X has rows for 5 steps of 8"):
-            trainer.fit(*ROWS, steps_per_epoch=6, **FIT)
+
+
+class Tell(torch.nn.Linear):
+    """A model that notes the numbers of the rows that it is trained on: the first of each."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.seen: list[int] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += rows[:, 0].int().tolist()
+        return super().forward(rows)
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Rows of a number each."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)), index % 3
+
+
+def data_of(kind: str) -> tuple[Any, ...]:
+    rows, size = Pairs(), 4 // cx.get_world_size()
+    inputs, targets = torch.stack([rows[i][0] for i in range(20)]), torch.tensor([rows[i][1] for i in range(20)])
+    batches = [list(range(first, first + size)) for first in range(0, 20, size)]
+    return {
+        "arrays": lambda: (inputs, targets),
+        "Dataset": lambda: (rows,),
+        "DataLoader": lambda: (torch.utils.data.DataLoader(rows, size, shuffle=True, num_workers=1),),
+        "batch sampler": lambda: (torch.utils.data.DataLoader(rows, batch_sampler=batches),),
+        "iterable": lambda: (lambda: ((inputs[batch], targets[batch]) for batch in batches),),
+    }[kind]()
+
+
+KINDS = ["arrays", "Dataset", "DataLoader", "batch sampler", "iterable"]
+
+
+def fit_in_parts(kind: str, folder: str, resume: str | None, **more: Any) -> tuple[list[int], str]:
+    model = Tell()
+    with torch.no_grad():
+        model.weight.fill_(0.1)
+        model.bias.zero_()
+    trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.01))
+    sizes = {"effective_batch_size": 4} if kind in ("arrays", "Dataset") else {}
+    settings: dict[str, Any] = {"verbose": False, "resume": resume}
+    settings |= {"checkpoint_dir": folder, "checkpoint_every_n_steps": 1} if folder else {}
+    trainer.fit(*data_of(kind), **{**sizes, **settings, **more})
+    return model.seen, fingerprint(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_epoch_continues_in_the_data_and_they_come_again_when_they_are_over(kind, tmp_path):
+    """Five epochs of two steps and two of five are the same ten steps: two passes through the data."""
+    with one_process():
+        seen, bits = fit_in_parts(kind, str(tmp_path / "parts"), None, epochs=5, steps_per_epoch=2)
+        assert sorted(seen) == sorted([*range(20), *range(20)])
+        assert sorted(seen[:20]) == list(range(20))
+        assert (seen, bits) == fit_in_parts(kind, str(tmp_path / "whole"), None, epochs=2)
+        assert seen == fit_in_parts(kind, str(tmp_path / "long"), None, epochs=1, steps_per_epoch=10)[0]
+        for step in (3, 5, 7):  # in the middle of an epoch; at the end of a pass; in the next one
+            path = str(tmp_path / "parts" / f"step-{step:08d}.ckpt")
+            again = fit_in_parts(kind, str(tmp_path / "again"), path, epochs=5, steps_per_epoch=2)
+            assert again == (seen[4 * step :], bits)
+
+
+def fit_kinds_in_parts() -> list[list[int]]:
+    return [fit_in_parts(kind, "", None, epochs=3, steps_per_epoch=2)[0] for kind in KINDS]
+
+
+def test_two_ranks_continue_as_one_does():
+    [alone] = everywhere(1, fit_kinds_in_parts)
+    for one, *others in zip(alone, *run_world(2, fit_kinds_in_parts), strict=True):
+        joined = [sorted(row for rank in others for row in rank[2 * step : 2 * step + 2]) for step in range(6)]
+        assert joined == [sorted(one[4 * step : 4 * step + 4]) for step in range(6)]
 
 
 def few_steps() -> tuple[Any, list[float]]:

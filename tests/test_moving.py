@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data import feed
 from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.batches import Share
@@ -32,8 +33,8 @@ def shares(rows: int, rank: int, world_size: int, rows_at_once: int, first: int 
     source = ArraySource(torch.arange(float(rows))[:, None], torch.arange(rows))
     sampler = DistributedSampler(rows, rank=rank, world_size=world_size, pad=False)
     iterator = DistributedBatchIterator(sampler, 1, effective_batch_size=6)
-    micro_batches = -(-6 // (world_size * rows_at_once))
-    return ArrayFeed(source.gather, iterator, micro_batches).shares(Place(0, first, 0), PLACEMENT, None)
+    config = DistributedTrainingConfig(accumulation_steps=-(-6 // (world_size * rows_at_once)))
+    return ArrayFeed(source.gather, iterator, config).shares(Place(0, first, 0), PLACEMENT, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -20,6 +20,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
+from cyxtrain.data.dealing import dealt_to
 from cyxtrain.data.randomness import generators_as_json
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 from cyxtrain.training.saving.folder import CheckpointFolder
@@ -158,7 +159,8 @@ def joined(ranks: list[dict[str, Any]], sizes: list[int]) -> list[list[float]]:
     for size in sizes:
         rows = []
         for rank, found in enumerate(ranks):
-            count = len(range(rank, size, len(ranks)))
+            dealt = dealt_to(size, max(sizes), len(ranks))  # of the last step, fewer than there are
+            count = len(range(rank, size, dealt)) if rank < dealt else 0
             rows += found["seen"][positions[rank] : positions[rank] + count]
             positions[rank] += count
         steps.append(sorted(rows))

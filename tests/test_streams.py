@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"validation_data": in_pieces(4)},
         "validation data: it gives its batches once",
     ),
-    "a cosine": (lambda: functools.partial(in_pieces, 4), {"scheduler": "cosine"}, "say steps_per_epoch"),
+    "a cosine": (lambda: functools.partial(in_pieces, 4), {"scheduler": "cosine"}, "set steps_per_epoch"),
     "another size": (lambda: functools.partial(in_pieces, 4), {"effective_batch_size": 8}, "effective_batch_size is"),
     "nothing": (lambda: no_batches, {}, "the no_batches gives no batch"),
     "no batches": (lambda: lambda: 3, {}, "returned a int"),

@@ -131,7 +131,8 @@ class DistributedTrainingConfig:
     validation_freq: int | list[int] = 1
     """Epochs between validations, as they are shown (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
     steps_per_epoch: int | None = None
-    """Optimizer steps of an epoch, which ends so much earlier; what gives batches goes on in the next. None: all."""
+    """Optimizer steps of an epoch. The next one continues in the data where this one ended, and goes through them again
+    when they are over. None: each epoch goes through all data once."""
     fast_dev_run: bool | int = False
     """Try everything once: one epoch of so many steps (True: one) and as many batches of validation, without the
     checkpoints of this config and without `resume`."""
@@ -151,6 +152,10 @@ class DistributedTrainingConfig:
     per core, up to 8. None: this process alone. Under a launcher its ranks do the work, and this is not used."""
     scheduler_interval: str | None = None
     """The schedule is stepped after each optimizer "step", or each "epoch"; None: as the trainer was built, by step."""
+
+    drop_last: bool = False
+    """Leave out the rows that do not fill the last effective batch of an epoch, so that all steps have as many. A new
+    order leaves out others."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after `epoch`, counted from 1."""
@@ -188,7 +193,7 @@ class DistributedTrainingConfig:
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
-        for name in ("shuffle", "verbose", "save_on_master_only", "compile", "sync_batchnorm"):
+        for name in ("shuffle", "verbose", "save_on_master_only", "compile", "sync_batchnorm", "drop_last"):
             require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
         right = limit is None or (is_number(limit) and limit > 0)

@@ -107,7 +107,7 @@ class ArraySource(Source):
         sampler = DistributedSampler(len(self), shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
         per_rank = config.batch_size * config.accumulation_steps
         iterator = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
-        return ArrayFeed(self.gather, iterator, config.accumulation_steps)
+        return ArrayFeed(self.gather, iterator, config)
 
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         """As `Source`: neighbouring batches."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from cyxtrain.data.moving import Mover
@@ -74,24 +75,22 @@ class GatheredShare(Share):
 
     Args:
         number: As `Share`.
-        indices: Which rows of the data these are, shape (rows,).
+        pieces: Which rows of the data these are: their numbers, a micro-batch each.
         joined_rows: As `Share`.
-        rows_at_once: Rows of a micro-batch; the last one may have fewer.
         mover: Brings rows to the model.
     """
 
-    def __init__(self, number: int, indices: Indices, joined_rows: int, rows_at_once: int, mover: Mover) -> None:
+    def __init__(self, number: int, pieces: list[Indices], joined_rows: int, mover: Mover) -> None:
         super().__init__(number, joined_rows)
-        self.indices = indices
         self._mover = mover
-        self._pieces = [indices[first : first + rows_at_once] for first in range(0, len(indices), rows_at_once)]
+        self._pieces = pieces
         self.next: GatheredShare | None = None
         """The share that comes next in the epoch, where it is known."""
 
     @property
     def rows(self) -> int:
         """As `Share`."""
-        return len(self.indices)
+        return sum(map(len, self._pieces))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -103,7 +102,8 @@ class GatheredShare(Share):
 
     def names(self, rows: Sequence[int]) -> list[str]:
         """Returns the numbers of rows in the data."""
-        return [str(self.indices[row]) for row in rows]
+        indices = np.concatenate(self._pieces)
+        return [str(indices[row]) for row in rows]
 
 
 def share_of_batches(rows: int, batch_size: int, rank: int, world_size: int) -> tuple[int, int]:

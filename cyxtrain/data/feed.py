@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import GatheredShare, Share
-from cyxtrain.data.iterator import DistributedBatchIterator, joined_batch
+from cyxtrain.data.dealing import Dealing, RowDealing, SingleRow
+from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.moving import Placement, make_mover
 from cyxtrain.data.rows import Rows
-from cyxtrain.data.sampler import Indices, deal
+from cyxtrain.data.sampler import Indices
+from cyxtrain.errors import ConfigError, counted
 
 
 class Place(NamedTuple):
@@ -21,8 +24,8 @@ class Place(NamedTuple):
         epoch: Number of the running one, from 0.
         steps: Of it that have been taken.
         rows: Of it that all ranks together have been trained on.
-        passes: Times that what gives batches has been gone through, where it is not the epoch that ends with it.
-        batches: Batches that it has given in the running pass.
+        passes: Times that the data have been gone through, where an epoch does not end with them.
+        batches: Batches that they have given in the running pass; of rows by number, steps.
         order: A number that no other order of the epoch has, where the user's own sampler makes it; of what gives
             batches, 1 where each rank has its own; else 0.
     """
@@ -92,72 +95,151 @@ class Feed(ABC):
     def micro_batches(self) -> int:
         """How many of them a step has on one rank, at most."""
 
+    def single_row(self) -> SingleRow | None:
+        """Return whether any rank is given a micro-batch of a single row; None: no, or nobody knows."""
+        return None
+
     def go_on(self, effective_batch_size: int) -> None:  # noqa: B027
         """Goes on with a fit whose steps have so many rows, over all ranks."""
 
 
-class ArrayFeed(Feed):
+class NumberedFeed(Feed):
+    """Rows by number, dealt in passes through the data that each have an order.
+
+    Args:
+        config: Of the fit. With `steps_per_epoch` an epoch continues where the one before it ended, and goes through
+            the data again when they are over; without, each epoch is one pass.
+    """
+
+    def __init__(self, config: DistributedTrainingConfig) -> None:
+        self._continues = config.steps_per_epoch is not None
+        self._next = (0, 0)
+
+    @property
+    def read(self) -> tuple[int, int, int]:
+        """As `Feed`."""
+        return (*self._next, 0) if self._continues else (0, 0, 0)
+
+    def _begin(self, place: Place) -> tuple[int, int]:
+        """Return (pass, steps of it that have been taken)."""
+        return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
+
+    def _walk(
+        self, place: Place, end: int | None, dealing_of: Callable[[int], Dealing]
+    ) -> Iterator[tuple[int, Dealing, range]]:
+        """Yield (pass, its dealing, its steps) until the epoch ends.
+
+        Args:
+            place: Where the epoch is.
+            end: As `shares`.
+            dealing_of: Opens a pass by its number.
+
+        Raises:
+            ConfigError: A whole pass has no step.
+        """
+        number, first = self._begin(place)
+        left = None if end is None else end - place.steps
+        while True:
+            dealing = dealing_of(number)
+            last = dealing.steps if left is None else min(dealing.steps, first + left)
+            yield number, dealing, range(first, last)
+            left = None if left is None else left - (last - first)
+            if not (self._continues and left):
+                return
+            if not dealing.steps:
+                raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
+            number, first = number + 1, 0
+
+
+class ArrayFeed(NumberedFeed):
     """Rows that lie in memory, in the one global order.
 
     Args:
         gather: Returns rows by number.
         iterator: Deals them.
-        accumulation_steps: Micro-batches of a step.
+        config: Of the fit.
+
+    Raises:
+        ConfigError: `drop_last` leaves nothing.
     """
 
     def __init__(
-        self, gather: Callable[[Indices], Rows], iterator: DistributedBatchIterator, accumulation_steps: int
+        self,
+        gather: Callable[[Indices], Rows],
+        iterator: DistributedBatchIterator,
+        config: DistributedTrainingConfig,
     ) -> None:
+        super().__init__(config)
         self._gather = gather
-        self._accumulation_steps = accumulation_steps
-        self._take(iterator)
+        self._accumulation_steps = config.accumulation_steps
+        self._drop_last = config.drop_last
+        self._sampler, self._batch_size = iterator.sampler, iterator.batch_size
+        self.go_on(iterator.effective_batch_size)
+        check_steps(self.steps_per_epoch, self._sampler.total_size(), self.effective_batch_size)
 
-    def _take(self, iterator: DistributedBatchIterator) -> None:
-        self._iterator = iterator
-        self.effective_batch_size = iterator.effective_batch_size
-        most = -(-iterator.effective_batch_size // iterator.sampler.world_size)
+    def go_on(self, effective_batch_size: int) -> None:
+        """As `Feed`."""
+        sampler = self._sampler
+        self.effective_batch_size = effective_batch_size
+        most = -(-effective_batch_size // sampler.world_size)
         self.rows_at_once = -(-most // self._accumulation_steps)
+        self._sizes = (sampler.total_size(), effective_batch_size, self.rows_at_once)
+        self._dealing = RowDealing(*self._sizes, sampler.rank, sampler.world_size, drop_last=self._drop_last)
 
     @property
     def steps_per_epoch(self) -> int:
         """As `Feed`."""
-        return self._iterator.num_batches()
+        return self._dealing.steps
 
     @property
     def micro_batches(self) -> int:
         """As `Feed`."""
         return self._accumulation_steps
 
-    def rows_of(self, steps: int | None) -> int:
+    def single_row(self) -> SingleRow | None:
         """As `Feed`."""
-        total = self._iterator.sampler.total_size()
-        return total if steps is None else min(total, steps * self.effective_batch_size)
+        return self._dealing.single_row()
+
+    def rows_of(self, steps: int | None) -> int | None:
+        """As `Feed`."""
+        if self._continues:
+            return None
+        most = self.steps_per_epoch * self.effective_batch_size
+        return min(self._sampler.total_size(), most if steps is None else steps * self.effective_batch_size)
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
         """As `Feed`; each share knows the one that comes next."""
-        mover, sampler = make_mover(self._gather, placement), self._iterator.sampler
-        sampler.set_epoch(place.epoch)
-        order = sampler.global_indices().copy()  # PyTorch takes rows from a read-only array by a copy of each batch
+        mover, numbers = make_mover(self._gather, placement), itertools.count(place.steps)
 
-        def share(number: int) -> GatheredShare:
-            joined = joined_batch(order, number, self.effective_batch_size)
-            own = deal(joined, sampler.rank, sampler.world_size)
-            return GatheredShare(number, own, len(joined), self.rows_at_once, mover)
+        def given() -> Iterator[tuple[GatheredShare, tuple[int, int]]]:
+            for number, dealing, steps in self._walk(place, end, lambda _: self._dealing):
+                self._sampler.set_epoch(number)
+                order = self._sampler.global_indices().copy()  # of a read-only array PyTorch copies each batch of rows
+                for step in steps:
+                    deal = dealing.deal(step)
+                    pieces = [order[piece.start : piece.stop : piece.step] for piece in deal.pieces]
+                    yield GatheredShare(next(numbers), pieces, deal.joined_rows, mover), (number, step + 1)
 
-        shares = map(share, range(place.steps, min(self.steps_per_epoch, end or self.steps_per_epoch)))
-        for this, following in itertools.pairwise(itertools.chain(shares, [None])):
+        for this, following in itertools.pairwise(itertools.chain(given(), [None])):
             assert this is not None
-            this.next = following
-            yield this
+            share, self._next = this
+            share.next = None if following is None else following[0]
+            yield share
 
     def first_rows(self, epoch: int) -> Rows:
         """As `Feed`."""
-        sampler = self._iterator.sampler
-        sampler.set_epoch(epoch)
-        joined = joined_batch(sampler.global_indices(), 0, self.effective_batch_size)
-        return self._gather(deal(joined, 0, sampler.world_size)[: self.rows_at_once])
+        self._sampler.set_epoch(epoch)
+        places = RowDealing(*self._sizes, 0, self._sampler.world_size, drop_last=self._drop_last).deal(0).pieces[0]
+        return self._gather(self._sampler.global_indices()[places.start : places.stop : places.step])
 
-    def go_on(self, effective_batch_size: int) -> None:
-        """As `Feed`."""
-        old = self._iterator
-        self._take(DistributedBatchIterator(old.sampler, old.batch_size, effective_batch_size=effective_batch_size))
+
+def check_steps(steps: int, rows: int, effective_batch_size: int) -> None:
+    """Refuse data of which `drop_last` leaves nothing.
+
+    Raises:
+        ConfigError: There is no step.
+    """
+    if steps == 0:
+        raise ConfigError(
+            f"drop_last leaves nothing: {counted(rows, 'row')}, and a step has {effective_batch_size:,} over all ranks."
+        )

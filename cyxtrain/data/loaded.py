@@ -7,6 +7,7 @@ number of ranks and workers, and where a fit goes on in the middle of an epoch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
 from cyxtrain.data.batching import as_batch
-from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing
+from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow
 from cyxtrain.data.drawing import row_keys
-from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.feed import NumberedFeed, Place, check_steps
 from cyxtrain.data.fetching import Fetcher, KeyedRow
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
@@ -170,7 +171,7 @@ def _size(dataset: Any) -> int:
         ) from error
 
 
-class LoadedFeed(Feed):
+class LoadedFeed(NumberedFeed):
     """Rows of a data set, in the order of each epoch.
 
     Args:
@@ -181,9 +182,13 @@ class LoadedFeed(Feed):
     """
 
     def __init__(self, source: LoadedSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
+        super().__init__(config)
         self._source = source
         self._rank, self._world_size = rank, world_size
         self._accumulation_steps = config.accumulation_steps
+        self._drop_last = source.drop_last or config.drop_last
+        self._rows = len(source.order)
+        self._pass: tuple[int, OrderOf] | None = None
         self._digest = 0
         self._is_in_batches = source.order.in_batches
         if self._is_in_batches and config.effective_batch_size is not None:
@@ -193,11 +198,7 @@ class LoadedFeed(Feed):
             )
         self._batch_size = source.batch_size or config.batch_size
         self.go_on(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
-        if self.steps_per_epoch == 0:
-            raise ConfigError(
-                f"drop_last leaves nothing: {counted(len(source.order), 'row')}, and a step has "
-                f"{self.effective_batch_size:,} over all ranks."
-            )
+        check_steps(self.steps_per_epoch, self._rows, self.effective_batch_size)
 
     def go_on(self, effective_batch_size: int) -> None:
         """As `Feed`."""
@@ -221,46 +222,67 @@ class LoadedFeed(Feed):
     def steps_per_epoch(self) -> int:
         """As `Feed`."""
         if self._is_in_batches:
-            return -(-len(self._source.order) // self._batches_per_step)
-        return self._deal_rows(len(self._source.order)).steps
+            batches = self._rows
+            return batches // self._batches_per_step if self._drop_last else -(-batches // self._batches_per_step)
+        return self._deal_rows(self._rows).steps
 
     def _deal_rows(self, rows: int) -> RowDealing:
         sizes = (self.effective_batch_size, self.rows_at_once)
-        return RowDealing(rows, *sizes, self._rank, self._world_size, drop_last=self._source.drop_last)
+        return RowDealing(rows, *sizes, self._rank, self._world_size, drop_last=self._drop_last)
+
+    def _dealing_of(self, order: OrderOf) -> Dealing:
+        if order.ends is None:
+            return self._deal_rows(len(order.indices))
+        ranks = (self._rank, self._world_size)
+        return BatchDealing(order.ends, self._batches_per_step, *ranks, drop_last=self._drop_last)
+
+    def single_row(self) -> SingleRow | None:
+        """As `Feed`, in the order of the first epoch."""
+        return self._dealing_of(self._source.order.to_evaluate()).single_row()
 
     def rows_of(self, steps: int | None) -> int | None:
         """As `Feed`."""
-        if self._is_in_batches:
+        if self._is_in_batches or self._continues:
             return None
-        total, most = len(self._source.order), self.steps_per_epoch * self.effective_batch_size
-        return min(total, most if steps is None else steps * self.effective_batch_size)
+        most = self.steps_per_epoch * self.effective_batch_size
+        return min(self._rows, most if steps is None else steps * self.effective_batch_size)
 
     @property
     def read(self) -> tuple[int, int, int]:
         """As `Feed`."""
-        return 0, 0, self._digest
+        return (*super().read[:2], self._digest)
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
         """As `Feed`."""
-        source = self._source
-        order = source.order.of(place.epoch)
-        if source.order.is_drawn:
-            self._check(order, place)
-        dealing: Dealing
-        if order.ends is None:
-            dealing = self._deal_rows(len(order.indices))
-        else:
-            done = (place.steps, place.rows)
-            dealing = BatchDealing(order.ends, done, self._batches_per_step, self._rank, self._world_size)
-        steps = range(place.steps, dealing.steps if end is None else min(end, dealing.steps))
-        fetched = source.to_train.fetch(_asked(order, dealing, steps, source.seed, place.epoch))
-        for step in steps:
-            deal = dealing.deal(step)
-            own = [order.indices[piece.start : piece.stop : piece.step] for piece in deal.pieces]
-            yield LoadedShare(step, deal.joined_rows, own, fetched, source, placement)
+        source, numbers = self._source, itertools.count(place.steps)
+        for number, dealing, steps in self._walk(
+            place, end, lambda number: self._dealing_of(self._open(number, place))
+        ):
+            order = self._open(number, place)
+            fetched = source.to_train.fetch(_asked(order, dealing, steps, source.seed, number))
+            for step in steps:
+                deal = dealing.deal(step)
+                own = [order.indices[piece.start : piece.stop : piece.step] for piece in deal.pieces]
+                self._next = (number, step + 1)
+                yield LoadedShare(next(numbers), deal.joined_rows, own, fetched, source, placement)
 
-    def _check(self, order: OrderOf, place: Place) -> None:
-        """Refuses an order that is not the same on all ranks, or not the one that was begun with. All ranks call it."""
+    def _open(self, number: int, place: Place) -> OrderOf:
+        """Return the order of a pass; it is made once. All ranks call it."""
+        if self._pass is None or self._pass[0] != number:
+            order = self._source.order.of(number)
+            self._pass = number, order
+            if self._source.order.is_drawn:
+                begun, taken = self._begin(place)
+                self._check(order, place.order if taken and number == begun else 0)
+        return self._pass[1]
+
+    def _check(self, order: OrderOf, expected: int) -> None:
+        """Refuse an order that is not the same on all ranks, or not the one that was begun with. All ranks call it.
+
+        Args:
+            order: Of a pass.
+            expected: Its digest, where it was begun with; else 0.
+        """
         self._digest = order.digest
         digests = gather_texts(str(self._digest))
         another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -273,7 +295,7 @@ class LoadedFeed(Feed):
                     rank=another,
                 )
             )
-        if place.steps and place.order and place.order != self._digest:
+        if expected not in (0, self._digest):
             raise on_all_ranks(
                 ConfigError(
                     "the DataLoader's sampler gives another order of this epoch than it gave before the checkpoint in "

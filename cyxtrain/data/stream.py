@@ -205,6 +205,11 @@ class StreamFeed(Feed):
                 "effective_batch_size is set, and X gives batches one after the other: leave it out. The rows of an "
                 "IterableDataset are put together as batch_size says, per rank."
             )
+        if config.drop_last:
+            raise ConfigError(
+                "drop_last is set, and nobody knows how many rows X gives: let it leave out its last batch, as "
+                "DataLoader(dataset, batch_size=64, drop_last=True) does."
+            )
         self._source = source
         self._rank, self._world_size = rank, world_size
         self._endless = config.steps_per_epoch is not None

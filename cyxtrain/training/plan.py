@@ -125,19 +125,6 @@ class Run:
         """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
         return steps_per_epoch(self.config, self.feed)
 
-    def check_steps(self) -> None:
-        """Refuses longer epochs than there are rows for.
-
-        Raises:
-            ConfigError: With how many steps there are.
-        """
-        steps, most = self.config.steps_per_epoch, self.feed.steps_per_epoch
-        if steps is not None and most is not None and steps > most:
-            raise ConfigError(
-                f"steps_per_epoch={steps:,}, and X has rows for {most:,} "
-                f"steps of {self.feed.effective_batch_size:,}: give fewer steps, or more epochs."
-            )
-
     @property
     def all_steps(self) -> int | None:
         """Steps of the whole fit; None: nobody knows."""
@@ -222,6 +209,8 @@ def asked_steps(config: DistributedTrainingConfig) -> int | None:
 
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Returns how many optimizer steps an epoch has, at most; None: nobody knows before its batches are over."""
+    if config.steps_per_epoch is not None:
+        return asked_steps(config)  # the data are gone through again when they are over
     limits = (asked_steps(config), feed.steps_per_epoch)
     return min((limit for limit in limits if limit is not None), default=None)
 

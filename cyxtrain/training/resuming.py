@@ -24,6 +24,7 @@ from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
 from cyxtrain.training.schedule_length import check_schedule, warn_of_length
+from cyxtrain.training.single_rows import check_single_rows
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
@@ -35,8 +36,11 @@ _SAME_FIELDS = (
     "batch_size",
     "effective_batch_size",
     "steps_per_epoch",
+    "drop_last",
 )
 """What decides the samples of a step, beside the data."""
+_BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
+"""What a checkpoint was made with that is older than a field."""
 _DATA = {"data": "the training data are others", "validation": "the validation data are others"}
 
 
@@ -163,9 +167,9 @@ def _begin_or_go_on(
     found = find_checkpoint(run, state)
     data = run.digests()
     if found is None:
+        check_single_rows(state.model, run)
         scheduled = run.schedule_steps(run.warmup_steps if state.rates.warms_up_first else 0)
         _check_schedule(run, state.rates.tried(scheduled), scheduled, run.steps_per_epoch)
-        run.check_steps()
         _warn_of_warmup(run)
         effective, lengths = run.feed.effective_batch_size, (run.warmup_steps, run.all_steps, scheduled)
         state.begin_fit(run.config, data, effective, lengths, run.initial_epoch)
@@ -180,6 +184,7 @@ def _begin_or_go_on(
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
     run.go_on(state, checkpoint.world_size)
+    check_single_rows(state.model, run)
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
@@ -344,7 +349,7 @@ def check_same_fit(
     differences = [
         f"{field} is {now[field]} and was {state.config.get(field)}"
         for field in _SAME_FIELDS
-        if field not in hidden and now[field] != state.config.get(field)
+        if field not in hidden and now[field] != state.config.get(field, _BY_DEFAULT[field])
     ]
     differences += [
         _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")
