@@ -44,6 +44,7 @@ from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.rates import Rates
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.trained import trained_with
 
 _PRECISION = "fp16"
 _LEARNING_RATE = 1e-3
@@ -101,19 +102,19 @@ class DistributedAMPTrainer:
             amp.validate()
             require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}.")
             self._wrappers, self.model = unwrap(model)
-            self.optimizer = make_optimizer(_optimizer(optimizer, learning_rate), self.model)
-            check_model(self.model)
-            check_optimizer(self.optimizer, self.model)
-            check_precision(self.model, _PRECISION)
             self.config, self._loss, self.scaler = amp, Loss(loss_fn), LossScale(amp)
-            facts = {**model_facts(self.model, self._loss), **optimizer_facts(self.optimizer, self.model)}
+            trained = trained_with(self.model, self._loss)
+            self.optimizer = make_optimizer(_optimizer(optimizer, learning_rate), trained)
+            _check(trained, self.optimizer)
+            facts = {**model_facts(trained, self._loss), **optimizer_facts(self.optimizer, trained)}
             return None, {**facts, "accumulation_steps": accumulation_steps, "config": asdict(amp)}
 
         agree_on(plan)
         self._placement = place_model(self.model, self._loss, "auto")
-        self._ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
-        self._state = TrainingState(self.model, self.optimizer, 0, Rates(self.optimizer, None), self.scaler)
-        self._buffers = BuffersKept(self.model)
+        rates = Rates(self.optimizer, None)
+        self._state = TrainingState(self.model, self.optimizer, 0, rates, self.scaler, loss=self._loss)
+        self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
+        self._buffers = BuffersKept(self._ddp.module)
         self._call: ModelCall | None = None
         self._parts: list[tuple[float, float]] = []
         self._at_rest = contextlib.ExitStack()
@@ -173,8 +174,9 @@ class DistributedAMPTrainer:
             if self._call is None:
                 self._open(rows)
             check_parts(rows, self._example)
-            if not self.model.training:
-                self.model.train()
+            for module in (self.model, *self._loss.modules):
+                if not module.training:
+                    module.train()
             if not self._parts:
                 self._buffers.keep()
                 self._ddp.expect_scale(self.scaler.of_each(self.world_size))
@@ -311,7 +313,7 @@ class DistributedAMPTrainer:
         ones = self._unit * self.accumulation_steps * self.world_size
         multiplier = scale / self.world_size  # of each rank's loss: LossScale.of_each, before the scale went on
         factor = ones / counted / multiplier if counted else 0.0
-        for parameter in self.model.parameters():
+        for parameter in self._ddp.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -320,7 +322,7 @@ class DistributedAMPTrainer:
         wrong = [str(value) for value, _ in self._parts if not math.isfinite(value)]
         everyone = runtime.gather_texts(wrong[0] if wrong else "")
         ranks = [rank for rank, text in enumerate(everyone) if text]
-        named = self.model.named_parameters()
+        named = self._ddp.module.named_parameters()
         spoilt = shortened(name for name, p in named if p.grad is not None and not all_finite([values_of(p.grad)]))
         words = "; ".join(f"on rank {rank}, the loss is {everyone[rank]}" for rank in ranks)
         remedy = "look for 0/0, log(0) and sqrt(0) in model and loss, and at the data"
@@ -340,7 +342,7 @@ class DistributedAMPTrainer:
     def _zero(self) -> None:
         self._parts = []
         self._ddp.forget()
-        self.model.zero_grad()
+        self._ddp.module.zero_grad()
 
 
 def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> OptimizerLike:
@@ -353,6 +355,12 @@ def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> Optimiz
         "learning_rate is that of AdamW, where no optimizer is given: build the optimizer with it, or leave it out.",
     )
     return optimizer
+
+
+def _check(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    check_model(trained)
+    check_optimizer(optimizer, trained)
+    check_precision(trained, _PRECISION)
 
 
 def _check_world(rank: int | None, world_size: int | None) -> None:

@@ -45,7 +45,7 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
     """Returns the settings that a checkpoint puts back, as they are: by what the header calls them, part by part."""
-    _, groups = optimizer_state_by_name(state.optimizer, state.model)
+    _, groups = optimizer_state_by_name(state.optimizer, state.trained)
     hidden = _NO_OPTIONS | state.rates.moved_options
     options = []
     for group, rate in zip(groups, state.rates.given(), strict=True):

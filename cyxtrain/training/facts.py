@@ -26,13 +26,22 @@ def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
     }
 
 
-def model_facts(model: nn.Module, loss: Loss) -> dict[str, Any]:
-    """Returns the kind of each parameter and buffer, and of the loss; values are not compared: they become rank 0's."""
+def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
+    """Returns the kind of each parameter and buffer, and of the loss; values are not compared: they become rank 0's.
+
+    Args:
+        trained: The model, and what is trained with it.
+        loss: Its constants, such as class weights, are compared: they stay each rank's own.
+    """
     facts: dict[str, Any] = {"the loss": loss.describe()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.named_parameters():
         facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
-    for name, buffer in model.named_buffers():
+    for name, buffer in trained.named_buffers():
         facts[f"the buffer {name}"] = _kind(buffer)
+    known = {id(buffer) for buffer in trained.buffers()}
+    for name, module in loss.named_modules("loss_fn").items():
+        constants = [(own, buffer) for own, buffer in module.named_buffers(name) if id(buffer) not in known]
+        facts |= {f"{own}: hash of its values": _hash([buffer]) for own, buffer in constants}
     return facts
 
 

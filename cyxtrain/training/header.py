@@ -56,6 +56,9 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
         *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
     ]
+    besides = _count(state.trained) - _count(model)
+    if besides:
+        facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
@@ -124,3 +127,7 @@ def _parameters(model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -149,11 +149,18 @@ class Loss:
             return [function for each in self.by_output.values() for function in each.functions]
         return [] if self.function is None else [self.function]
 
+    def named_modules(self, name: str) -> dict[str, nn.Module]:
+        """Returns the modules among these, or whose methods they are; of several, under `name.output`."""
+        if self.by_output:
+            found = (each.named_modules(f"{name}.{output}") for output, each in self.by_output.items())
+            return {name: module for each in found for name, module in each.items()}
+        owner = self.function.__self__ if isinstance(self.function, types.MethodType) else self.function
+        return {name: owner} if isinstance(owner, nn.Module) else {}
+
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules among these, or whose methods they are: they have modes, a device and perhaps parameters."""
-        owners = [each.__self__ if isinstance(each, types.MethodType) else each for each in self.functions]
-        return [owner for owner in owners if isinstance(owner, nn.Module)]
+        """These modules: they have modes, a device and perhaps parameters."""
+        return [*self.named_modules("").values()]
 
     @property
     def is_binary(self) -> bool:

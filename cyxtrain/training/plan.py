@@ -43,6 +43,7 @@ from cyxtrain.training.opening import about
 from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.trained import trained_with
 
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
@@ -246,10 +247,10 @@ def plan_fit(
     Raises:
         ConfigError: What cannot work.
     """
-    config = arguments.config
-    check_model(model)
-    check_optimizer(optimizer, model)
-    check_precision(model, config.precision)
+    config, trained = arguments.config, trained_with(model, Loss(loss_fn))
+    check_model(trained)
+    check_optimizer(optimizer, trained)
+    check_precision(trained, config.precision)
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
@@ -261,8 +262,8 @@ def plan_fit(
             validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
         **_facts(arguments, source, validation_source),
-        **model_facts(model, data.loss),
-        **optimizer_facts(optimizer, model),
+        **model_facts(trained, data.loss),
+        **optimizer_facts(optimizer, trained),
         "the metrics": data.metrics.names,
         "the callbacks that every rank must have": callbacks.on_all_ranks,
         "_ends_on_nan": callbacks.end_on_nonfinite,
@@ -358,7 +359,11 @@ def plan_rows(
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     rows = _tried(source, batch_size, config, model, loss_fn, device, metrics, predicting=predicting)
-    return rows, {"the batch size": batch_size, **source.facts("the given"), **value_facts(model)}
+    return rows, {
+        "the batch size": batch_size,
+        **source.facts("the given"),
+        **value_facts(trained_with(model, rows.loss)),
+    }
 
 
 def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Placement:

@@ -18,6 +18,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
+from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import LossScale, make_loss_scale
 from cyxtrain.training.rates import Rates, scaling_of
 from cyxtrain.training.saving.checkpoint import CheckpointState
@@ -26,6 +27,7 @@ from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_nam
 from cyxtrain.training.saving.transport import read_file_on_all
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
 from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
+from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
 
 
 @dataclass
@@ -79,7 +81,7 @@ class TrainingState:
 
     Attributes:
         model: Not wrapped.
-        optimizer: Of its parameters.
+        optimizer: Of its parameters, and of those of its loss.
         trainer: Number of the trainer in its program, from 1.
         rates: Of the optimizer.
         loss_scale: Of the latest call of `fit`, or None.
@@ -98,6 +100,7 @@ class TrainingState:
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
         metadata: What its user keeps in checkpoints.
+        loss: Of the trainer; None: it has nothing to learn.
     """
 
     model: nn.Module
@@ -119,6 +122,12 @@ class TrainingState:
     runs: set[object] = field(default_factory=set)
     step_seconds: list[dict[str, float]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model, and what is trained with it."""
+        return trained_with(self.model, self.loss)
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
         """Returns (number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped.
@@ -208,7 +217,8 @@ class TrainingState:
 
     def to_checkpoint(self) -> CheckpointState:
         """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
-        state, groups = optimizer_state_by_name(self.optimizer, self.model)
+        trained = self.trained
+        state, groups = optimizer_state_by_name(self.optimizer, trained)
         return CheckpointState(
             model=plain_state(self.model),
             optimizer=state,
@@ -219,6 +229,7 @@ class TrainingState:
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "compression": self.compression,
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
+                **state_besides(trained),
             },
             ranks=self.ranks,
             position=dataclasses.asdict(self.position),
@@ -248,6 +259,7 @@ class TrainingState:
         position = Position.from_json(state.position, source)
         history = TrainingHistory.from_dict(state.history)
         fitting_state(self.model, state.model, source)
+        check_state_besides(self.trained, state.others, source)
         scheduler = self.rates.as_saved(state.others.get("rates", {}))
         check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
         self.rates.scheduler = scheduler
@@ -276,8 +288,10 @@ class TrainingState:
             CheckpointError: As `load`.
         """
         # First, because it takes all or nothing, and the model has been seen to fit.
-        load_optimizer_state_by_name(self.optimizer, self.model, state.optimizer, state.optimizer_groups)
+        trained = self.trained
+        load_optimizer_state_by_name(self.optimizer, trained, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
+        load_state_besides(trained, state.others, source)
         load_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}))
         if state.others.get("rates"):
             self.rates.load_state_dict(state.others["rates"], source)

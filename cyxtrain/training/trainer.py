@@ -50,6 +50,7 @@ from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import explain_stop, leave_for
 from cyxtrain.training.summary import OutputShapes, summary_of
+from cyxtrain.training.trained import trained_with, warn_of_forgotten
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""
@@ -110,7 +111,8 @@ class DistributedTrainer:
         self._wrappers, self.model = unwrap(model)
         self.loss_fn = loss_fn
         self.loss_weights = loss_weights
-        self.optimizer = make_optimizer(optimizer, self.model)
+        loss = Loss(self._loss)
+        self.optimizer = make_optimizer(optimizer, trained_with(self.model, loss))
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
@@ -118,10 +120,9 @@ class DistributedTrainer:
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
-        self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates)
+        self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
         self._fit: Fit | None = None
         self._recomputed: list[nn.Module] = []
-        Loss(self._loss)  # refuses what is no loss, here and now
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_wrappers": [], "_fit": None, "_state": replace(self._state, callbacks=Callbacks())}
@@ -229,7 +230,7 @@ class DistributedTrainer:
             resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))
             if run.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            ddp = DistributedDataParallel(self.model, self.ddp_config)
+            ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *run.data.loss.modules))
             stack.enter_context(torch.enable_grad())
@@ -249,7 +250,7 @@ class DistributedTrainer:
                 self._state.rates.leave()
                 run.display.close()
                 ddp.close()
-                self.model.zero_grad()
+                self._state.trained.zero_grad()
         if stopped is None:
             self._state.complete_fits = self._state.position.fits
         else:
@@ -415,11 +416,13 @@ class DistributedTrainer:
         given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
         with recomputed(self._recomputed):
             run, facts = plan_fit(*given)
+        if self.is_master():
+            warn_of_forgotten(self._state.trained, self.optimizer)
         rates = self._state.rates
         steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, run.config, steps))
         run.callbacks.meet(self, run.params(first + run.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
-            own |= value_facts(self.model)
+            own |= value_facts(self._state.trained)
         return run, {**facts, **own, "the number of epochs trained before": self.epoch}

@@ -58,8 +58,8 @@ def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) ->
 
 
 def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
-    loss = [("loss", trainer.loss_fn)] if isinstance(trainer.loss_fn, nn.Module) else []
-    return [*loss, ("model", trainer.model)]
+    loss = trainer._state.loss
+    return [*({} if loss is None else loss.named_modules("loss")).items(), ("model", trainer.model)]
 
 
 @dataclass(frozen=True)

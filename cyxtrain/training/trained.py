@@ -1,0 +1,137 @@
+"""What is trained: the model, and with it a loss that is a module with parameters or buffers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.errors import CheckpointError, shortened, warn
+from cyxtrain.training.loss import Loss
+from cyxtrain.training.saving.names import plain_name, plain_state
+from cyxtrain.training.saving.weights import fitting_state, load_model_state
+
+_LOSS = "loss_fn"
+
+
+class Trained(nn.Module):
+    """A model and its loss as one module, called as the model is.
+
+    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.`
+    where the model has a part of that name.
+
+    Args:
+        model: Not wrapped.
+        losses: Modules that are trained with it, by the beginning of their names.
+    """
+
+    def __init__(self, model: nn.Module, losses: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.losses = dict(losses)
+        self._registered = nn.ModuleList(losses.values())
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Calls the model."""
+        return self.model(*inputs, **named)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Gives (name, module) of the parts; all other methods that give names go by it."""
+        memo = set() if memo is None else memo
+        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        for name, module in self.losses.items():
+            yield from module.named_modules(memo, f"{prefix}{'.' if prefix else ''}{name}", remove_duplicate)
+
+
+def trained_with(model: nn.Module, loss: Loss | None) -> nn.Module:
+    """Returns the model and what is trained with it; the model itself where the loss has nothing to learn or to keep.
+
+    Losses of torch.nn have constants alone, such as class weights.
+    """
+    parts = {id(part) for part in model.modules()}
+    prefix = _LOSS + "_" * any(name == _LOSS for name, _ in model.named_children())
+    found = {} if loss is None else loss.named_modules(prefix)
+    losses = {name: each for name, each in found.items() if id(each) not in parts and _has_state(each)}
+    return Trained(model, losses) if losses else model
+
+
+def _has_state(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.loss._Loss) and type(module).__module__.startswith("torch."):
+        return False
+    return bool(module.state_dict()) or next(module.buffers(), None) is not None
+
+
+def warn_of_forgotten(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of what a loss would learn, and the optimizer does not have: it would stay as it is."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    losses = trained.losses if isinstance(trained, Trained) else {}
+    named = [pair for name, module in losses.items() for pair in module.named_parameters(name)]
+    forgotten = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
+    if forgotten:
+        warn(
+            f"the optimizer does not have {shortened(forgotten)}, which the loss would learn: they stay as they are. "
+            "Build it from [*model.parameters(), *loss_fn.parameters()], give its name, such as 'adam', or freeze them."
+        )
+
+
+def state_besides(trained: nn.Module) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of what is trained, besides the model's `state_dict`; its tensors are live ones.
+
+    These are the states of losses, and all buffers that are in no `state_dict` (`persistent=False`).
+    """
+    losses = trained.losses if isinstance(trained, Trained) else {}
+    states = {name: plain_state(module) for name, module in losses.items()}
+    known = set(plain_state(trained.model if isinstance(trained, Trained) else trained))
+    known |= {f"{name}.{own}" for name, state in states.items() for own in state}
+    buffers = {plain_name(name): buffer for name, buffer in trained.named_buffers()}
+    unsaved = {name: buffer for name, buffer in buffers.items() if name not in known and _can_be_saved(buffer)}
+    return {"losses": states, "buffers": unsaved}
+
+
+def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Refuses what `load_state_besides` cannot load, before anything has changed.
+
+    Raises:
+        CheckpointError: Other losses, names or shapes.
+    """
+    losses, given = trained.losses if isinstance(trained, Trained) else {}, state.get("losses", {})
+    if losses.keys() != given.keys():
+        raise CheckpointError(
+            f"Cannot load {source}: it has a state of {_words(given)}, and this trainer of {_words(losses)}. Give the "
+            "loss_fn that it was trained with; cyxtrain.load_weights(model, path) takes the model's weights alone."
+        )
+    for name, module in losses.items():
+        fitting_state(module, given[name], f"the {name} of {source}")
+
+
+def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Goes on from what `state_besides` gave. Buffers that are not there are left out.
+
+    Raises:
+        CheckpointError: As `check_state_besides`.
+    """
+    if isinstance(trained, Trained):
+        for name, module in trained.losses.items():
+            load_model_state(module, state["losses"][name], f"the {name} of {source}")
+    modules = {plain_name(name): module for name, module in trained.named_modules()}
+    for name, saved in state.get("buffers", {}).items():
+        owner, _, own = name.rpartition(".")
+        buffers = modules[owner]._buffers if owner in modules else {}
+        now = buffers.get(own)
+        if now is not None and now.shape == saved.shape:
+            now.data.copy_(saved)
+        elif own in buffers:  # made in forward, or of another size since
+            device = next((each.device for each in trained.parameters()), saved.device)
+            buffers[own] = saved.to(device if now is None else now.device)
+
+
+def _can_be_saved(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta
+
+
+def _words(losses: Iterable[str]) -> str:
+    return ", ".join(losses) or "no loss"

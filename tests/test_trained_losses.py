@@ -1,0 +1,197 @@
+"""Claims about a loss that is a module: it is part of what is trained, and of what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import CLASSES, everywhere, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
+from rank_processes import rank_server  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn import functional
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+
+class Cosine(nn.Module):
+    """Compares rows with a learned direction per class, as ArcFace does; keeps a running mean and drops numbers."""
+
+    mean: Tensor
+    steps: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        with seeded():
+            self.weight = nn.Parameter(torch.randn(CLASSES, CLASSES))
+        self.register_buffer("mean", torch.zeros(CLASSES))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        scores = functional.linear(functional.normalize(self.dropout(output)), functional.normalize(self.weight))
+        if self.training:
+            self.mean = self.mean.lerp(output.detach().mean(0), 0.1)
+            self.steps += 1
+            scores = scores * (1 + 0.01 * self.steps)
+        return functional.cross_entropy(4 * scores + 0.1 * self.mean, target)
+
+
+class Counted(nn.Module):
+    """A model that depends on a buffer of its own that is in no state_dict, and on one that is made in forward."""
+
+    steps: Tensor
+    late: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+        self.register_buffer("steps", torch.zeros(1), persistent=False)
+        self.register_buffer("late", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.steps = self.steps + 1
+            self.late = self.steps.repeat(2)
+        late = 0 if self.late is None else self.late.sum()
+        return self.body(inputs) * (1 + 0.01 * self.steps + 0.01 * late)
+
+
+def train(settings: dict[str, Any], optimizer: Any = "adam") -> dict[str, Any]:
+    model, loss = Counted(), Cosine(dropout=0.2)
+    trainer = cx.DistributedTrainer(model, loss, optimizer)
+    history = trainer.fit(*make_rows(26), *make_rows(7, seed=1), epochs=2, batch_size=4, verbose=False, **settings)
+    return {"bits": [fingerprint(model), fingerprint(loss)], "history": history.history, "steps": loss.steps.item()}
+
+
+def train_and_resume(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    whole = train({"checkpoint_dir": folder, "checkpoint_every_n_steps": 2})
+    cx.barrier()
+    paths = sorted(path for path in Path(folder).iterdir() if path.suffix == ".ckpt")
+    return whole, {path.name: train({"checkpoint_dir": folder, "resume": path}) for path in paths}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_fit_with_a_loss_that_learns_is_resumed_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    for whole, resumed in everywhere(world_size, train_and_resume, str(tmp_path)):
+        assert len(resumed) >= 2
+        for name, found in resumed.items():
+            assert found == whole, name
+
+
+class Still(Cosine):
+    """Without what each rank keeps of its own rows."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(4 * functional.linear(output, functional.normalize(self.weight)), target)
+
+
+def learn_in_many_ways(ways: list[str]) -> list[list[Any]]:
+    return [learn_in(way) for way in ways]
+
+
+def learn_in(way: str) -> list[Any]:
+    inputs, targets = make_rows(30)
+    model, loss = make_model(), Still()
+    before, answers = loss.weight.detach().clone(), targets
+    optimizer: Any = "sgd"
+    if way == "an object":
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 1e-2)
+    given: Any = {"by output": {"logits": loss}, "a method": loss.forward}.get(way, loss)
+    if way == "by output":
+        model.register_forward_hook(lambda *parts: {"logits": parts[-1]})
+        answers = {"logits": targets}  # type: ignore[assignment]
+    cx.DistributedTrainer(model, given, optimizer).fit(
+        inputs, answers, epochs=2, effective_batch_size=6, clip_norm=1.0, verbose=False
+    )
+    return [flat([*model.parameters(), loss.weight]), bool((before != loss.weight).any())]
+
+
+def test_n_ranks_train_a_loss_as_one_rank_does_however_it_is_given() -> None:
+    ways = ["a name", "an object", "by output", "a method"]
+    alone = everywhere(1, learn_in_many_ways, ways)[0]
+    for world_size in (2, 3):
+        for found in run_world(world_size, learn_in_many_ways, ways):
+            for way, (values, learned), (expected, _) in zip(ways, found, alone, strict=True):
+                np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6, err_msg=way)
+                assert learned, way
+
+
+def refusals() -> list[str]:
+    inputs, targets = make_rows(12)
+    rank = cx.get_rank()
+    other = Still()
+    if rank == 1:
+        other.weight = nn.Parameter(torch.randn(CLASSES, CLASSES + 1))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 1.0 + rank]))
+    said = []
+    for loss in (other, weighted):
+        with pytest.raises(cx.ConfigError) as caught:
+            cx.DistributedTrainer(make_model(), loss).fit(inputs, targets, epochs=1, verbose=False)
+        said.append(str(caught.value))
+    same = Still()
+    trainer = cx.DistributedTrainer(make_model(), same)
+    if rank == 1:
+        same.weight.data.add_(1.0)
+    with pytest.raises(cx.ConfigError) as caught:
+        trainer.evaluate(inputs, targets)
+    said.append(str(caught.value))
+    trainer.fit(inputs, targets, epochs=1, verbose=False)  # parameters begin as rank 0's
+    return [*said, fingerprint(same)]
+
+
+def test_ranks_that_have_other_losses_are_told() -> None:
+    zero, one = run_world(2, refusals)
+    assert "rank 1" in zero[0]
+    assert "loss_fn.weight" in zero[1]
+    assert "loss_fn.weight: hash of its values" in zero[2]
+    assert zero[3] == one[3]
+
+
+def test_a_checkpoint_has_the_loss_and_is_refused_where_that_is_another(tmp_path: Path) -> None:
+    inputs, targets = make_rows(12)
+    with one_process():
+        loss = Cosine()
+        trainer = cx.DistributedTrainer(make_model(), loss)
+        trainer.fit(inputs, targets, epochs=1, verbose=False)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        again = Cosine()
+        cx.DistributedTrainer(make_model(), again).load_checkpoint(tmp_path / "a.ckpt")
+        assert fingerprint(again) == fingerprint(loss)
+        assert again.steps.item() == loss.steps.item() > 0
+        with pytest.raises(cx.CheckpointError, match=r"it has a state of loss_fn, and this trainer of no loss"):
+            cx.DistributedTrainer(make_model(), "cross_entropy").load_checkpoint(tmp_path / "a.ckpt")
+        bare = make_model()
+        cx.load_weights(bare, tmp_path / "a.ckpt")
+        assert fingerprint(bare) == fingerprint(trainer.model)
+
+
+def test_a_loss_that_the_optimizer_does_not_have_is_a_warning_and_the_header_counts_what_it_learns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, Still(), torch.optim.SGD(model.parameters(), 0.1))
+    with one_process(), pytest.warns(UserWarning, match=r"the optimizer does not have loss_fn.weight, which the loss"):
+        trainer.fit(*make_rows(12), epochs=1)
+    assert "learns 9 parameters of its own" in capsys.readouterr().out
+
+
+def mixed() -> list[Any]:
+    loss = Still()
+    model = make_model()
+    before = loss.weight.detach().clone()
+    trainer = cx.DistributedAMPTrainer(model, cx.AMPConfig(initial_scale=8.0), loss_fn=loss, optimizer="sgd")
+    inputs, targets = make_rows(6, seed=cx.get_rank())
+    for _ in range(3):
+        trainer.training_step((inputs, targets))
+    return [fingerprint(model), fingerprint(loss), bool((before != loss.weight).any()), loss.training]
+
+
+def test_the_amp_trainer_trains_a_loss_too() -> None:
+    zero, one = run_world(2, mixed)
+    assert zero == one
+    assert zero[2:] == [True, True]
