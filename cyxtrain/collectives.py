@@ -43,7 +43,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("all_reduce")
+    runtime.require_rank("all_reduce")
     return dist.all_reduce(tensor, op, group, async_op)
 
 
@@ -69,7 +69,7 @@ def broadcast(
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("broadcast")
+    runtime.require_rank("broadcast")
     return dist.broadcast(tensor, _named_or_0(src, group_src), group, async_op, group_src)
 
 
@@ -91,7 +91,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, asy
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("all_gather")
+    runtime.require_rank("all_gather")
     return dist.all_gather(tensor_list, tensor, group, async_op)
 
 
@@ -116,7 +116,7 @@ def reduce_scatter(
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("reduce_scatter")
+    runtime.require_rank("reduce_scatter")
     return dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
@@ -147,7 +147,7 @@ def scatter(
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("scatter")
+    runtime.require_rank("scatter")
     return dist.scatter(tensor, scatter_list, _named_or_0(src, group_src), group, async_op, group_src)
 
 
@@ -178,7 +178,7 @@ def gather(
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("gather")
+    runtime.require_rank("gather")
     return dist.gather(tensor, gather_list, _named_or_0(dst, group_dst), group, async_op, group_dst)
 
 
@@ -210,7 +210,7 @@ def reduce(
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("reduce")
+    runtime.require_rank("reduce")
     return dist.reduce(tensor, _named_or_0(dst, group_dst), op, group, async_op, group_dst)
 
 
@@ -232,7 +232,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("barrier")
+    runtime.require_rank("barrier")
     if (
         group is None
         and not async_op
@@ -257,7 +257,7 @@ def send(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("send")
+    runtime.require_rank("send")
     dist.send(tensor, dst, group, tag, group_dst)
 
 
@@ -278,7 +278,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
         NotInitializedError: Before `init`.
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
-    runtime.require_world("recv")
+    runtime.require_rank("recv")
     return dist.recv(tensor, src, group, tag, group_src)
 
 

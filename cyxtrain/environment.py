@@ -136,6 +136,19 @@ def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> No
         )
 
 
+def own_identity(variables: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Returns RANK and WORLD_SIZE, as far as they are set.
+
+    Args:
+        variables: The environment; None: this process's.
+
+    Raises:
+        ConfigError: One of them is no number.
+    """
+    variables = os.environ if variables is None else variables
+    return {name: _number(variables, name) for name in _IDENTITY if variables.get(name)}
+
+
 def local_rank(default: int, variables: Mapping[str, str] | None = None) -> int:
     """Returns LOCAL_RANK, or the default where nobody set it."""
     variables = os.environ if variables is None else variables

@@ -135,9 +135,15 @@ def _watch_store(store: dist.Store, config: DistributedConfig, deadline: Deadlin
 
 
 def forget_store() -> None:
-    """Closes what tells of the end of the store that was used last: it has closed, or is that of a fork's parent."""
+    """Closes what tells of the end of the store that was used last."""
     while _ends:
         _ends.pop().close()
+
+
+def forget_parent() -> None:
+    """Lets go, in a forked child, of what its parent has joined: the child joins as a new process does."""
+    forget_store()
+    _lives.clear()
 
 
 def _make_group(

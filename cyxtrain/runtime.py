@@ -7,6 +7,7 @@ of one, binds no port and starts no thread.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -18,13 +19,28 @@ import torch.distributed as dist
 
 from cyxtrain import environment, talking
 from cyxtrain.config import BackendType, DistributedConfig
-from cyxtrain.errors import CollectiveMismatchError, ConfigError, DistributedTrainingError, NotInitializedError
-from cyxtrain.joining import Joined, forget_store, join
+from cyxtrain.errors import (
+    CollectiveMismatchError,
+    ConfigError,
+    DistributedTrainingError,
+    NotInitializedError,
+    PeerLostError,
+    PeerSilentError,
+    RendezvousError,
+    error_from_facts,
+)
+from cyxtrain.joining import Joined, forget_parent, forget_store, join
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.settings import require
 
 _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""
+_asked: DistributedConfig | None = None
+"""With what `init` was called last, until `finalize`: to join anew is to do it again."""
+_inherited: Any = None
+"""The default group of this process's parent, if this is a forked child of a rank."""
+_parent: DistributedConfig | None = None
+"""Who that parent is, if `init` has made its group."""
 _leave_first: list[Callable[[], None]] = []
 """What ends with the world, such as worker processes."""
 
@@ -61,28 +77,74 @@ def init(config: DistributedConfig | None = None) -> World:
         A context manager that finalizes.
 
     Raises:
-        ConfigError: A setting is wrong, or the world has been joined with another config.
+        ConfigError: A setting is wrong, or the world has been joined with another config; the environment describes
+            another world than the one that was joined; or this is a forked child of a rank, and no rank itself.
         RendezvousError: The ranks did not find each other within `timeout_ms`.
         BackendUnavailableError: The backend that was asked for is not on this machine.
     """
-    global _joined
+    global _asked
     right = config is None or isinstance(config, DistributedConfig)
     require(right, f"config must be a DistributedConfig, got {type(config).__name__}.")
+    if dist.is_initialized():
+        _leave_what_is_not_true(config)
     if dist.is_initialized():
         if config is not None:
             _check_same(environment.complete(config))
         return World()
+    _asked = dataclasses.replace(config or DistributedConfig())
+    _join()
+    return World()
+
+
+def _join() -> None:
+    """Joins with what `init` was asked for last."""
+    global _joined
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
-    _joined = join(environment.complete(config or DistributedConfig()))
+    _joined = join(environment.complete(_asked or DistributedConfig()))
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # anew, so that it runs before what was registered earlier
-    return World()
 
 
 def join_if_nobody_has() -> None:
     """Joins from the environment where nobody has: training is never silently unsynchronised."""
     if not is_initialized():
-        init()
+        _join()
+
+
+def join_for_all(*, works_alone: bool = False) -> None:
+    """Joins before a call that all ranks make: also where what this process has joined is no longer true, or broken.
+
+    After an error that this rank's program has seen, the world begins anew, as all ranks do so in their next call.
+
+    Args:
+        works_alone: Whether the call harms nobody in a forked child of a world of one.
+
+    Raises:
+        ConfigError: As `init`.
+        RendezvousError: A rank does not begin anew within `timeout_ms`.
+        CyxtrainError: The world has ended, and only the program can begin another one.
+    """
+    if dist.is_initialized():
+        _leave_what_is_not_true(None, refuses=not works_alone)
+    if not dist.is_initialized():
+        _join()
+    group = cpu_group()
+    failure = group.raised_failure if isinstance(group, RingProcessGroup) else None
+    if failure is None:
+        return
+    is_ours = _joined is not None and _joined.cpu_group is _joined.group is group
+    if not is_ours or isinstance(failure, (PeerLostError, PeerSilentError)):
+        again = "start all ranks again" if is_ours else "make the default process group anew on every rank"
+        text = f"this world has ended with an earlier error. To go on, {again}. The error was: {failure}"
+        raise error_from_facts({**failure.to_facts(), "message": text})
+    dist.destroy_process_group()
+    try:
+        _join()
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"a new world could not begin after an earlier error: {error} The earlier error was: {failure}",
+            rank=error.rank,
+        ) from error
 
 
 def before_leaving(function: Callable[[], None]) -> None:
@@ -103,7 +165,8 @@ def finalize() -> None:
 
 
 def _leave(*, calls_roll: bool) -> None:
-    global _joined
+    global _joined, _asked
+    _asked = None
     for function in _leave_first:
         function()
     joined, _joined = _joined, None
@@ -239,8 +302,74 @@ def require_world(function: str) -> None:
         )
 
 
+def require_rank(function: str) -> None:
+    """Refuses to call a function before anybody has joined, and in a forked child of a world of one, which is no rank.
+
+    A child of several ranks gets the same error from its group, however it calls it.
+    """
+    require_world(function)
+    if _inherited is not None and _inherited is dist.group.WORLD and dist.get_world_size() == 1:
+        raise NotInitializedError(
+            f"{function}() needs the world, and this process was forked from rank 0 of 1 and is no rank itself: call "
+            "cyxtrain.init() in it, once RANK and WORLD_SIZE say who it is."
+        )
+
+
 def _is_default(joined: Joined) -> bool:
     return dist.is_initialized() and dist.group.WORLD is joined.group
+
+
+def _leave_what_is_not_true(config: DistributedConfig | None, *, refuses: bool = True) -> None:
+    """Leaves the world that this process seems to be in, where it is its parent's, or where another one is described.
+
+    Args:
+        config: As `init`'s.
+        refuses: Whether to refuse a forked child of a world of one that is no rank itself; else it stays as it is.
+
+    Raises:
+        ConfigError: It is a forked child, and no rank itself; or the environment contradicts a world of several ranks.
+    """
+    if _inherited is dist.group.WORLD:
+        if _is_rank_itself(config, refuses=refuses or dist.get_world_size() > 1):
+            dist.destroy_process_group()
+        return
+    asked = _asked if config is None else config
+    if _joined is None or not _is_default(_joined) or asked is None or asked.rank is not None:
+        return  # PyTorch's own group is what is true; and so is what the program sets
+    joined, described = _joined.config, environment.own_identity()
+    if described.items() <= {"RANK": joined.rank, "WORLD_SIZE": joined.world_size}.items():
+        return
+    if joined.world_size != 1:
+        said = " and ".join(f"{name}={value}" for name, value in described.items())
+        raise ConfigError(
+            f"this process has joined as rank {joined.rank} of {joined.world_size}, and the environment has {said} by "
+            "now. Call cyxtrain.finalize() on every rank before it joins another world, or set the variables back."
+        )
+    dist.destroy_process_group()  # nothing is lost with a world of one
+
+
+def _is_rank_itself(config: DistributedConfig | None, *, refuses: bool) -> bool:
+    """Returns whether a forked child is a rank of another world than its parent; or refuses it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = environment.complete(config or DistributedConfig())
+    is_other = (own.rank, own.world_size) != (rank, world_size)
+    if _parent is not None and world_size > 1:
+        is_other |= (own.master_addr, own.master_port) != (_parent.master_addr, _parent.master_port)
+    is_meant = config is not None and config.rank is not None and config.world_size == 1
+    forked = f"this process was forked from rank {rank} of {world_size} and is no rank itself"
+    if not (is_other or is_meant):
+        if not refuses:
+            return False
+        raise ConfigError(
+            f"{forked}: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to make it a rank of another world; or, to "
+            "train alone, call cyxtrain.init(cyxtrain.DistributedConfig(rank=0, world_size=1)) in it."
+        )
+    if not isinstance(dist.group.WORLD, RingProcessGroup):
+        raise ConfigError(
+            f"{forked}, and its parent's {dist.get_backend()} group cannot be left in a child. Start it by "
+            "multiprocessing's 'spawn', or before its parent joins."
+        )
+    return True
 
 
 def _check_same(config: DistributedConfig) -> None:
@@ -292,10 +421,12 @@ def _at_exit() -> None:
 
 
 def _forget() -> None:
-    """Lets a forked child end without leaving in its parent's name."""
-    global _joined
-    _joined = None
-    forget_store()
+    """Lets a forked child end without leaving in its parent's name, and join by itself."""
+    global _joined, _asked, _inherited, _parent
+    if dist.is_initialized() and dist.group.WORLD is not _inherited:
+        _inherited, _parent = dist.group.WORLD, None if _joined is None else _joined.config
+    _joined = _asked = None
+    forget_parent()
 
 
 if sys.platform != "win32":

@@ -121,7 +121,7 @@ class Experiment:
     def join(self) -> None:
         """Joins the world, as the section `distributed` and the environment say; harmless twice."""
         if self._distributed is None:
-            runtime.join_if_nobody_has()
+            runtime.join_for_all()
         else:
             runtime.init(self._distributed)
 

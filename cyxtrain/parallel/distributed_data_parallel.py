@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime, torch_compat
 from cyxtrain.config import DDPConfig
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel.broadcasting import broadcast_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite, values_of
@@ -58,7 +58,9 @@ class DistributedDataParallel(nn.Module):
         if device_ids is not None and len(device_ids) > 1:
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
-        world_size = runtime.get_world_size()
+        runtime.require_world("DistributedDataParallel")
+        runtime.init()  # what is joined may no longer be true: after a fork, say
+        self._world_size = world_size = runtime.get_world_size()
         self._trained = {id(parameter) for _, parameter in trained_parameters(model)}
         self._reducer: Reducer | None = None
         self._latest = _Latest()
@@ -71,6 +73,11 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Calls the module with what it is given, and prepares backward to average gradients."""
+        if dist.is_initialized() and self._world_size != dist.get_world_size():
+            raise ConfigError(
+                f"the model was wrapped in a world of {counted(self._world_size, 'rank')}, and this is one of "
+                f"{dist.get_world_size()}: wrap it again, so that gradients are averaged over all ranks."
+            )
         averages = self._reducer is not None and torch.is_grad_enabled()
         if averages and not self._is_held():
             self._prepare()

@@ -367,7 +367,15 @@ class Group:
         """The first error of a group is final: what came after it could only be wrong."""
         failure = None if self._ring is None else self._ring.watch.failure
         if failure is not None:
+            assert self._ring is not None
+            self._ring.watch.is_raised = True
             raise at_operation(failure, operation)
+
+    @property
+    def raised_failure(self) -> CyxtrainError | None:
+        """The error that ended this group, once this rank's program has seen it; else None."""
+        watch = None if self._ring is None else self._ring.watch
+        return watch.failure if watch is not None and watch.is_raised else None
 
     def leave(self) -> None:
         """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
@@ -406,4 +414,5 @@ class Group:
         if self._ring is not None:
             rank = self._names[self.rank]
             ended = reason if isinstance(reason, CyxtrainError) else None
+            self._ring.watch.is_raised = True
             self._ring.watch.fail(ended or PeerLostError(f"rank {rank} has ended: {reason}", rank=rank))

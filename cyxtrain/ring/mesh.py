@@ -160,6 +160,7 @@ class Mesh:
             # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
             reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
             self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
+            self._watch.is_raised = True
             raise
 
     def _take_steps(
@@ -194,6 +195,7 @@ class Mesh:
 
     def _fail(self, error: CyxtrainError, operation: Numbered) -> CyxtrainError:
         """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
+        self._watch.is_raised = True
         return at_operation(self._watch.fail(error), operation)
 
     def _transfer(self, transfer: Transfer, call: _Call) -> None:

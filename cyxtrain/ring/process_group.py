@@ -250,6 +250,11 @@ class RingOperations:
         """Ends the group because of an error of this rank's own, and tells all why: what they raise, or its text."""
         self._group.fail(reason)
 
+    @property
+    def raised_failure(self) -> CyxtrainError | None:
+        """The error that ended this group, once this rank's program has seen it; else None."""
+        return self._group.raised_failure
+
     def abort(self) -> None:
         """Ends everything that waits in this group, on every rank."""
         self.fail("its group was aborted")

@@ -91,7 +91,7 @@ class DistributedAMPTrainer:
         optimizer: OptimizerLike | None = None,
         loss_fn: LossLike = None,
     ) -> None:
-        runtime.join_if_nobody_has()
+        runtime.join_for_all()
         self.accumulation_steps = accumulation_steps
 
         def plan() -> tuple[None, dict[str, Any]]:

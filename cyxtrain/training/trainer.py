@@ -373,7 +373,10 @@ class DistributedTrainer:
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
         """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
-        runtime.join_if_nobody_has()
+        if distributed and self._fit is None:
+            runtime.join_for_all(works_alone=works_alone)
+        else:
+            runtime.join_if_nobody_has()
         try:
             together = distributed and runtime.roll_call(call, works_alone=works_alone)
         except CollectiveMismatchError as error:

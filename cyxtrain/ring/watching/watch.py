@@ -53,6 +53,7 @@ class Watch:
     Attributes:
         rank: This rank, as errors name it.
         failed_at: When the group failed, in seconds of `time.monotonic`.
+        is_raised: Whether this rank's program has seen the failure, as an error that a call has raised.
 
     Args:
         rank: This rank, as errors name it.
@@ -78,6 +79,7 @@ class Watch:
     ) -> None:
         self.rank = rank
         self.failed_at = 0.0
+        self.is_raised = False
         self._controls = controls
         self._pulse = pulse
         self._door = door
