@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import FEATURES, everywhere, make_model, make_rows, one_process, seeded
+from fitting import FEATURES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Callback
@@ -130,33 +131,47 @@ def test_it_leaves_no_trace_in_model_loss_metrics_data_and_generators(world_size
         assert found == [[], True, True, True]
 
 
-def rows_seen() -> list[list[float]]:
-    """Returns the first column of the batches that the model is given in training, before and in the fit."""
+class Noting(nn.Module):
+    """Notes the first column of what it is given with gradients, also in the dry run."""
 
-    class Noting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = make_model()
+    def __init__(self, seen: list[list[float]]) -> None:
+        super().__init__()
+        self.body, self.note = make_model(), seen.append
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                seen.append(inputs[:, 0].tolist())
-            return self.body(inputs)
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.note(inputs[:, 0].tolist())
+        return self.body(inputs)
 
-    seen: list[list[float]] = []
+
+def rows_seen() -> list[list[list[float]]]:
+    """Returns the batches that the model is given in the dry run and in the first micro-batch, for kinds of data."""
     inputs, targets = make_rows(30)
-    cx.DistributedTrainer(Noting(), "cross_entropy").fit(
-        inputs, targets, epochs=1, batch_size=8, accumulation_steps=2, verbose=False
-    )
-    return seen[:2]
+    pairs = TensorDataset(inputs, targets)
+    batches = [(inputs[first : first + 8], targets[first : first + 8]) for first in range(0, 24, 8)]
+    given: list[tuple[Any, ...]] = [
+        (inputs, targets),
+        (DataLoader(pairs, batch_size=8, shuffle=True),),
+        (DataLoader(pairs, batch_size=8),),
+        (lambda: iter(batches),),
+    ]
+    found = []
+    for data in given:
+        seen: list[list[float]] = []
+        settings: dict[str, Any] = {} if len(data) == 1 else {"batch_size": 8}
+        trainer = cx.DistributedTrainer(Noting(seen), "cross_entropy")
+        trainer.fit(*data, epochs=1, accumulation_steps=2, fast_dev_run=True, verbose=False, **settings)
+        found.append(seen[:2])
+    return found
 
 
 def test_it_runs_on_the_micro_batch_that_rank_0_gets_first() -> None:
-    dry, first = everywhere(1, rows_seen)[0]
-    assert dry == first
-    assert len(dry) == 8
-    zero, one = everywhere(2, rows_seen)
-    assert zero[0] == zero[1] == one[0] != one[1]
+    for dry, first in everywhere(1, rows_seen)[0]:
+        assert dry == first
+        assert len(dry) == 8
+    zero, one = run_world(2, rows_seen)
+    for kind in range(3):
+        assert zero[kind][0] == zero[kind][1] == one[kind][0] != one[kind][1]
 
 
 class NoGradient(nn.Module):

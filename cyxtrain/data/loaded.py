@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from cyxtrain.config import DistributedTrainingConfig
@@ -73,17 +74,26 @@ class LoadedSource(FetchedSource):
 
     def _look(self, batch_size: int) -> None:
         """Takes a first batch, or some rows of it, twice: a data set may draw what nobody can seed."""
-        found, loader = self.order.to_evaluate(), self._loader
+        found = self.order.to_evaluate()
         if found.ends is not None:
             self.batch_size = int(found.ends[0])
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(found.indices))
         places = range(rows if found.ends is None else int(found.ends[0]))
-        tries = loader is None or loader.worker_init_fn is None  # what workers are prepared for, this process is not
-        looks = Fetcher(self._dataset, loader, self.seed, tries=tries)
         asked = _keyed_rows(found, places, self.seed, _TO_EVALUATE)
-        self.example, again = (_whole(as_batch(fetched), len(places)) for fetched in looks.fetch([asked, asked]))
+        fetched = self._looks().fetch([asked, asked])
+        self.example, again = (_whole(as_batch(each), len(places)) for each in fetched)
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)
+
+    def _looks(self) -> Fetcher:
+        """Return what fetches rows to be tried, in this process where it can: it is not prepared as workers are."""
+        tries = self._loader is None or self._loader.worker_init_fn is None
+        return Fetcher(self._dataset, self._loader, self.seed, tries=tries)
+
+    def fetch(self, order: OrderOf, places: range, epoch: int) -> Rows:
+        """Returns rows at places in an order, as copies, as an epoch gives them."""
+        (fetched,) = self._looks().fetch([_keyed_rows(order, places, self.seed, epoch)])
+        return self.rows(fetched, len(places)).mapped(Tensor.clone)
 
     def describe(self) -> str:
         """As `Source`."""
@@ -226,15 +236,21 @@ class LoadedFeed(NumberedFeed):
             return batches // self._batches_per_step if self._drop_last else -(-batches // self._batches_per_step)
         return self._deal_rows(self._rows).steps
 
-    def _deal_rows(self, rows: int) -> RowDealing:
-        sizes = (self.effective_batch_size, self.rows_at_once)
-        return RowDealing(rows, *sizes, self._rank, self._world_size, drop_last=self._drop_last)
+    def _deal_rows(self, rows: int, rank: int | None = None) -> RowDealing:
+        sizes, own = (self.effective_batch_size, self.rows_at_once), self._rank if rank is None else rank
+        return RowDealing(rows, *sizes, own, self._world_size, drop_last=self._drop_last)
 
-    def _dealing_of(self, order: OrderOf) -> Dealing:
+    def _dealing_of(self, order: OrderOf, rank: int | None = None) -> Dealing:
         if order.ends is None:
-            return self._deal_rows(len(order.indices))
-        ranks = (self._rank, self._world_size)
+            return self._deal_rows(len(order.indices), rank)
+        ranks = (self._rank if rank is None else rank, self._world_size)
         return BatchDealing(order.ends, self._batches_per_step, *ranks, drop_last=self._drop_last)
+
+    def first_rows(self, epoch: int) -> Rows:
+        """As `Feed`; where a sampler of the user's draws the order, in another one: all ranks draw it together."""
+        order = self._source.order
+        found = order.to_evaluate() if order.is_drawn else order.of(epoch)
+        return self._source.fetch(found, self._dealing_of(found, 0).deal(0).pieces[0], epoch)
 
     def single_row(self) -> SingleRow | None:
         """As `Feed`, in the order of the first epoch."""
