@@ -203,6 +203,68 @@ def test_who_has_which_can_be_said():
     assert everywhere(2, fit_alike, True) == [2 * ROWS] * 2
 
 
+class Unaware(IterableDataset):
+    """One row after the other, the same in each worker; on each rank the same rows, or its own."""
+
+    def __init__(self, own: bool = False) -> None:
+        self.own = own
+        self.seed = cx.get_rank() if own else 0
+
+    def __iter__(self) -> Any:
+        inputs, targets = make_rows(40, seed=self.seed)
+        yield from (
+            (row + 0.1 * torch.randn(FEATURES) * self.own, target) for row, target in zip(inputs, targets, strict=True)
+        )
+
+
+def through_workers() -> tuple[list[float], float, int]:
+    data = DataLoader(Unaware(), 5, num_workers=2)
+    found = trained(data, epochs=1, batch_size=5)
+    trainer = cx.DistributedTrainer(make_model(), "cross_entropy")
+    return found["seen"], trainer.evaluate(data).loss, len(trainer.predict(data))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_data_set_that_does_not_know_its_workers_is_split_over_them(world_size):
+    found = everywhere(world_size, through_workers)
+    inputs, targets = make_rows(40)
+    seen = [row for rows, _, _ in found for row in rows]
+    assert sorted(seen) == sorted(inputs[:, 0].double().tolist())
+    expected = nn.functional.cross_entropy(make_model()(inputs), targets).item()
+    assert all(loss == pytest.approx(expected) and rows == 40 for _, loss, rows in found)
+
+
+def test_the_header_says_that_rows_are_split_over_workers(capsys):
+    with one_process():
+        trained(DataLoader(Unaware(), 5, num_workers=2), epochs=1, verbose=True)
+    assert "batches of DataLoader, each row by one of 2 workers" in capsys.readouterr().out
+
+
+SHARDED = {
+    "function": lambda: functools.partial(own_rows, 3),
+    "generator": lambda: own_rows(3),
+    "loader": lambda: DataLoader(Unaware(own=True), 5, num_workers=1),
+}
+
+
+def own_said_and_found() -> list[dict[str, Any]]:
+    """What comes of data that each rank has of its own, found to be and said to be."""
+    found = []
+    for kind, sharded in itertools.product(SHARDED, (None, True)):
+        epochs = 1 if kind == "generator" else 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(trained(SHARDED[kind](), epochs=epochs, drop=0.2, sharded_data=sharded))
+    return found
+
+
+def test_data_said_to_be_each_ranks_own_train_exactly_as_data_found_to_be():
+    for results in everywhere(2, own_said_and_found):
+        for found, said in zip(results[::2], results[1::2], strict=True):
+            for what in ("seen", "bits", "history", "step"):
+                assert found[what] == said[what]
+
+
 # --- a fit that goes on ---------------------------------------------------------------------------------------------
 
 
@@ -660,7 +722,7 @@ def test_a_refused_fit_leaves_the_history_of_the_one_before():
     with one_process():
         trainer = cx.DistributedTrainer(make_model(), "cross_entropy", scheduler="cosine")
         trainer.fit(*make_rows(12), epochs=1, verbose=False)
-        with pytest.raises(cx.ConfigError, match="say steps_per_epoch"):
+        with pytest.raises(cx.ConfigError, match="set steps_per_epoch"):
             trainer.fit(functools.partial(in_pieces, 4), epochs=1, verbose=False)
         assert len(trainer.history.epochs) == 1
 

@@ -24,6 +24,7 @@ from cyxtrain.data.loaded import LoadedSource
 from cyxtrain.data.order import OwnOrder, order_of
 from cyxtrain.data.source import Source
 from cyxtrain.data.stream import StreamSource
+from cyxtrain.data.worker_split import SplitOverWorkers, needs_split
 from cyxtrain.errors import ConfigError
 
 
@@ -128,10 +129,15 @@ def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingCo
     """Returns the batches of a loader that nobody else goes through."""
     # Workers that stay have one, which the user's own, or another source, may be using.
     torch_compat.forget_iterator(loader)
+    dataset = loader.dataset
+    if splits := needs_split(loader):
+        vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
     batches: Any = loader.batch_sampler
-    parts = [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
+    parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     size = loader.batch_size
-    return StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts, batch_size=size)
+    source = StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts, batch_size=size)
+    source.note = f", each row by one of {loader.num_workers} workers" if splits else ""
+    return source
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:

@@ -32,7 +32,7 @@ class Pass:
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
     ) -> None:
-        self.number = number
+        self.number, self._seed = number, seed
         self.taken = 0
         self.is_numpy = False
         self._looked_at: list[Rows] = []
@@ -40,6 +40,12 @@ class Pass:
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
             self._batches = make()
+            self._states = GeneratorStates(others=self._others)
+
+    def seed(self, rank: int) -> None:
+        """Seed what the data draw from here on as a rank's own."""
+        with generators_kept(others=self._others):
+            begin_pass([], self._others, self._seed, self.number, rank)
             self._states = GeneratorStates(others=self._others)
 
     def look(self) -> Rows | None:

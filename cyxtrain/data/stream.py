@@ -48,6 +48,7 @@ class StreamSource(FetchedSource):
         batch_size: Rows of a batch, where somebody has said it; None: as many as the first one has.
 
     Attributes:
+        note: How its rows come about, for people; "": as everybody would think.
         is_dealt: Whether all ranks go through the same batches, and each takes its share; known once they have met.
 
     Raises:
@@ -68,10 +69,12 @@ class StreamSource(FetchedSource):
         self.batch_size = batch_size
         self._make = make
         self._parts = parts
-        self._rank = runtime.get_rank() if config.sharded_data else 0
+        # What can be gone through again begins anew with a rank's own random numbers, when it is known to be its own.
+        self._rank = runtime.get_rank() if config.sharded_data and not once else 0
         self._what = what
         self._seed = config.seed
         self.reads_once = once
+        self.note = ""
         self.is_dealt = True
         self._begun: Pass | None = self._pass(number)
         self._first = self._begun.look()
@@ -87,8 +90,8 @@ class StreamSource(FetchedSource):
     def explain(self) -> str:
         """As `Source`."""
         if runtime.get_world_size() == 1:
-            return ""
-        return ", the same on all ranks and dealt to them" if self.is_dealt else ", each rank's own"
+            return self.note
+        return self.note + (", the same on all ranks and dealt to them" if self.is_dealt else ", each rank's own")
 
     def opening(self) -> dict[str, Any]:
         """Returns form and hash of the first batch."""
@@ -120,10 +123,20 @@ class StreamSource(FetchedSource):
                 "of the data. Say sharded_data=True if that is right; if all ranks have the same rows, give them in "
                 "the same order, drawn from the generators of torch, NumPy or Python."
             )
+        if not self.is_dealt and self._rank != rank:
+            self._take_own(rank)
         self.example = Rows(*map(example_of, form)) if self._first is None else self._first
         self.batch_size = self.batch_size or max(opening["rows"] for opening in openings)
         self.is_numpy = any(opening["numpy"] for opening in openings)
         super().meet(openings, rank, sharded=sharded)
+
+    def _take_own(self, rank: int) -> None:
+        """Give this rank's data random numbers of their own, whether they were said or found to be its own."""
+        self._rank, begun = rank, self._begun
+        if begun is not None and self.reads_once:
+            begun.seed(rank)
+        elif begun is not None:
+            self._begun = self._pass(begun.number)
 
     def facts(self, name: str) -> dict[str, Any]:
         """Returns what its batches consist of."""
