@@ -20,7 +20,7 @@ import leaks
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, fingerprint, make_model, make_rows, one_process, run_world
+from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world
 from launching import SECONDS, runs, wait_until
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
@@ -1026,3 +1026,24 @@ def test_a_program_that_is_told_to_end_makes_a_checkpoint(folder):
         assert run.returncode == 128 + signal.SIGTERM
         assert [path.suffix for path in (folder / "checkpoints").iterdir()] == [".ckpt"]
         assert not runs(pid)
+
+
+class Unfreeze(cx.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model[0].requires_grad_(True)
+            self.trainer.optimizer.add_param_group({"params": [*self.model[0].parameters()], "lr": 0.05})
+
+
+def test_a_group_that_a_callback_adds_comes_back() -> None:
+    found = []
+    for num_processes in (1, RANKS):
+        model = make_model()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer, callbacks=[Unfreeze()])
+        trainer.fit(X, Y, epochs=2, effective_batch_size=8, num_processes=num_processes, verbose=False)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+        assert model[0].weight.requires_grad
+        found.append(flat(model.parameters()))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-6)

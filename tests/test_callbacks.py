@@ -599,21 +599,6 @@ def test_a_hook_that_nobody_calls_is_refused():
         trainer_with(Old())
 
 
-class Unfreezing(Callback):
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch == 1:
-            self.model[0].requires_grad_(True)
-
-
-def test_what_is_trained_changes_between_fits_only():
-    with one_process():
-        trainer = trainer_with(Unfreezing())
-        trainer.model[0].requires_grad_(False)
-        with pytest.raises(cx.ConfigError, match=r"requires_grad of 0\.weight, 0\.bias has changed"):
-            trainer.fit(INPUTS, TARGETS, epochs=3, **QUIET)
-        trainer.fit(INPUTS, TARGETS, epochs=1, **QUIET)
-
-
 class Loading(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.trainer.load_checkpoint("any")

@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.Module):
         runtime.require_world("DistributedDataParallel")
         runtime.init()  # what is joined may no longer be true: after a fork, say
         self._world_size = world_size = runtime.get_world_size()
-        self._trained = {id(parameter) for _, parameter in trained_parameters(model)}
+        trained_parameters(model)  # refuses what has no shape yet
         self._reducer: Reducer | None = None
         self._latest = _Latest()
         if world_size > 1:
@@ -227,20 +227,6 @@ class DistributedDataParallel(nn.Module):
         seconds, self._reducer.seconds = self._reducer.seconds, 0.0
         return seconds
 
-    def check_trained(self) -> None:
-        """Refuses parameters that have begun or ceased to be trained since the wrapper was made.
-
-        Raises:
-            ConfigError: With their names.
-        """
-        named = self.module.named_parameters()
-        changed = [name for name, each in named if each.requires_grad != (id(each) in self._trained)]
-        if changed:
-            raise ConfigError(
-                f"requires_grad of {', '.join(changed)} has changed while the model is wrapped: the ranks average what "
-                "was trained when it was. Freeze and unfreeze between two calls of fit, or wrap the model anew."
-            )
-
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.
 
@@ -300,7 +286,6 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors(reducer.new_parameters(parameters))
         self._reducer = Reducer(self.module, self.config)
         self._reducer.take_over(reducer)
-        self._trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def close(self) -> None:
         """Takes the hooks off the module, which can then be wrapped anew."""

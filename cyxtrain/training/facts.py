@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,6 +59,20 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         facts[f"the optimizer's state of {name}: hash of its values"] = _hash(tensors)
     return facts
+
+
+def trained_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns which parameters are trained, and of how many each group of the optimizer is: what callbacks may change.
+
+    Of the names a hash: it is looked at in every epoch.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {
+        "which parameters are trained": f"{len(names):,} ({hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]})",
+        "how many parameters each group of the optimizer has": [
+            len(group["params"]) for group in optimizer.param_groups
+        ],
+    }
 
 
 def value_facts(model: nn.Module) -> dict[str, Any]:

@@ -16,16 +16,18 @@ from cyxtrain.data.batches import Share
 from cyxtrain.data.randomness import generators_kept, seed_generators
 from cyxtrain.errors import is_on_all_ranks
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.training.agreement import telling
+from cyxtrain.training.agreement import agree, telling
 from cyxtrain.training.clipping import make_clip
 from cyxtrain.training.clock import Clock
 from cyxtrain.training.display import numbers
 from cyxtrain.training.epoch import run_epoch
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
+from cyxtrain.training.facts import trained_facts
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
 from cyxtrain.training.modes import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
+from cyxtrain.training.optimizers import fuse
 from cyxtrain.training.plan import Run, TriedRows
 from cyxtrain.training.profiling import Profile
 from cyxtrain.training.resuming import Resumed
@@ -116,11 +118,14 @@ class Fit:
     def _begin(self) -> None:
         """Lets callbacks begin, or go on."""
         self._callbacks.call("set_params", self._run.params(self._last_epoch))
-        self._call("on_train_begin", {})
         resumed = self._resumed
+        if resumed is not None:
+            self._state.forget_added_groups()  # a callback may add them when training begins
+        self._call("on_train_begin", {})
         if resumed is not None:
             # Once more: what a callback does to a model or a rate when training begins was done before.
             self._state.load_values(resumed.checkpoint, resumed.source)
+            self._state.load_trained(resumed.checkpoint)
             self._state.rates.go_on(self._run.schedule_steps(self._state.rates.warmup_steps))
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
             self._ddp.load_compression_state(self._state.compression)
@@ -133,7 +138,8 @@ class Fit:
         epoch = position.epoch
         if position.samples == 0:
             self._call("on_epoch_begin", epoch, {})
-        self._ddp.check_trained()
+        if run.fuses:
+            fuse(self._state.optimizer)
         steps = run.steps_per_epoch
         run.display.begin_epoch(epoch + 1, self._last_epoch, None if steps is None else steps - position.epoch_steps)
         before = position.samples
@@ -154,7 +160,6 @@ class Fit:
         self._take_times(clock)
         self._record(measured, validation, seconds, rows, note)
         heard = self._call("on_epoch_end", epoch, self._logs())
-        self._ddp.check_trained()
         self._heed_end(heard)
         self._keeper.after_epoch()
         wish = first_reason_to_stop(heard)
@@ -164,13 +169,17 @@ class Fit:
     def _call(self, hook: str, *arguments: Any) -> list[float]:
         """Calls a hook of all callbacks; returns what any rank wishes.
 
-        The learning rates that callbacks set on any rank are those on all; of several ranks, the first one's.
+        The learning rates that callbacks set on any rank are those on all; of several ranks, the first one's. What they
+        unfreeze, freeze, or add to the optimizer must be the same on all.
         """
-        rates = self._state.rates
-        before = rates.now()
+        rates, state = self._state.rates, self._state
+        before, trained = rates.now(), trained_facts(state.trained, state.optimizer)
         self._callbacks.call(hook, *arguments)
-        heard, rank = self._wishes.agree(speaks=rates.now() != before)
+        rates.follow_groups()
+        facts = trained_facts(state.trained, state.optimizer)
+        heard, rank = self._wishes.agree(speaks=rates.now() != before or facts != trained)
         if rank is not None:
+            agree(facts)
             found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
             dist.broadcast(found, rank, group=runtime.cpu_group())
             rates.set_all(found.tolist())

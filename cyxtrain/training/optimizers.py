@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,12 +83,12 @@ def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Itera
     return bool(wanted) and reason is None
 
 
-def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why an optimizer cannot be fused; None: it can."""
+def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """Returns why an optimizer, or some `groups` of it, cannot be fused; None: they can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _FUSABLE:
         return f"PyTorch has no fused {name}"
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if groups is None else groups:
         decided = [f"{key}={group[key]}" for key, value in _UNDECIDED.items() if group.get(key, value) != value]
         if decided:
             return f"the {name} was built with {', '.join(decided)}"
@@ -105,15 +105,22 @@ def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
 @contextlib.contextmanager
 def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within, an optimizer that `can_fuse` steps by the fused kernel; it is handed back as it was."""
-    _set_fused(optimizer, True)
+    fuse(optimizer)
     try:
         yield
     finally:
-        _set_fused(optimizer, None)
+        _set_fused(optimizer, [group for group in optimizer.param_groups if group["fused"] is True], None)
 
 
-def _set_fused(optimizer: torch.optim.Optimizer, value: bool | None) -> None:
-    for group in optimizer.param_groups:
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    new = [group for group in optimizer.param_groups if group["fused"] is None]
+    if _reason_against(optimizer, new) is None:
+        _set_fused(optimizer, new, True)
+
+
+def _set_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], value: bool | None) -> None:
+    for group in groups:
         group["fused"] = value
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

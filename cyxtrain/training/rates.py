@@ -46,6 +46,7 @@ class Rates:
         self.interval = "step"
         self.optimizer = optimizer
         self._warmup_steps = self._warm_steps = 0
+        self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._left: list[float] = []
 
@@ -203,8 +204,31 @@ class Rates:
             f"(with {before + waits:,} in the checkpoint)"
         )
 
+    def follow_groups(self) -> None:
+        """Takes in groups that callbacks have added: each follows the schedule from the rate that it has now."""
+        groups, known = self.optimizer.param_groups, self._num_groups
+        self._num_groups = len(groups)
+        for number in range(known, len(groups)):
+            group, like = groups[number], groups[number - 1]
+            ratio = float(group["lr"]) / float(like["lr"]) if like["lr"] > 0 else 1.0
+            for name in ("initial_lr", "max_lr", "min_lr"):
+                if name in like:
+                    group.setdefault(name, like[name] * ratio)
+            for name in like.keys() - group.keys():  # what schedules keep there, such as a base_momentum
+                group[name] = like[name]
+            lists = [self._targets, self._first]
+            for part in schedules_in(self.scheduler):
+                lists += [vars(part)[name] for name in ("base_lrs", "max_lrs") if name in vars(part)]
+                same = ("lr_lambdas", "base_momentums", "max_momentums")
+                for found in (vars(part)[name] for name in same if name in vars(part)):
+                    found += found[-1:] if len(found) <= number else []
+            for found in lists:
+                found += [found[-1] * ratio] if 0 < len(found) <= number else []
+
     def step(self) -> None:
         """Sets the rates of the next step."""
+        if len(self.optimizer.param_groups) != self._num_groups:
+            self.follow_groups()
         if self._targets:
             self._warm_steps += 1
             self._warm()

@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.randomness import set_generators
-from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn
+from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
 from cyxtrain.training.arithmetic import differences
 from cyxtrain.training.changes import as_in_checkpoint, done_otherwise, put_back, what_is_set
 from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
 from cyxtrain.training.saving.files import read_file
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
+from cyxtrain.training.saving.names import plain_parameters
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
 from cyxtrain.training.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.single_rows import check_single_rows
@@ -178,7 +179,7 @@ def _begin_or_go_on(
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, run.config, data, run.feed.effective_batch_size)
-    given, asked = what_is_set(state, run.config), run.config
+    given, asked, trained = what_is_set(state, run.config), run.config, _trained(state)
     run.config = as_in_checkpoint(asked, checkpoint.config)
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
@@ -188,7 +189,7 @@ def _begin_or_go_on(
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
-    says = put_back(given, what_is_set(state, run.config))
+    says = put_back(given, what_is_set(state, run.config)) + _changed(trained, _trained(state))
     stretched = state.rates.go_on(run.schedule_steps(state.rates.warmup_steps))
     if not run.is_over(state.position):
         says += [("schedule", stretched)] if stretched else []
@@ -200,6 +201,22 @@ def _begin_or_go_on(
     )
     state.arithmetic = arithmetic
     return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *says]
+
+
+def _trained(state: TrainingState) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in plain_parameters(state.trained)}
+
+
+def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
+    """Returns what the header says of parameters that the checkpoint has unfrozen or frozen."""
+    found = {True: "frozen", False: "trained"}
+    words = []
+    for value, before in found.items():
+        names = [name for name in checkpoint if checkpoint[name] is value and program[name] is not value]
+        words += (
+            [f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)"] if names else []
+        )
+    return [("trained", "; ".join(words))] if words else []
 
 
 def _check_schedule(

@@ -22,8 +22,13 @@ from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import LossScale, make_loss_scale
 from cyxtrain.training.rates import Rates, scaling_of
 from cyxtrain.training.saving.checkpoint import CheckpointState
-from cyxtrain.training.saving.names import plain_state
-from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.training.saving.names import plain_parameters, plain_state
+from cyxtrain.training.saving.optimizer_state import (
+    drop_groups,
+    load_optimizer_state_by_name,
+    optimizer_state_by_name,
+    rebuild_groups,
+)
 from cyxtrain.training.saving.transport import read_file_on_all
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
 from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
@@ -101,6 +106,7 @@ class TrainingState:
         step_seconds: Of each part of a step, in the latest epoch, by rank.
         metadata: What its user keeps in checkpoints.
         loss: Of the trainer; None: it has nothing to learn.
+        built_groups: How many groups the optimizer had when the latest fit began: callbacks may add others.
     """
 
     model: nn.Module
@@ -123,6 +129,10 @@ class TrainingState:
     step_seconds: list[dict[str, float]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
+    built_groups: int = 0
+
+    def __post_init__(self) -> None:
+        self.built_groups = self.built_groups or len(self.optimizer.param_groups)
 
     @property
     def trained(self) -> nn.Module:
@@ -158,6 +168,7 @@ class TrainingState:
             initial_epoch: Epochs that count as complete, or None: those that there were.
         """
         position = self.position
+        self.built_groups = len(self.optimizer.param_groups)
         if initial_epoch is not None:
             position.epoch = initial_epoch
         # What was left of an epoch that an earlier fit did not end is not this fit's.
@@ -197,6 +208,7 @@ class TrainingState:
         """
         self.loss_scale = make_loss_scale(config)
         self.load(state, source)
+        self.load_trained(state)
         self.history.world_size = runtime.get_world_size()
         self.config = config
         self.rates.interval = config.scheduler_interval or "step"
@@ -228,6 +240,7 @@ class TrainingState:
                 "rates": self.rates.state_dict(),
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
                 "compression": self.compression,
+                "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
                 **state_besides(trained),
             },
@@ -289,11 +302,29 @@ class TrainingState:
         """
         # First, because it takes all or nothing, and the model has been seen to fit.
         trained = self.trained
+        added = rebuild_groups(self.optimizer, trained, state.optimizer_groups, self.built_groups)
+        for name, parameter in plain_parameters(trained):
+            if name in added and name in state.others.get("trained", ()):
+                parameter.requires_grad_(True)
         load_optimizer_state_by_name(self.optimizer, trained, state.optimizer, state.optimizer_groups)
         load_model_state(self.model, state.model, source)
         load_state_besides(trained, state.others, source)
         load_scheduler_state(self.rates.scheduler, state.others.get("scheduler", {}))
         if state.others.get("rates"):
             self.rates.load_state_dict(state.others["rates"], source)
+        self.rates.follow_groups()
         if self.loss_scale is not None and state.others.get("loss_scale"):
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)
+
+    def load_trained(self, state: CheckpointState) -> None:
+        """Freezes and unfreezes parameters as the fit of a checkpoint had them; of older ones that is not known."""
+        if "trained" not in state.others:
+            return
+        trained = set(state.others["trained"])
+        for name, parameter in plain_parameters(self.trained):
+            if parameter.requires_grad != (name in trained):
+                parameter.requires_grad_(name in trained)
+
+    def forget_added_groups(self) -> None:
+        """Takes groups that callbacks added off the optimizer: it is what it was when the fit began."""
+        drop_groups(self.optimizer, self.built_groups)

@@ -8,7 +8,8 @@ Source: `_fused_adam` in torch/optim/adam.py, `_fused_sgd` in torch/optim/sgd.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,8 @@ class Stepping:
         """Takes a step; by `optimizer.step()` where anything is unusual, as in the first one."""
         steps = [] if self._prepare is None or self._is_watched() else self._prepared(self._prepare)
         if not steps:
-            self._optimizer.step()
+            with _plain(_groups_that_fused_sgd_cannot_step(self._optimizer)):
+                self._optimizer.step()
             return
         with torch.no_grad():
             for step in steps:
@@ -67,6 +69,34 @@ class Stepping:
     def _is_watched(self) -> bool:
         """Returns whether somebody else has to do with each step: a hook, a profiler, another method in its place."""
         return torch_compat.is_step_watched(self._optimizer, self._method)
+
+
+def _groups_that_fused_sgd_cannot_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns groups in which some parameters have a momentum and others, such as thawed ones, have none yet.
+
+    The kernel makes all of them, or none: it fails in words of its own. PyTorch's other ways make each.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    found = []
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        known = sum(optimizer.state.get(each, {}).get("momentum_buffer") is not None for each in trained)
+        if group["momentum"] and group["fused"] and 0 < known < len(trained):
+            found.append(group)
+    return found
+
+
+@contextlib.contextmanager
+def _plain(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Within, these groups are not stepped by the fused kernel."""
+    for group in groups:
+        group["fused"] = None
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = True
 
 
 def _prepare_adam(

@@ -104,6 +104,44 @@ def load_optimizer_state_by_name(
     _keep_types(optimizer, model, state)
 
 
+def rebuild_groups(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]], built: int
+) -> list[str]:
+    """Gives an optimizer the groups that the fit of a checkpoint added, and takes off those that it had not added yet.
+
+    Groups that it was built with stay as they are; where these differ, nothing is changed.
+
+    Args:
+        optimizer: Of parameters of `model`.
+        model: Without a wrapper.
+        groups: Of the checkpoint, as `optimizer_state_by_name` gave them.
+        built: How many groups the optimizer had before a fit added any.
+
+    Returns:
+        Names of the parameters in groups that were added.
+    """
+    own, saved = [frozenset(names) for names in _group_names(optimizer, model)], list(groups)
+    left = Counter(frozenset(group["params"]) for group in saved)
+    left.subtract(own[:built])
+    parameters = dict(plain_parameters(model))
+    added = [group for group in saved if left[frozenset(group["params"])] > 0]
+    if min(left.values(), default=0) < 0 or not all(name in parameters for group in added for name in group["params"]):
+        return []
+    drop_groups(optimizer, built)
+    for group in added:
+        chosen = [parameters[name] for name in group["params"]]
+        optimizer.add_param_group({**_hyper_parameters(group), "params": chosen})
+    return [name for group in added for name in group["params"]]
+
+
+def drop_groups(optimizer: torch.optim.Optimizer, first: int) -> None:
+    """Takes the groups from number `first` on, and their state, off an optimizer."""
+    for group in optimizer.param_groups[first:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[first:]
+
+
 def _keep_types(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
