@@ -85,17 +85,17 @@ CALLED_BY_TORCH = (
 
 
 def is_tested() -> bool:
-    """Returns whether cyxtrain is tested with this version of PyTorch."""
+    """Return whether cyxtrain is tested with this version of PyTorch."""
     return ".".join(torch.__version__.split(".")[:2]) in TESTED_VERSIONS
 
 
 def tested_range() -> str:
-    """Returns which versions of PyTorch cyxtrain is tested with, in words."""
+    """Return which versions of PyTorch cyxtrain is tested with, in words."""
     return f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
 
 
 def find(name: str) -> Any:
-    """Returns what PyTorch has under a name; None: this version has none."""
+    """Return what PyTorch has under a name; None: this version has none."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -103,10 +103,10 @@ def find(name: str) -> Any:
 
 
 def require(name: str, what: str) -> Any:
-    """Returns what PyTorch has under a name.
+    """Return what PyTorch has under a name.
 
     Args:
-        name: It.
+        name: Where it is.
         what: What needs it, for the error.
 
     Raises:
@@ -142,11 +142,11 @@ _NOBODY_KNOWS = True
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
-    """Returns whether somebody else has to do with each step: a hook, a profiler, another method in its place.
+    """Return whether a hook, a profiler or a method of somebody else's has to see each step.
 
     Args:
-        optimizer: Whose.
-        method: Its class's `step` when it was first looked at.
+        optimizer: Looked at.
+        method: The optimizer's class's `step` when it was first looked at.
     """
     own = vars(optimizer).get("step", method)
     if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
@@ -166,17 +166,17 @@ def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Notes that a step was taken without `optimizer.step()`, so that a schedule does not warn."""
+    """Note that a step was taken without `optimizer.step()`, so that a schedule does not warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def parts_of_schedule(scheduler: Any) -> Sequence[Any]:
-    """Returns the schedules that one is made of; none, for most."""
+    """Return the schedules that one is made of; none, for most."""
     return getattr(scheduler, "_schedulers", ())
 
 
 def milestones_of(scheduler: Any) -> Sequence[int]:
-    """Returns the steps at which the parts of a SequentialLR begin, but for the first; none, where nobody can tell."""
+    """Return the steps at which the parts of a SequentialLR begin, but for the first; none, where nobody can tell."""
     return getattr(scheduler, "_milestones", ())
 
 
@@ -192,11 +192,11 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 flatten: Callable[[list[Tensor]], Tensor] = find("torch._C._nn.flatten_dense_tensors") or _joined
-"""Makes one tensor of several."""
+"""Make one tensor of several."""
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target."""
+    """Copy each source into its target."""
     if _foreach_copy is not None:
         _foreach_copy(targets, sources)
         return
@@ -205,7 +205,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """Moves each target towards its source by a part of the way."""
+    """Move each target towards its source, by `weight` of the way."""
     if _foreach_lerp is not None:
         _foreach_lerp(targets, sources, weight)
         return
@@ -214,7 +214,7 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 
 
 def are_finite(tensors: list[Tensor], one: Tensor) -> bool:
-    """Returns whether all elements are finite, of tensors of one device and type; `one` is a 1 on the device."""
+    """Return whether all elements are finite, of tensors of one device and type; `one` is a 1 on the device."""
     if _foreach_check is None:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
     found = torch.zeros_like(one)
@@ -223,17 +223,17 @@ def are_finite(tensors: list[Tensor], one: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> float:
-    """Returns how often a tensor was changed in place; without PyTorch's counter, what equals nothing."""
+    """Return how often a tensor was changed in place; without PyTorch's counter, what equals nothing."""
     return getattr(tensor, "_version", float("nan"))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns how often each tensor was changed in place; without PyTorch's counter, zeros."""
+    """Return how often each tensor was changed in place; without PyTorch's counter, zeros."""
     return [getattr(tensor, "_version", 0) for tensor in tensors]
 
 
 def hooks_of(tensor: Tensor) -> tuple[list[Any], list[Any]]:
-    """Returns what sees a tensor's gradient, and what is called when it has been accumulated."""
+    """Return what sees a tensor's gradient, and what is called when it has been accumulated."""
     what = "sending a tensor to another process"
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     before, after = (list((_attribute(tensor, name, what) or {}).values()) for name in names)
@@ -244,7 +244,7 @@ _queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback
 
 
 def require_end_of_backward() -> None:
-    """Refuses a PyTorch in which `call_after_backward` cannot work.
+    """Refuse a PyTorch in which `call_after_backward` cannot work.
 
     Raises:
         CyxtrainError: It is one.
@@ -254,7 +254,7 @@ def require_end_of_backward() -> None:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Has autograd call something at the end of the backward that is running."""
+    """Call something when the backward that is running ends."""
     _queue_callback(callback)
 
 
@@ -265,35 +265,35 @@ LossModule: Any = nn.MSELoss.__base__
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the parameters of a module itself, as it keeps them."""
+    """Return the parameters of a module itself, as it keeps them."""
     found: dict[str, nn.Parameter | None] = _attribute(module, "_parameters", "cyxtrain")
     return found
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the buffers of a module itself, as it keeps them."""
+    """Return the buffers of a module itself, as it keeps them."""
     found: dict[str, Tensor | None] = _attribute(module, "_buffers", "cyxtrain")
     return found
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the modules directly in a module, as it keeps them."""
+    """Return the modules directly in a module, as it keeps them."""
     found: dict[str, nn.Module | None] = _attribute(module, "_modules", "cyxtrain")
     return found
 
 
 def compiled_call(model: nn.Module) -> Any:
-    """Returns what `model.compile()` has put in the place of the model's call; None: nothing."""
+    """Return what `model.compile()` has replaced the model's call with; None: nothing."""
     return _attribute(model, "_compiled_call_impl", "compile=True")
 
 
 def set_compiled_call(model: nn.Module, call: Any) -> None:
-    """Puts back what `compiled_call` returned."""
+    """Put back what `compiled_call` returned."""
     model._compiled_call_impl = call
 
 
 def inject_parametrizations(module: nn.Module, names: Sequence[str]) -> None:
-    """Gives a module a class of its own in which parameters with these names are calculated."""
+    """Give a module a class of its own in which parameters with these names are calculated."""
     what = "a model with parametrizations in another process"
     require("torch.nn.utils.parametrize._inject_new_class", what)(module)
     for name in names:
@@ -305,7 +305,7 @@ _skips = [find(f"{_EVAL_FRAME}.{name}") for name in ("_FrameExecStrategy", "_Fra
 
 
 def skip_compiling(function: types.FunctionType) -> bool:
-    """Keeps the compiler away from a function, and from all that it calls; False: this version has no such way."""
+    """Keep the compiler away from a function, and from all that it calls; False: this version has no such way."""
     if None in _skips:
         return False
     strategy, action, set_strategy = _skips
@@ -314,7 +314,7 @@ def skip_compiling(function: types.FunctionType) -> bool:
 
 
 def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Takes from a copy of a loader the iterator, whose workers the original may be using."""
+    """Take from a copy of a loader the iterator, whose workers the original may be using."""
     loader._iterator = None
 
 
@@ -322,7 +322,7 @@ def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Sets the timeout of the default process group."""
+    """Set the timeout of the default process group."""
     public = find("torch.distributed.set_timeout")
     if public is not None:
         public(timeout)
@@ -335,7 +335,7 @@ Backend: Any = find("torch._C._distributed_c10d.Backend") or object
 
 
 def _can_write_backends() -> bool:
-    """Returns whether a subclass of PyTorch's Backend can be constructed in Python."""
+    """Return whether a subclass of PyTorch's Backend can be constructed in Python."""
     try:
         type("_Probe", (Backend,), {})(0, 1)
     except TypeError:
@@ -348,7 +348,7 @@ BACKENDS_HAVE_A_CONSTRUCTOR = _can_write_backends()
 
 
 def register_backend(group: dist.ProcessGroup, backend: Any, devices: Sequence[str]) -> None:
-    """Makes a backend that of a process group, for some types of device.
+    """Register a backend with a process group, for some types of device.
 
     Raises:
         CyxtrainError: This version of PyTorch has no way to.

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from worlds import TESTS, run_processes
 
 import cyxtrain
 from cyxtrain import CyxtrainError, torch_compat
+from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.stepping import Stepping
 
 PACKAGE = Path(cyxtrain.__file__).parent
@@ -176,6 +178,19 @@ def test_an_optimizer_whose_hooks_nobody_finds_steps_by_itself(name):
     assert not Stepping(optimizer)._is_watched()
     delattr(optimizer, name)
     assert Stepping(optimizer)._is_watched()
+
+
+def test_the_backend_that_pytorch_finds_for_a_device_does_what_the_group_does():
+    group = RingProcessGroup(dist.HashStore(), 0, 1)
+    backend, tensor = group._get_backend(torch.device("cpu")), torch.ones(3)
+    assert isinstance(backend, torch_compat.Backend) == torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR
+    for part in (group, backend):
+        work = part.allreduce([tensor], dist.AllreduceOptions())
+        assert work.wait()
+        assert work.is_completed()
+    if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
+        assert [backend.supports_splitting, backend.supports_shrinking, backend.supports_coalescing] == [False] * 3
+    group.shutdown()
 
 
 def test_versions_are_said_alike_everywhere():
