@@ -262,6 +262,8 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 LossModule: Any = nn.MSELoss.__base__
 """The class above all losses of PyTorch's."""
+BatchNormModule: Any = nn.BatchNorm1d.__base__
+"""The class above all batch norms of PyTorch's."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from cyxtrain import runtime
+from cyxtrain import runtime, torch_compat
 from cyxtrain.data.batches import Batch
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.training.modes import put_into_training
@@ -53,7 +52,7 @@ def check_single_rows(model: nn.Module, run: Run) -> None:
 
 
 def _fails_on_one_row(model: nn.Module, data: TriedRows) -> bool:
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
     if not norms or any(isinstance(module, nn.SyncBatchNorm) for module in norms):
         return False
     with untouched([model], data.placement.device), torch.no_grad():

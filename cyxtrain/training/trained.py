@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import CheckpointError, shortened, warn
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.saving.names import plain_name, plain_state
@@ -60,7 +61,7 @@ def trained_with(model: nn.Module, loss: Loss | None) -> nn.Module:
 
 
 def _has_state(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.loss._Loss) and type(module).__module__.startswith("torch."):
+    if isinstance(module, torch_compat.LossModule) and type(module).__module__.startswith("torch."):
         return False
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
@@ -120,7 +121,7 @@ def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str
     modules = {plain_name(name): module for name, module in trained.named_modules()}
     for name, saved in state.get("buffers", {}).items():
         owner, _, own = name.rpartition(".")
-        buffers = modules[owner]._buffers if owner in modules else {}
+        buffers = torch_compat.own_buffers(modules[owner]) if owner in modules else {}
         now = buffers.get(own)
         if now is not None and now.shape == saved.shape:
             now.data.copy_(saved)
