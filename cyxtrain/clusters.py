@@ -99,10 +99,28 @@ class _Scheduler:
         rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
         local_rank = self._number(variables, self.local_rank) if self.local_rank in variables else None
         local_size = _local_size(variables, self.local_size)
+        if rank >= world_size:
+            raise self._disagreement(variables, self.rank, self.world_size)
+        if local_rank is not None and local_size is not None and local_rank >= local_size:
+            raise self._disagreement(variables, self.local_rank, self.local_size)
         host = "127.0.0.1" if world_size in (1, local_size) else self.host(variables)
         named = [variables[name] for name in self.job if name in variables]
         port = _FIRST_PORT + zlib.crc32(".".join(named).encode()) % _NUM_PORTS if named else None
         return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
+
+    def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
+        """Returns the error for a number that is outside of its count."""
+        why = ""
+        if self.rank == "SLURM_PROCID":
+            why = (
+                " In a heterogeneous step SLURM_PROCID counts the tasks of all components, and SLURM_STEP_NUM_TASKS "
+                "those of one."
+            )
+        return ConfigError(
+            f"{self.by} has started this process, and its variables disagree: {number}={variables[number]} is outside "
+            f"{count}={variables[count]}.{why} RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR override what it says: set "
+            f"them on every rank, WORLD_SIZE to the number of all processes."
+        )
 
     def _number(self, variables: Variables, name: str) -> int:
         value = variables.get(name, "")
@@ -210,6 +228,50 @@ def detect(variables: Variables) -> Identity | None:
         if identity is not None:
             return identity
     return _in_kubernetes(variables)
+
+
+def disagreement(variables: Variables, rank: int, world_size: int) -> str:
+    """Returns how a scheduler contradicts RANK and WORLD_SIZE, which override it, and what to do; "": it does not.
+
+    Args:
+        variables: The environment.
+        rank: Of this process, as it takes itself to be.
+        world_size: How many there are.
+    """
+    if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
+        return ""  # a launcher has started several processes, of which the scheduler knows one
+    for scheduler in _SCHEDULERS:
+        names = (scheduler.rank, scheduler.world_size)
+        if names[0] not in variables or not scheduler.applies(variables):
+            continue
+        said = [f"{name}={variables.get(name)}" for name in names]
+        if said == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
+            return ""
+        return (
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(said)}: unset "
+            f"RANK and WORLD_SIZE where {scheduler.by} starts the ranks."
+        )
+    return ""
+
+
+def cores_left(variables: Variables) -> int | None:
+    """Returns how many cores of this machine a scheduler has given to this process; None: it does not say.
+
+    Args:
+        variables: The environment.
+    """
+    said = None
+    if "SLURM_JOB_ID" in variables:
+        own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
+        said = own or variables.get("SLURM_CPUS_ON_NODE")
+    elif "PBS_JOBID" in variables:
+        said = variables.get("NCPUS")
+    elif "LSB_JOBID" in variables:
+        hosts = variables.get("LSB_MCPU_HOSTS", "").split()
+        said = hosts[1] if len(hosts) == 2 else None
+    elif variables.get("NHOSTS") == "1":  # Grid Engine
+        said = variables.get("NSLOTS")
+    return int(said) if said and said.isascii() and said.isdecimal() and int(said) > 0 else None
 
 
 def _in_kubernetes(variables: Variables) -> Identity | None:

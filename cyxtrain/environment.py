@@ -23,10 +23,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import TypeVar
 
 from cyxtrain import clusters
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
-from cyxtrain.errors import ConfigError, warn
+from cyxtrain.errors import ConfigError, CyxtrainError, warn
+
+_Error = TypeVar("_Error", bound=CyxtrainError)
 
 WORKER_CHANNEL = "CYXTRAIN_WORKER"
 """Where a worker finds how to reach its notebook."""
@@ -82,7 +85,10 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
         if getattr(config, name) == getattr(DistributedConfig, name) and variables.get(variable):
             setattr(config, name, _number(variables, variable))
     config.backend = _backend(variables) if config.backend is None else BackendType.parse(config.backend)
-    config.validate()
+    try:
+        config.validate()
+    except ConfigError as error:
+        raise with_disagreement(error, config, variables) from None
     if config.require_secret:
         _check_secret(config, variables)
     return config
@@ -172,6 +178,21 @@ def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] |
     return f"/worker/attempt_{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
+def with_disagreement(error: _Error, config: DistributedConfig, variables: Mapping[str, str] | None = None) -> _Error:
+    """Returns an error about who this process is, with how a scheduler contradicts RANK and WORLD_SIZE, where one does.
+
+    Args:
+        error: What went wrong.
+        config: Who this process takes itself to be.
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    if config.rank is None or config.world_size is None:
+        return error
+    said = clusters.disagreement(variables, config.rank, config.world_size)
+    return type(error)(f"{error} {said}", rank=error.rank, during=error.during) if said else error
+
+
 def is_launched(variables: Mapping[str, str] | None = None) -> bool:
     """Returns whether somebody has started this process as one of several: a launcher, a scheduler or a shell."""
     variables = os.environ if variables is None else variables
@@ -204,6 +225,25 @@ def ranks_that_share_cores(variables: Mapping[str, str] | None = None) -> int:
         return 1
     identity = clusters.detect(variables)
     return 1 if identity is None else identity.local_world_size or 1
+
+
+def cores_left(variables: Mapping[str, str] | None = None) -> int | None:
+    """Returns how many cores of this machine a scheduler has given to this process; None: it does not say.
+
+    Args:
+        variables: The environment; None: this process's.
+    """
+    return clusters.cores_left(os.environ if variables is None else variables)
+
+
+def sets_threads(variables: Mapping[str, str] | None = None) -> bool:
+    """Returns whether somebody has set how many threads PyTorch uses.
+
+    Args:
+        variables: The environment; None: this process's.
+    """
+    variables = os.environ if variables is None else variables
+    return bool(variables.get("OMP_NUM_THREADS"))
 
 
 def settings_found(variables: Mapping[str, str] | None = None) -> dict[str, str]:

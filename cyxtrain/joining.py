@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cyxtrain import environment, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
+from cyxtrain.cores import cgroup_quota
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.backend import TORCHS_WORLD
@@ -82,7 +83,8 @@ def join(config: DistributedConfig) -> Joined:
     if config.world_size != 1:  # not when it failed: a rank that tries again must look where the others are
         _lives[config.master_addr, config.master_port] += 1
     store.set_timeout(timedelta(milliseconds=config.timeout_ms))
-    _share_cores(environment.ranks_that_share_cores())
+    if not environment.sets_threads():
+        _share_cores(environment.ranks_that_share_cores(), environment.cores_left())
     group = dist.group.WORLD
     small = group if backend is not BackendType.NCCL else dist.new_group(backend="ring")
     return Joined(group, config, small, store)
@@ -198,16 +200,21 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
     torch.cuda.set_device(local_rank if devices > 1 else 0)
 
 
-def _share_cores(ranks: int) -> None:
+def _share_cores(ranks: int, own_cores: int | None = None) -> None:
     """Leaves each rank of this machine its share of the cores, as our launcher does.
 
-    Where schedulers do not bind ranks to cores, each would start as many threads as there are cores: they wait for each
-    other, and training takes tens of times as long.
+    Where nobody binds ranks to cores, each would start as many threads as the machine has cores, also in a container
+    that gets the time of two: they wait for each other, and training takes tens of times as long.
+
+    Args:
+        ranks: How many share the cores of this machine, as far as it is known.
+        own_cores: How many a scheduler has given to this process; None: it does not say.
     """
     # All of the machine's: of those that this rank may run on nobody can tell whether the others may, too.
-    cores = os.cpu_count() or 1
-    if torch.get_num_threads() * ranks > max(cores, ranks):
-        torch.set_num_threads(max(1, cores // ranks))
+    cores = min(os.cpu_count() or 1, cgroup_quota())
+    most = min(cores // ranks, own_cores or cores)
+    if torch.get_num_threads() > max(most, 1):
+        torch.set_num_threads(max(int(most), 1))
 
 
 def why_no_nccl() -> str:

@@ -100,7 +100,11 @@ def _join() -> None:
     """Joins with what `init` was asked for last."""
     global _joined
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
-    _joined = join(environment.complete(_asked or DistributedConfig()))
+    config = environment.complete(_asked or DistributedConfig())
+    try:
+        _joined = join(config)
+    except RendezvousError as error:
+        raise environment.with_disagreement(error, config) from error.__cause__
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # anew, so that it runs before what was registered earlier
 

@@ -591,7 +591,7 @@ def test_a_fit_that_is_not_told_of_processes_has_none():
 
 @pytest.mark.nightly
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr(keeping, "count_usable_cores", lambda: 1)
+    monkeypatch.setattr(keeping, "usable_cores", lambda variables: 1)
     cx.finalize()
     with pytest.warns(UserWarning, match="num_processes=2, and this process may use 1 core"):
         started()

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from worlds import free_port
 
 import cyxtrain as cx
 from cyxtrain import clusters, environment, joining
@@ -184,6 +185,16 @@ def test_over_several_machines_mpi_does_not_say_where_rank_0_is(variables, by):
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS is not set"),
         ({"OMPI_COMM_WORLD_RANK": "one", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not a whole number"),
         ({"PMI_RANK": "1"}, "PMI_SIZE is not set"),
+        (
+            SLURM | {"SLURM_PROCID": "5"},  # the second component of a heterogeneous step
+            "disagree: SLURM_PROCID=5 is outside SLURM_STEP_NUM_TASKS=4. In a heterogeneous step SLURM_PROCID counts",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 is outside OMPI_COMM_WORLD_SIZE=4"),
+        (OPEN_MPI | ON_ONE | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "LOCAL_RANK=4 is outside OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (
+            SLURM | {"RANK": "2", "WORLD_SIZE": "2"},  # RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NNODES
+            "outside a world of 2.*RANK=2 and WORLD_SIZE=2 are set, and Slurm says SLURM_PROCID=2 and SLURM",
+        ),
         (KUBERNETES | {"PET_NNODES": "1:4"}, "pod 2 of 1:4, with port 29400"),
         (KUBERNETES | {"PET_NPROC_PER_NODE": "auto"}, "wants auto processes in each pod"),
         ({"RANK": "0", "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, "begin it with 'cyxtrain launch --'"),
@@ -192,6 +203,17 @@ def test_over_several_machines_mpi_does_not_say_where_rank_0_is(variables, by):
 def test_half_of_what_a_scheduler_says_is_an_error_with_the_remedy(variables, words):
     with pytest.raises(cx.ConfigError, match=words):
         environment.read_config(variables)
+
+
+def test_error_of_joining_says_how_a_scheduler_contradicts_rank(monkeypatch):
+    for name, value in (SLURM | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    contradicts = "RANK=1 and WORLD_SIZE=2 are set, and Slurm says SLURM_PROCID=2 and SLURM_STEP_NUM_TASKS=4"
+    with pytest.raises(cx.RendezvousError, match=f"could not reach rank 0.*{contradicts}: unset RANK and WORLD_SIZE"):
+        cx.init(cx.DistributedConfig(timeout_ms=100, master_addr="127.0.0.1"))
+    for known in ({"TORCHELASTIC_RUN_ID": "x"}, {"CYXTRAIN_RUN": "x"}, {"RANK": "2", "WORLD_SIZE": "4"}):
+        found = dict(SLURM, RANK="1", WORLD_SIZE="2") | known
+        assert clusters.disagreement(found, int(found["RANK"]), int(found["WORLD_SIZE"])) == ""
 
 
 def test_a_rank_that_torchrun_has_started_in_a_pod_is_itself():

@@ -241,3 +241,36 @@ def test_epochs_of_validation_may_be_a_tuple():
     config = cx.DistributedTrainingConfig(validation_freq=(1, 3))
     config.validate()
     assert config.validation_freq == [1, 3]  # as JSON has it
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("node1:29500", "it has a port in it; set MASTER_ADDR=node1 and MASTER_PORT=29500"),
+        ("[fe80::1]:29500", "it has a port in it; set MASTER_ADDR=fe80::1 and MASTER_PORT=29500"),
+        ("tcp://node1:29500", "it has a port in it; set MASTER_ADDR=node1 and MASTER_PORT=29500"),
+        ("tcp://node1", "it is a URL; give the host name alone"),
+        (" node1", "it has a space before or after the name; set it to 'node1'"),
+        ("node1\n", "it has a space before or after the name; set it to 'node1'"),
+        (
+            "node1 node2",
+            "it has a space or a comma in it; give one machine, that of rank 0, such as the first: 'node1'",
+        ),
+        (
+            "node1,node2",
+            "it has a space or a comma in it; give one machine, that of rank 0, such as the first: 'node1'",
+        ),
+        ("node[1-4]", "it is a list of Slurm's"),
+    ],
+)
+def test_master_addr_that_is_no_host_gets_the_right_advice(address, advice):
+    with pytest.raises(cx.ConfigError) as raised:
+        cx.init(cx.DistributedConfig(rank=0, world_size=2, master_addr=address))
+    assert f"master_addr (MASTER_ADDR) is {address!r}: {advice}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["node1", "node-1.example.org", "10.0.0.1", "fe80::1", "::1", "[::1]", "fe80::1%eth0"]
+)
+def test_master_addr_that_is_a_host_is_taken(address):
+    cx.DistributedConfig(rank=0, world_size=2, master_addr=address).validate()

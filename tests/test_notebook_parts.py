@@ -330,7 +330,7 @@ class FakePool:
 def kept(monkeypatch: pytest.MonkeyPatch) -> keeping.Workers:
     """Workers of which no process is started, where this process may use two cores."""
     monkeypatch.setattr(keeping, "Pool", FakePool)
-    monkeypatch.setattr(keeping, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(keeping, "usable_cores", lambda variables: 2)
     variables = {"A": "1"}
     monkeypatch.setattr(environment, "to_pass_on", lambda: dict(variables))
     workers = keeping.Workers()
@@ -380,7 +380,7 @@ def test_workers_that_compute_on_gpus_are_told_of_nccl_and_may_be_more_than_core
 
 @pytest.mark.parametrize(("device", "count"), [("auto", 5), ("cuda", 7)])
 def test_auto_is_as_many_workers_as_the_cores_allow_or_as_there_are_gpus(monkeypatch, device, count):
-    monkeypatch.setattr(calls, "ranks_by_cores", lambda: 5)
+    monkeypatch.setattr(calls, "ranks_by_cores", lambda variables: 5)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     trainer = trainer_of()
     trainer._device = device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from dataclasses import dataclass
 
 from cyxtrain.errors import ConfigError
@@ -95,6 +96,8 @@ class DistributedConfig:
             require_integer(owner, "local_rank", self.local_rank, 0)
         named = isinstance(self.master_addr, str) and bool(self.master_addr.strip())
         require(named, f"{owner}.master_addr must be the host name or address of rank 0, got {self.master_addr!r}.")
+        problem = problem_of_address(self.master_addr)
+        require(not problem, f"{owner}.master_addr (MASTER_ADDR) is {self.master_addr!r}: {problem}.")
         require_integer(owner, "master_port", self.master_port, 1)
         require(self.master_port < 65536, f"{owner}.master_port must be below 65536, got {self.master_port}.")
         require_integer(owner, "timeout_ms", self.timeout_ms, 1)
@@ -102,6 +105,24 @@ class DistributedConfig:
         require_boolean(owner, "require_secret", self.require_secret)
         if self.backend is not None:
             BackendType.parse(self.backend)
+
+
+def problem_of_address(address: str) -> str:
+    """Returns what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
+    with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
+    if with_port is not None:
+        host, port = with_port[1] or with_port[2], with_port[3]
+        return f"it has a port in it; set MASTER_ADDR={host} and MASTER_PORT={port}"
+    if "://" in address:
+        return "it is a URL; give the host name alone, and the port as MASTER_PORT"
+    if address != address.strip():
+        return f"it has a space before or after the name; set it to {address.strip()!r}"
+    if re.search(r"[\s,;]", address):
+        first = re.split(r"[\s,;]+", address)[0]
+        return f"it has a space or a comma in it; give one machine, that of rank 0, such as the first: {first!r}"
+    if "[" in address[1:]:
+        return "it is a list of Slurm's; give its first name, which `scontrol show hostnames` prints first"
+    return ""
 
 
 @dataclass(frozen=True)

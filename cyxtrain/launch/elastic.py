@@ -40,7 +40,7 @@ def torchrun(options: Options, num_ranks: int, command: Sequence[str], environme
     variables = {
         # A store of its own for each round: the agents' would still have what ranks of the round before have said.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(cores_of_each(num_ranks)),
+        "OMP_NUM_THREADS": str(cores_of_each(num_ranks, environment)),
         **environment,
     }
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+from cyxtrain.config.world import problem_of_address
 from cyxtrain.launch.elastic import torchrun
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.launch.options import Options
@@ -96,6 +97,8 @@ def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options:
     number, command = _split(words, given)
     own = replace(given, num_ranks=number).or_from(environment)
     num_ranks, more = _num_ranks(own, environment)
+    problem = problem_of_address(own.master_addr or "")
+    _require(not problem, f"--master-addr is {own.master_addr!r}: {problem}")
     if own.nnodes is not None and ":" in own.nnodes:
         return torchrun(own, num_ranks, command, {**environment, **more})
     nnodes, node_rank = _nodes(own)
@@ -161,7 +164,7 @@ def _num_ranks(own: Options, environment: Mapping[str, str]) -> tuple[int, dict[
     if word in (None, "auto", "gpu", "cpu"):
         gpus = 0 if word == "cpu" else _count_gpus(environment)
         _require(word != "gpu" or gpus > 0, "PyTorch sees no GPU on this machine")
-        number = gpus or ranks_by_cores()
+        number = gpus or ranks_by_cores(environment)
         per = "GPU" if gpus else "core"
         click.echo(f"cyxtrain launch: {number} ranks, one per {per}; -n says how many", err=True)
         return number, _nccl(environment) if gpus else {}

@@ -51,4 +51,4 @@ def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
         return rank, world_size
     if asked == "auto" and torch.cuda.is_available():
         raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
-    return rank, ranks_by_cores() if asked == "auto" else int(asked)
+    return rank, ranks_by_cores(environment.to_pass_on()) if asked == "auto" else int(asked)

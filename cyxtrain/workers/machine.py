@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 
+from cyxtrain import clusters
 from cyxtrain.cores import count_usable_cores
 
 _MOST_RANKS = 8
@@ -38,7 +39,7 @@ def launch_environment(
         address: Of the first one.
     """
     return {
-        "OMP_NUM_THREADS": str(cores_of_each(num_ranks)),
+        "OMP_NUM_THREADS": str(cores_of_each(num_ranks, environment)),
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
         "RANK": str(node_rank * num_ranks + local_rank),
@@ -50,14 +51,24 @@ def launch_environment(
     }
 
 
-def cores_of_each(num_ranks: int) -> int:
+def usable_cores(variables: Mapping[str, str]) -> int:
+    """Returns how many cores affinity, cgroup quotas and the scheduler leave to this process and those that it starts.
+
+    Args:
+        variables: The environment.
+    """
+    cores = count_usable_cores()
+    return min(cores, clusters.cores_left(variables) or cores)
+
+
+def cores_of_each(num_ranks: int, variables: Mapping[str, str]) -> int:
     """Returns the share of this machine's cores that each of so many ranks has: at least one."""
-    return max(1, count_usable_cores() // num_ranks)
+    return max(1, usable_cores(variables) // num_ranks)
 
 
-def ranks_by_cores() -> int:
+def ranks_by_cores(variables: Mapping[str, str]) -> int:
     """Returns how many ranks there are where nobody says how many and none has a GPU: one per core, up to 8."""
-    return min(count_usable_cores(), _MOST_RANKS)
+    return min(usable_cores(variables), _MOST_RANKS)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from cyxtrain.cores import count_usable_cores
+from cyxtrain import environment
 from cyxtrain.launch import tables
 from cyxtrain.training.saving.checkpoint import library_versions
+from cyxtrain.workers.machine import usable_cores
 
 _SIOCGIFADDR = 0x8915
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -57,7 +58,7 @@ def this_machine(address: str = "") -> Machine:
     return Machine(
         host=socket.gethostname(),
         interface=interface_of(address),
-        cores=count_usable_cores(),
+        cores=usable_cores(environment.to_pass_on()),
         memory=tables.size(memory) if memory else "",
         gpus=", ".join(f"{count} x {name}" for name, count in counts.items()) or "none",
         cyxtrain=library_versions()["cyxtrain"],

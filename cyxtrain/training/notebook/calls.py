@@ -68,7 +68,7 @@ def _num_workers(
     asked = keywords.get("num_processes", given[0].num_processes)
     if asked == "auto":
         on_gpus = is_on_gpu(trainer)
-        return torch.cuda.device_count() if on_gpus else ranks_by_cores()
+        return torch.cuda.device_count() if on_gpus else ranks_by_cores(environment.to_pass_on())
     return asked if type(asked) is int else 1  # what else there is, the call itself refuses
 
 

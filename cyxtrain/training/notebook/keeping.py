@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cyxtrain import environment, runtime
-from cyxtrain.cores import count_usable_cores
 from cyxtrain.errors import ConfigError, counted, shortened, warn
+from cyxtrain.workers.machine import usable_cores
 from cyxtrain.workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Workers:
                 runtime.before_leaving(self.end)
                 if sys.platform != "win32":
                     os.register_at_fork(after_in_child=self.abandon)
-            cores = count_usable_cores()
+            cores = usable_cores(variables)
             if count > cores and not is_on_gpu(trainer):
                 warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
             self._pool = pool = Pool(count, variables)
