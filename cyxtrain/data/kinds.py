@@ -20,6 +20,7 @@ from torch.utils.data import (
 from cyxtrain import torch_compat
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.arrays import ArraySource
+from cyxtrain.data.batching import check_weights
 from cyxtrain.data.loaded import LoadedSource
 from cyxtrain.data.order import OwnOrder, order_of
 from cyxtrain.data.source import Source
@@ -142,4 +143,8 @@ def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingCo
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     """Returns the tensors of a data set that is nothing else: x; x and y; or x, y and sample_weight."""
-    return dataset.tensors if type(dataset) is TensorDataset and len(dataset.tensors) <= 3 else None
+    if type(dataset) is not TensorDataset or len(dataset.tensors) > 3:
+        return None
+    if len(dataset.tensors) == 3:
+        check_weights(dataset.tensors[2])
+    return dataset.tensors

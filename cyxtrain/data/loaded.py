@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
-from cyxtrain.data.batching import as_batch
+from cyxtrain.data.batching import as_batch, left_out
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow
 from cyxtrain.data.drawing import row_keys
 from cyxtrain.data.feed import NumberedFeed, Place, check_steps
@@ -80,7 +80,8 @@ class LoadedSource(FetchedSource):
         rows = min(_TRIED_ROWS, self.batch_size or batch_size, len(found.indices))
         places = range(rows if found.ends is None else int(found.ends[0]))
         asked = _keyed_rows(found, places, self.seed, _TO_EVALUATE)
-        fetched = self._looks().fetch([asked, asked])
+        fetched = list(self._looks().fetch([asked, asked]))
+        self.left_out = left_out(fetched[0])
         self.example, again = (_whole(as_batch(each), len(places)) for each in fetched)
         pairs = zip(self.example.tensors(), again.tensors(), strict=True)
         self._is_reproducible = all(sampled_hash(one) == sampled_hash(other) for one, other in pairs)

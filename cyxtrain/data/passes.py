@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cyxtrain.data.batching import as_batch
+from cyxtrain.data.batching import as_batch, left_out
 from cyxtrain.data.drawing import begin_pass, generators_of
 from cyxtrain.data.randomness import GeneratorStates, generators_kept
 from cyxtrain.data.rows import Rows, holds_tensors
@@ -27,6 +27,7 @@ class Pass:
     Attributes:
         taken: Batches that were taken; those without rows do not count.
         is_numpy: Whether the latest one was of NumPy arrays.
+        left_out: As `Source.left_out`, of the first one.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Pass:
         self.number, self._seed = number, seed
         self.taken = 0
         self.is_numpy = False
+        self.left_out: list[str] = []
         self._looked_at: list[Rows] = []
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
@@ -67,6 +69,7 @@ class Pass:
                 for given in self._batches:
                     rows = as_batch(given)
                     if num_rows(rows.inputs):
+                        self.left_out = self.left_out if self.taken else left_out(given)
                         self.taken += 1
                         self.is_numpy = not holds_tensors(given)
                         return rows.mapped(torch.clone)  # who gives it may give it again, and a model may change it

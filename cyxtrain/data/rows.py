@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cyxtrain.data.texts import fields_of
 from cyxtrain.data.tree import Tree, leaves, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 
@@ -78,6 +79,7 @@ def as_tree(values: Any, name: str) -> Tree:
     Raises:
         ConfigError: They are no arrays, or a name is no text.
     """
+    values = values if (named := fields_of(values)) is None else named
     if isinstance(values, Mapping):
         unnamed = [key for key in values if not isinstance(key, str)]
         if unnamed:
@@ -98,14 +100,16 @@ def _are_several(values: Any) -> bool:
     """Returns whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
     if not isinstance(values, (tuple, list)):
         return False
-    kinds = (Tensor, np.ndarray, Mapping)
-    return len(values) > 0 and all(isinstance(part, kinds) or _are_several(part) for part in values)
+    kinds = (Tensor, np.ndarray)
+    several = all(isinstance(part, kinds) or fields_of(part) is not None or _are_several(part) for part in values)
+    return len(values) > 0 and several
 
 
 def holds_tensors(values: Any) -> bool:
     """Returns whether a user's arrays are tensors."""
-    if isinstance(values, (tuple, list, Mapping)):
-        return any(holds_tensors(part) for part in (values.values() if isinstance(values, Mapping) else values[:1]))
+    named = fields_of(values)
+    if named is not None or isinstance(values, (tuple, list)):
+        return any(holds_tensors(part) for part in (values[:1] if named is None else named.values()))
     return isinstance(values, Tensor)
 
 

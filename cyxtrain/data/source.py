@@ -33,6 +33,7 @@ class Source(ABC):
         is_numpy: Whether predictions for them are NumPy arrays.
         batch_size: Rows at once that it brings along, per rank; None: as the config says.
         reads_once: Whether its rows come but once.
+        left_out: What of the first batch is no part of its rows, such as texts: their names.
     """
 
     example: Rows
@@ -40,6 +41,7 @@ class Source(ABC):
     is_numpy = False
     batch_size: int | None = None
     reads_once = False
+    left_out: Sequence[str] = ()
 
     @property
     def inputs(self) -> Any:

@@ -78,7 +78,7 @@ class StreamSource(FetchedSource):
         self.is_dealt = True
         self._begun: Pass | None = self._pass(number)
         self._first = self._begun.look()
-        self.is_numpy = self._begun.is_numpy
+        self.is_numpy, self.left_out = self._begun.is_numpy, self._begun.left_out
 
     def _pass(self, number: int) -> Pass:
         return Pass(self._make, self._parts, self._seed, number, self._rank)

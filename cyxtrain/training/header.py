@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cyxtrain import environment
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
+from cyxtrain.data.source import Source
 from cyxtrain.data.tree import leaves
-from cyxtrain.errors import counted
+from cyxtrain.errors import counted, shortened
 from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
@@ -49,6 +52,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
         ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
         ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
+        *_parts_of_batches(run.data.source),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
@@ -79,6 +83,16 @@ def _converted(run: Run) -> str:
     others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in others)
     return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""
+
+
+def _parts_of_batches(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield what the parts of a batch are taken for, where a user may have meant something else."""
+    if source.left_out:
+        yield "left out", f"texts in each batch: {shortened(source.left_out)}"
+    weights = source.example.weights
+    if weights is not None and len(weights):
+        first = "" if source.is_whole else " in the first batch"
+        yield "weights", f"of rows (sample_weight), from {weights.min():g} to {weights.max():g}{first}"
 
 
 def _backend() -> str:
