@@ -274,7 +274,12 @@ def both_heads(output: Any, target: Tensor) -> Tensor:
 def outputs_by_mode() -> list[Any]:
     inputs, targets = make_rows(20)
     derivative = cx.DistributedTrainer(Derivative(), "mse")
-    losses = derivative.fit(inputs, -inputs, epochs=3, batch_size=4, verbose=False).train_losses
+    history = derivative.fit(inputs, -inputs, inputs, -inputs, epochs=3, batch_size=4, verbose=False)
+    losses, given = history.train_losses, derivative.predict(inputs)
+    assert not given.requires_grad
+    mean = ((given + inputs) ** 2).mean().item()
+    assert derivative.evaluate(inputs, -inputs).loss == pytest.approx(mean, rel=1e-5)
+    assert history.val_losses[-1] == pytest.approx(mean, rel=1e-5)
     auxiliary = cx.DistributedTrainer(Auxiliary(), both_heads)
     validated = auxiliary.fit(inputs, targets, inputs, targets, epochs=1, batch_size=4, verbose=False).val_losses
     detector = cx.DistributedTrainer(Detector())
@@ -288,6 +293,20 @@ def outputs_by_mode() -> list[Any]:
 def test_models_that_differ_between_the_modes_or_differentiate_in_forward_train(world_size: int) -> None:
     for found in everywhere(world_size, outputs_by_mode):
         assert found == [True, 1, True, 20]
+
+
+def test_a_loss_that_hides_parameters_is_a_warning() -> None:
+    hidden = nn.Linear(3, 3)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(hidden(output), target)
+
+    trainer = cx.DistributedTrainer(make_model(), loss)
+    with (
+        one_process(),
+        pytest.warns(UserWarning, match=r"the loss depends on 2 parameters of shape .*nothing trains"),
+    ):
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
 
 
 def with_norm() -> nn.Sequential:

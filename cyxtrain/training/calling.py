@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.batching import TARGET_NAMES
-from cyxtrain.data.tree import Tree
+from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import Precision
@@ -51,6 +52,8 @@ class ModelCall:
         loss: Loss | None = None,
     ) -> None:
         self.precision = precision
+        self.differentiates = False
+        """Whether the model makes derivatives in forward, and needs gradients outside training too."""
         self._way = _way_of(model, inputs)
         self._gives_targets = loss is not None and loss.function is None and targets is not None
         if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
@@ -79,6 +82,15 @@ class ModelCall:
         if isinstance(inputs, Tensor) and self.precision.is_full:
             return model(inputs)
         return self._compute(model, inputs)
+
+    def without_graph(self, model: Callable[..., Any], batch: Batch, *, predicting: bool = False) -> Any:
+        """Returns what a model gives for a batch, outside training; `predicting`: for its inputs alone."""
+        call = self.predict if predicting else self
+        if not self.differentiates:
+            return call(model, batch)
+        with torch.enable_grad():
+            output = call(model, batch)
+        return map_output(Tensor.detach, output)
 
     def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None) -> Any:
         arguments, named = self._arguments(inputs, *targets)

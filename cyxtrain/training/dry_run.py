@@ -8,18 +8,19 @@ leaves no trace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.rows import Rows
 from cyxtrain.data.source import Source
 from cyxtrain.data.tree import Tree, leaves, map_output
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_classes
@@ -99,17 +100,14 @@ class DryRun:
         batch = self._placed(source.first(_ROWS))
         with self._without_trace(), torch.no_grad():
             self._model.eval()
-            with _blaming(f"the model cannot take X, tried on shape {_shapes(batch.inputs)}"):
-                self._call.predict(self._model, batch)
+            self._output(batch, predicting=True)
 
     def _placed(self, rows: Rows) -> Batch:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
         """Returns what the model gives, and the loss of it."""
-        loss, shape = self._loss, _shapes(batch.inputs)  # asked for now: a model may change its input
-        with _blaming(f"the model cannot take X, tried on shape {shape}"):
-            output = self._call(self._model, batch)
+        loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets)
@@ -121,6 +119,22 @@ class DryRun:
             result = loss.function(output, batch.targets)
         loss.look_at_result(result, batch.rows)
         return output, _total(result)
+
+    def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
+        """Returns what the model gives; finds out whether it needs gradients outside training."""
+        shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
+        with _blaming(f"the model cannot take X, tried on shape {shape}"):
+            if torch.is_grad_enabled():
+                return call(self._model, batch)
+            try:
+                return call.without_graph(self._model, batch, predicting=predicting)
+            except RuntimeError as error:
+                if is_full(error):
+                    raise
+                call.differentiates = True
+                with contextlib.suppress(Exception):
+                    return call.without_graph(self._model, batch, predicting=predicting)
+                raise
 
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
         """Returns the loss that the model computes itself."""
@@ -147,6 +161,7 @@ class DryRun:
             )
         modules = (self._model, *self._loss.modules)
         trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+        _warn_of_others(value, trained)
         try:
             torch.autograd.grad(value, trained, allow_unused=True)
         except RuntimeError as error:
@@ -177,6 +192,27 @@ def _blaming(what: str) -> Iterator[None]:
         if is_full(error):
             raise
         raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
+    """Warns of parameters that a loss depends on, and that belong neither to the model nor to the loss."""
+    known, seen, queue = {id(each) for each in trained}, set(), [value.grad_fn]
+    others: dict[int, list[int]] = {}
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            others[id(leaf)] = list(leaf.shape)
+    if others and runtime.is_master():
+        warn(
+            f"the loss depends on {counted(len(others), 'parameter')} of shape {shortened(map(str, others.values()))} "
+            "that belong neither to the model nor to loss_fn: nothing trains, saves or averages them. Give a loss_fn "
+            "that is a torch.nn.Module and has them, or make them part of the model."
+        )
 
 
 def _total(result: Any) -> Tensor:

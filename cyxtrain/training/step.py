@@ -333,7 +333,7 @@ class EvaluationStep:
     def __call__(self, batch: Batch) -> None:
         """Forward."""
         with torch.no_grad(), gathering_alone():
-            output = self._call(self._model, batch)
+            output = self._call.without_graph(self._model, batch)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch)
             self.totals.add(batch.number, loss, answers_to(output, batch.targets, self._loss))
@@ -362,7 +362,7 @@ class PredictionStep:
             ConfigError: The model returns something else than tensors with a row per row, or not always of one kind.
         """
         with torch.no_grad(), gathering_alone():
-            given = self._call.predict(self._model, batch)
+            given = self._call.without_graph(self._model, batch, predicting=True)
         output = _outputs(self._loss.without_own(given), batch.rows)
         kind, first = form_of(output), form_of(self.outputs[0] if self.outputs else output)
         if kind != first:
