@@ -41,6 +41,22 @@ class Cosine(nn.Module):
         return functional.cross_entropy(4 * scores + 0.1 * self.mean, target)
 
 
+class Drifting(nn.Module):
+    """A metric that depends on what it has seen in the epoch, and on its mode."""
+
+    higher_is_better = True
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.total += self.dropout(output).abs().sum()
+        return output.mean() + 0.1 * self.total
+
+
 class Counted(nn.Module):
     """A model that depends on a buffer of its own that is in no state_dict, and on one that is made in forward."""
 
@@ -63,8 +79,11 @@ class Counted(nn.Module):
 
 def train(settings: dict[str, Any], optimizer: Any = "adam") -> dict[str, Any]:
     model, loss = Counted(), Cosine(dropout=0.2)
-    trainer = cx.DistributedTrainer(model, loss, optimizer)
+    drifting = Drifting()
+    trainer = cx.DistributedTrainer(model, loss, optimizer, metrics={"drift": drifting})
     history = trainer.fit(*make_rows(26), *make_rows(7, seed=1), epochs=2, batch_size=4, verbose=False, **settings)
+    assert drifting.training
+    assert drifting.total == 0
     return {"bits": [fingerprint(model), fingerprint(loss)], "history": history.history, "steps": loss.steps.item()}
 
 
@@ -119,6 +138,41 @@ def test_n_ranks_train_a_loss_as_one_rank_does_however_it_is_given() -> None:
             for way, (values, learned), (expected, _) in zip(ways, found, alone, strict=True):
                 np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6, err_msg=way)
                 assert learned, way
+
+
+def restored() -> list[Any]:
+    """Returns whether early stopping restores the loss with the model, and how far an average of bfloat16 is off."""
+    best: list[str] = []
+    steps: list[Any] = []
+
+    class Watching(cx.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                best.append(fingerprint(loss))
+
+    class Averaging(cx.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            steps.append(flat(self.model.parameters()))
+
+    loss, inputs = Still(), make_rows(12)
+    early = cx.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)
+    trainer = cx.DistributedTrainer(make_model(), loss, callbacks=[Watching(), early])
+    trainer.fit(*inputs, epochs=3, batch_size=4, verbose=False)
+    half, average = make_model().bfloat16(), cx.callbacks.EMA(0.999, overwrites_at_end=False)
+    expected = flat(half.parameters())
+    optimizer = torch.optim.SGD(half.parameters(), 1.0)
+    averaged = cx.DistributedTrainer(half, "cross_entropy", optimizer, callbacks=[average, Averaging()])
+    averaged.fit(*inputs, epochs=2, batch_size=1, verbose=False)
+    for each in steps:
+        expected = 0.999 * expected + 0.001 * each
+    return [best[0] == fingerprint(loss), abs(flat(average.state_dict()["average"]) - expected).max()]
+
+
+def test_early_stopping_restores_the_loss_and_averages_of_16_bits_move() -> None:
+    with one_process():
+        is_best, off = restored()
+    assert is_best
+    assert off < 1e-6
 
 
 def refusals() -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.errors import ConfigError
@@ -75,18 +75,22 @@ class MeanMetric(Metric):
 
     Args:
         name: As `Metric`.
-        function: Takes output and target; returns a number per row, their mean, or (sum, weight).
+        function: Takes output and target; returns a number per row, their mean, or (sum, weight). A module is copied,
+            runs on the output's device and in evaluation mode, and its state is part of checkpoints.
         larger_is_better: As `Metric`; None: as its attribute `higher_is_better` says, where it has one.
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
         said = getattr(function, "higher_is_better", None) if larger_is_better is None else larger_is_better
         super().__init__(name, said)
-        self._function = function
+        self._function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
         self._sums = torch.zeros(2, dtype=torch.float64)
+        self.reset()
 
     def add(self, output: Any, target: Any, rows: int) -> None:
         """Adds a batch."""
+        if isinstance(self._function, nn.Module) and isinstance(output, Tensor):
+            self._function.to(output.device)
         result = self._function(output, target)
         if isinstance(result, tuple):
             self._add(*(torch.as_tensor(part).detach().double().reshape(()) for part in result))
@@ -117,15 +121,28 @@ class MeanMetric(Metric):
     def reset(self) -> None:
         """Begins anew."""
         self._sums = torch.zeros(2, dtype=torch.float64)
+        if isinstance(self._function, nn.Module):
+            self._function.eval()
+        self._begun = {name: (id(each), each._version) for name, each in self._own().items()}
+
+    def _own(self) -> dict[str, Tensor]:
+        """Return the state of a module."""
+        found = self._function.state_dict(keep_vars=True) if isinstance(self._function, nn.Module) else {}
+        return {name: each for name, each in found.items() if isinstance(each, Tensor)}
 
     def state(self) -> dict[str, Any]:
-        """Returns sum and count."""
-        return {"sums": self._sums.tolist()}
+        """Returns sum and count, and of a module what has changed."""
+        changed = {name: each for name, each in self._own().items() if self._begun[name] != (id(each), each._version)}
+        return {"sums": self._sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
 
     def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Adds them up."""
+        """Adds them up; a module goes on from the first one's state."""
         for state in states:
             self._sums += torch.tensor(state["sums"], dtype=torch.float64)
+        own = states[0].get("own") if states else None
+        if own and isinstance(self._function, nn.Module):
+            found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
+            self._function.load_state_dict(found, strict=False)
 
 
 def _mean(sums: Tensor) -> float:

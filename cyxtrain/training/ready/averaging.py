@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cyxtrain import torch_compat
@@ -16,7 +17,8 @@ class EMA(Callback):
     """Keeps an exponential moving average of the parameters: after each step, `decay` of it and 1 - decay of them.
 
     Every rank keeps its own, and all are alike; it is part of checkpoints. Buffers, such as running means, are the
-    model's. Cost: memory for the parameters once more, and they are read and written once per step.
+    model's. Parameters of 16 bits are averaged in 32; those of a loss that learns are averaged too. Cost: memory for
+    the parameters once more, and they are read and written once per step.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992).
 
@@ -48,17 +50,22 @@ class EMA(Callback):
         self._own: list[Tensor] | None = None
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter.data for parameter in self.model.parameters() if parameter.is_floating_point()]
+        trained = self.trainer._state.trained.parameters()
+        return [each.data for each in trained if each.is_floating_point() or each.is_complex()]
+
+    def _wide(self) -> list[Tensor]:
+        """Return the parameters, those of 16 bits as float32: what a step adds to an average is lost in 16 bits."""
+        return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._parameters()]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begins with the parameters as they are."""
-        self._average = [parameter.clone() for parameter in self._parameters()]
+        self._average = [parameter.clone() for parameter in self._wide()]
         self._own = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Takes in the new parameters."""
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
-        torch_compat.lerp_all(self._average, self._parameters(), weight)
+        torch_compat.lerp_all(self._average, self._wide(), weight)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Puts the average in the parameters' place."""
