@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from cyxtrain.config.world import problem_of_address
 from cyxtrain.launch.elastic import torchrun
+from cyxtrain.launch.first_process import run_as_first_process
 from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.launch.options import Options
 from cyxtrain.workers.machine import ranks_by_cores
@@ -94,6 +95,11 @@ class NumberFirst(click.Command):
 def launch(environment: Mapping[str, str], /, words: tuple[str, ...], **options: object) -> int:
     """Starts N processes of a command on this machine, which train together."""
     given = Options(**options)  # type: ignore[arg-type]
+    return run_as_first_process(lambda: _launch(given, words, environment))
+
+
+def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, str]) -> int:
+    """Starts the ranks, and returns the exit code."""
     number, command = _split(words, given)
     own = replace(given, num_ranks=number).or_from(environment)
     num_ranks, more = _num_ranks(own, environment)
