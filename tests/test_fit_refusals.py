@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, adam, fingerprint, make_model, make_rows, one_process, run_world
+from fitting import CLASSES, FEATURES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -433,3 +433,39 @@ def test_batch_norm_over_ranks_is_refused_on_cpus():
 def test_what_says_wrongly_how_gradients_travel_is_refused_at_once(ddp_config, words):
     with pytest.raises(cx.ConfigError, match=words):
         cx.DistributedTrainer(torch.nn.Linear(2, 2), ddp_config=ddp_config)
+
+
+class Lightning(nn.Sequential):
+    """Has a step that nobody calls."""
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        raise AssertionError("nobody calls it")
+
+
+class Stepping(cx.DistributedTrainer):
+    def train_step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("nobody calls it")
+
+
+def refused_steps() -> list[str]:
+    said = []
+    for trainer in (
+        cx.DistributedTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
+        Stepping(make_model(), "cross_entropy", "sgd"),
+    ):
+        try:
+            trainer.fit(*make_rows(8), epochs=1, verbose=False)
+        except cx.ConfigError as error:
+            said.append(str(error))
+    amp = cx.DistributedAMPTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), loss_fn=nn.CrossEntropyLoss())
+    amp.training_step(make_rows(8))  # its own
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_that_nobody_calls_are_refused_with_what_works_today(world_size):
+    for said in everywhere(world_size, refused_steps):
+        for text, name in zip(said, ("Lightning has a training_step", "Stepping has a train_step"), strict=True):
+            assert text.startswith(f"{name}, and fit does not call it")
+            assert "your own train_step is not there yet" in text
+            assert "compute the loss in forward, or give a loss_fn" in text

@@ -186,6 +186,16 @@ def test_a_line_per_epoch_is_written_by_rank_0_and_resumed(tmp_path):
         assert len(table(path)) == 2
 
 
+def test_a_number_that_the_file_has_no_column_for_gets_one(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n0,0.5\n")
+    with one_process():
+        history = fit(CSVLogger(path, append=True), epochs=1).history.history
+    header, *lines = table(path)
+    assert header == ["epoch", "loss", "accuracy"]
+    assert lines == [["0", "0.5", ""], ["0", repr(history["loss"][0]), repr(history["accuracy"][0])]]
+
+
 def log_all(path: str, kept: str) -> dict[str, list[float]]:
     return log_into(path, checkpoint_every_n_epochs=1, checkpoint_dir=kept)
 

@@ -30,6 +30,27 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
 
 
+def check_own_steps(trainer: type, model: nn.Module) -> None:
+    """Refuse steps that a user has written and that `fit` does not call.
+
+    Args:
+        trainer: Class of the trainer, or of a subclass.
+        model: Not wrapped.
+
+    Raises:
+        ConfigError: The model has a `training_step`, or the subclass has one or a `train_step`.
+    """
+    own = [(trainer, name) for name in ("train_step", "training_step")] + [(type(model), "training_step")]
+    found = next(((kind, name) for kind, name in own if callable(getattr(kind, name, None))), None)
+    if found is not None:
+        kind, name = found
+        raise ConfigError(
+            f"{kind.__name__} has a {name}, and fit does not call it: your own train_step is not there yet. "
+            "fit takes its steps from the model's forward and a loss: compute the loss in forward, or give a loss_fn, "
+            f"and remove {name}. For a loop of your own, see DistributedAMPTrainer and DistributedDataParallel."
+        )
+
+
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
     """Returns how gradients travel; of None, the defaults, with unused parameters allowed.
 

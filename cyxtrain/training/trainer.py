@@ -27,7 +27,7 @@ from cyxtrain.training.agreement import agree_on, on_master, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
-from cyxtrain.training.checks import checked_ddp_config, checked_device
+from cyxtrain.training.checks import check_own_steps, checked_ddp_config, checked_device
 from cyxtrain.training.compiling import compiled
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.facts import value_facts
@@ -414,6 +414,7 @@ class DistributedTrainer:
 
     def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
+        check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)

@@ -57,13 +57,22 @@ class CSVLogger(Callback):
         self._lines = self._there[: state["lines"]]
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Writes the epoch's line; columns are the numbers of the first epoch, with room for a validation's."""
+        """Writes the epoch's line; columns are the numbers of the first epoch, with room for a validation's.
+
+        A number that has no column, such as a metric that a later fit adds, gets one: in the lines before it is empty.
+        """
         if not runtime.is_master():
             return
         logs = logs or {}
         if not self._lines:
             names = [name for name in self.params["metrics"] if name in logs or name.startswith("val_")]
             self._lines = [["epoch", *names]]
+        header = self._lines[0]
+        new_names = [name for name in logs if name not in header]
+        if new_names:
+            width = len(header)
+            lines = ([*line, *[""] * (width - len(line) + len(new_names))] for line in self._lines[1:])
+            self._lines = [[*header, *new_names], *lines]
         self._lines.append([str(epoch), *(repr(float(logs[n])) if n in logs else "" for n in self._lines[0][1:])])
         new = f"{self.filename}.new"  # whoever reads meanwhile sees the lines before, or all
         with open(new, "w", newline="", encoding="utf-8") as file:
