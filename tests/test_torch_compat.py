@@ -137,12 +137,13 @@ def _is_found(path: str) -> bool:
     return last in dir(torch_compat.find(holder))
 
 
+@pytest.mark.timeout(240)  # it imports all of PyTorch's compiler
 def test_a_fit_comes_to_the_same_bits_without_what_can_be_done_without():
     hidden = [e.name for e in torch_compat.PRIVATE_NAMES if "refused" not in e.without and ":" not in e.name]
     if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:  # the old way is not for new versions
         hidden.remove("torch._C._distributed_c10d.Backend")
     script = TESTS / "torch_compat_ranks.py"
-    whole, without = ([rank.stdout for rank in run_processes(2, script, *names)] for names in ([], hidden))
+    whole, without = ([rank.stdout for rank in run_processes(2, script, *names, seconds=110)] for names in ([], hidden))
     assert whole == without
     assert whole[0] == whole[1]
     assert whole[0].split()[2:] == ["3.0", "3.0", "3.0"]

@@ -73,8 +73,8 @@ def groups_of_other_backends_beside_it():
 
 
 def the_monitored_barrier_is_gloos_own():
-    """Up to PyTorch 2.14, which does not ask any other backend."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+    """Up to PyTorch 2.13, which does not ask any other backend."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
         assert "only implemented for GLOO" in str(error_of(dist.monitored_barrier))
     else:
         dist.monitored_barrier()
