@@ -161,10 +161,22 @@ def test_halves_of_one_memory_are_not_copied_and_do_not_disturb_each_other():
     assert torch.equal(torch.cat([loaded["low"], loaded["high"]]), flat)
 
 
+def test_sparse_tensors_come_back_in_their_place_with_their_layout():
+    dense = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    kinds = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "csc": dense.to_sparse_csc()}
+    blocks = torch.eye(4, dtype=torch.complex64).to_sparse_bsr((2, 2))
+    model = {"first": dense, **kinds, "blocks": blocks, "none": torch.zeros(3).to_sparse(), "last": dense.clone()}
+    loaded = round_trip(state(model=model)).model
+    assert list(loaded) == list(model)
+    for name, tensor in model.items():
+        assert loaded[name].layout is tensor.layout
+        assert torch.equal(loaded[name].to_dense(), tensor.to_dense())
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")],
-    ids=["sparse", "meta"],
+    [torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), torch.zeros(2, device="meta")],
+    ids=["nested", "meta"],
 )
 def test_a_tensor_without_values_of_its_own_is_refused_by_name(tensor):
     with pytest.raises(CheckpointError, match=r"'layer\.weight' of the model"):

@@ -111,20 +111,25 @@ def test_module_without_trained_parameters_is_wrapped():
 
 
 @on_ranks(2, 3)
-def test_buffers_follow_rank_0_at_each_training_forward():
+def test_buffers_are_shared_at_each_training_forward():
     model = nn.BatchNorm1d(6).double()
     ddp = cx.DistributedDataParallel(model)
-    alone = nn.BatchNorm1d(6).double()
+    everyone = [nn.BatchNorm1d(6).double() for _ in range(cx.get_world_size())]
     for step in range(3):
-        ddp(batch(cx.get_rank() + 10 * step))
-        alone(batch(10 * step))  # as rank 0
-    ddp(batch(0))  # after the copy of what rank 0 had
-    alone(batch(0))
-    assert_close(model.state_dict(), alone.state_dict())
+        ddp(batch(cx.get_rank() + 10 * step, rows=3 + cx.get_rank()))
+        for rank, alone in enumerate(everyone):
+            alone(batch(rank + 10 * step, rows=3 + rank))
+    ddp(batch(0))  # after the mean of what the ranks had
+    total = sum(3 + rank for rank in range(len(everyone)))
+    expected = sum(alone.running_mean * (3 + rank) for rank, alone in enumerate(everyone)) / total
+    last = batch(0).mean(0)
+    torch.testing.assert_close(model.running_mean, 0.9 * expected + 0.1 * last, rtol=1e-12, atol=1e-12)
+    assert model.num_batches_tracked == 4
     ddp.eval()
+    before = model.running_mean.clone()
     model.running_mean += cx.get_rank()
     ddp(batch(0))
-    torch.testing.assert_close(model.running_mean, alone.running_mean + cx.get_rank())
+    torch.testing.assert_close(model.running_mean, before + cx.get_rank())
 
 
 def test_the_tensors_of_any_module_are_found():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cyxtrain import runtime, torch_compat
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, counted
-from cyxtrain.parallel.broadcasting import broadcast_tensors, tensors_of
+from cyxtrain.parallel.broadcasting import share_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
@@ -27,9 +27,10 @@ from cyxtrain.settings import require, unknown_name
 class DistributedDataParallel(nn.Module):
     """Wraps a module, so that training it on N ranks is training it once on all their samples.
 
-    Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs; buffers
-    follow rank 0 at each training forward. Parameters that are added, replaced, unfrozen or converted later are
-    averaged from the next forward. `copy.deepcopy` gives a bare copy. In a world of one it is inert: no hook, no copy.
+    Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs, sparse ones
+    too; buffers are shared before each step, as `sync_buffers` says. Parameters that are added, replaced, unfrozen or
+    converted later are averaged from the next forward. `copy.deepcopy` gives a bare copy. In a world of one it is
+    inert: no hook, no copy.
 
     Args:
         model: The module. It is not copied: training the wrapper trains it.
@@ -68,7 +69,7 @@ class DistributedDataParallel(nn.Module):
             torch_compat.require_end_of_backward()
             check_same_module(model, runtime.cpu_group())
             if self.config.broadcast_parameters:
-                broadcast_tensors([*model.parameters(), *model.buffers()])
+                share_tensors([*model.parameters(), *model.buffers()], self._names)
             self._reducer = Reducer(model, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -79,14 +80,35 @@ class DistributedDataParallel(nn.Module):
                 f"{dist.get_world_size()}: wrap it again, so that gradients are averaged over all ranks."
             )
         averages = self._reducer is not None and torch.is_grad_enabled()
-        if averages and not self._is_held():
+        if averages:
             self._prepare()
         output = self.module(*inputs, **named_inputs)
         if averages and self._reducer is not None:
             self._reducer.note_forward()
-        self._latest.input = _reference(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
-        self._latest.output = _reference(output)
+        given = _first_tensor(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
+        self._latest.input, self._latest.output = _reference(given), _reference(output)
+        if self.training:
+            self._count_rows(given)
         return output
+
+    def expect_rows(self, rows: int) -> None:
+        """Set how many rows the next forward has; without, they are those of the first tensor that it is given."""
+        self._latest.expected_rows = rows
+
+    def _count_rows(self, given: Tensor | None) -> None:
+        expected, self._latest.expected_rows = self._latest.expected_rows, None
+        if expected is None:
+            expected = len(given) if given is not None and given.dim() else 1
+        self._latest.rows += expected
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of this rank's training forwards since buffers were shared: its weight in their mean."""
+        return self._latest.rows
+
+    @buffer_rows.setter
+    def buffer_rows(self, rows: int) -> None:
+        self._latest.rows = rows
 
     def backward(self, t: Tensor) -> Tensor | None:
         """Accumulates gradients locally; no rank hears of them before `sync_gradients`.
@@ -119,8 +141,8 @@ class DistributedDataParallel(nn.Module):
 
         Cost: a number, to agree on whether any rank has accumulated something; then the gradients.
         """
-        self._follow_module()
         if self._reducer is not None:
+            self._follow_module(tensors_of(self.module)[0])
             unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
             dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
             if unsynced.item():
@@ -157,10 +179,12 @@ class DistributedDataParallel(nn.Module):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Within, another wrapper averages the gradients of the module, and this one stays out of it."""
+        before, self._latest.is_suspended = self._latest.is_suspended, True
         try:
             with self.no_sync():
                 yield
         finally:
+            self._latest.is_suspended = before
             if self._reducer is not None:
                 self._reducer.unsynced = False
 
@@ -257,33 +281,46 @@ class DistributedDataParallel(nn.Module):
             self._reducer.travel_by_hook(state, hook)
 
     def sync_buffers(self) -> None:
-        """Copies rank 0's buffers, such as running means, to all."""
-        if self._reducer is not None:
-            broadcast_tensors(tensors_of(self.module)[1])
+        """Make buffers, such as running means, the same on all ranks, which all call it.
 
-    def _is_held(self) -> bool:
-        return self._reducer is not None and self._reducer.held
+        Floating-point ones become the mean over ranks, weighted by the rows that each has processed in training
+        forwards since the last time; others rank 0's. Those that are equal already stay as they are.
+        """
+        if self._reducer is not None:
+            self._share_buffers(tensors_of(self.module)[1])
+
+    def _share_buffers(self, buffers: Sequence[Tensor]) -> None:
+        rows, self._latest.rows = self._latest.rows, 0
+        share_tensors(buffers, lambda: [name for name, _ in self.module.named_buffers()], rows=rows)
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
 
     def _prepare(self) -> None:
-        """Make the module ready for a forward whose gradients are averaged: the same buffers, and all parameters."""
-        self._follow_module()
-        if self.training:
-            self.sync_buffers()
+        """Make the module ready for a forward whose gradients are averaged: the same buffers, and all parameters.
 
-    def _follow_module(self) -> None:
+        Buffers are shared before the first forward of a step; ranks may have different numbers of micro-batches in it.
+        """
+        reducer = self._reducer
+        if reducer is None or self._latest.is_suspended:
+            return
+        parameters, buffers = tensors_of(self.module)
+        if not reducer.held:
+            self._follow_module(parameters)
+        if self.training and not reducer.unsynced:
+            self._share_buffers(buffers)
+
+    def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average other parameters where the module has others: added, replaced, unfrozen or converted ones.
 
         They begin as rank 0's. All ranks must have changed the module alike: they compare it.
         """
         reducer = self._reducer
-        if reducer is None:
-            return
-        parameters, _ = tensors_of(self.module)
-        if reducer.fits(parameters):
+        if reducer is None or reducer.fits(parameters):
             return
         check_same_module(self.module, runtime.cpu_group())
         if self.config.broadcast_parameters:
-            broadcast_tensors(reducer.new_parameters(parameters))
+            share_tensors(reducer.new_parameters(parameters), self._names)
         self._reducer = Reducer(self.module, self.config)
         self._reducer.take_over(reducer)
 
@@ -351,6 +388,12 @@ class _Latest:
     """The sum of the losses since the latest synchronisation."""
     checked: Tensor | None = None
     """That of the losses in it."""
+    rows: int = 0
+    """Of training forwards, since buffers were shared."""
+    expected_rows: int | None = None
+    """Of the next forward, where somebody knows."""
+    is_suspended: bool = False
+    """Whether another wrapper averages."""
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
@@ -385,5 +428,5 @@ def _first_tensor(value: Any) -> Tensor | None:
 def _reference(value: Any) -> Callable[[], Tensor | None]:
     """Returns what gives the first tensor in a value, as long as somebody else keeps it."""
     # A strong reference would keep the last output alive, and with it memory that the next step needs.
-    tensor = value if isinstance(value, Tensor) else _first_tensor(value)
+    tensor = _first_tensor(value)
     return _nothing if tensor is None else weakref.ref(tensor)

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
+from cyxtrain.parallel.tensor_parts import is_plain, kind_of
 from cyxtrain.talking import gather_texts
 
 
@@ -84,7 +85,7 @@ def check_same_module(model: nn.Module, group: Any) -> None:
         ConfigError: With the rank, and what it has.
     """
     own = {
-        name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, _strides(tensor)]
+        name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     everyone = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
@@ -109,6 +110,10 @@ def _text(facts: list[Any] | None) -> str:
     )
 
 
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype) if is_plain(tensor) else f"{tensor.dtype}, {kind_of(tensor)},"
+
+
 def _strides(tensor: Tensor) -> list[int] | None:
     """Returns how the elements lie in memory, where that is not the usual order: buckets follow it."""
-    return None if tensor.is_contiguous() else list(tensor.stride())
+    return None if not is_plain(tensor) or tensor.is_contiguous() else list(tensor.stride())

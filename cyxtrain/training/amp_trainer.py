@@ -298,8 +298,10 @@ class DistributedAMPTrainer:
         if finite:
             self._weigh(scale)
             self.optimizer.step()
+            self._ddp.sync_buffers()  # rank 0 may save them before the next step
         else:
             self._buffers.bring_back()
+            self._ddp.buffer_rows = 0  # all ranks hold the same again
             if not (overflowed and can_fall):
                 self._refuse(scale)
         self._state.position.step += 1
@@ -329,7 +331,6 @@ class DistributedAMPTrainer:
         if not ranks:
             words = f"gradients are not finite ({spoilt}), at a loss scale of {scale:g} that falls no more"
             remedy = "give AMPConfig use_dynamic_scaling=True and a smaller initial_scale, or lower the learning rate"
-        self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
         self._zero()
         error = NonFiniteError(
             f"step {self.step + 1}: {words}. The step was not taken: the model is as before. In 16 bits numbers end at "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain import torch_compat
+from cyxtrain.parallel.tensor_parts import fingerprint, is_plain, parts_of, write
 
 
 @dataclass
@@ -16,10 +17,12 @@ class _Kept:
     name: str
     buffer: Tensor | None
     copy: Tensor
+    version: float = -1
+    """Of the buffer, when it was copied; where nothing changes it without that."""
 
 
 class BuffersKept:
-    """Copies of a module's buffers.
+    """Copies of a module's buffers, of any form.
 
     Args:
         model: Its buffers are kept as they are now.
@@ -36,11 +39,17 @@ class BuffersKept:
         """Keeps them as they are now."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._kept:
-            kept.buffer = now = torch_compat.own_buffers(kept.module).get(kept.name)
+            before, kept.buffer = kept.buffer, torch_compat.own_buffers(kept.module).get(kept.name)
+            now = kept.buffer
             if now is None:
                 continue
-            if (now.shape, now.dtype, now.device) != (kept.copy.shape, kept.copy.dtype, kept.copy.device):
-                kept.copy = torch.empty_like(now)
+            if not is_plain(now):
+                version = torch_compat.version_of(now)
+                if now is not before or version != kept.version:
+                    kept.copy, kept.version = now.detach().clone(), version
+                continue
+            if _form(now) != _form(kept.copy):
+                kept.copy = torch.empty_like(now, memory_format=torch.contiguous_format)
             copies, buffers = kinds.setdefault((now.device, now.dtype), ([], []))
             copies.append(kept.copy)
             buffers.append(now)
@@ -49,9 +58,22 @@ class BuffersKept:
             torch_compat.copy_all(copies, buffers)
 
     def bring_back(self) -> None:
-        """Makes them what they were when they were kept."""
+        """Makes them what they were when they were kept; what has not changed is not written."""
         for kept in self._kept:
-            # data: one that autograd has saved may be written to.
             if kept.buffer is not None:
-                kept.buffer.data.copy_(kept.copy)  # changed in place
+                kept.buffer = _restored(kept.buffer, kept.copy)  # changed in place
             setattr(kept.module, kept.name, kept.buffer)  # or replaced
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _restored(buffer: Tensor, copy: Tensor) -> Tensor:
+    """Return a buffer with the numbers of a copy: itself, written in place; a copy of one that cannot be written."""
+    if buffer.is_cpu and fingerprint(buffer) == fingerprint(copy):
+        return buffer
+    if parts_of(buffer) is None:
+        return copy.clone()
+    write(buffer, copy)
+    return buffer

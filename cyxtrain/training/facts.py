@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rows import sampled_hash
+from cyxtrain.parallel.tensor_parts import is_plain, kind_of, parts_of
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
 
@@ -82,9 +83,10 @@ def value_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    kind = "" if is_plain(tensor) else f"{kind_of(tensor)} "
+    return f"{kind}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:
-    flat = (tensor.detach().reshape(-1) for tensor in tensors)
+    flat = (part.reshape(-1) for tensor in tensors for part in parts_of(tensor) or ())
     return " ".join(sampled_hash(values, _SAMPLED_ELEMENTS) for values in flat if len(values))

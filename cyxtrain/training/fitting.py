@@ -61,7 +61,7 @@ class Fit:
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
-        self._keeper = Keeper(state, run.config, self._device, ddp.compression_state, run.larger_is_better)
+        self._keeper = Keeper(state, run.config, self._device, self._prepare_to_write, run.larger_is_better)
         self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
         state.stop_training = False
@@ -110,6 +110,11 @@ class Fit:
         else:
             self._keeper.gather_compression()
             self._heed_end(self._wishes.agree()[0])
+
+    def _prepare_to_write(self) -> dict[str, Any]:
+        """Make what rank 0 writes that of all ranks; return what compression keeps. All ranks call it."""
+        self._ddp.sync_buffers()
+        return self._ddp.compression_state()
 
     def prepare_to_evaluate(self) -> None:
         """Makes the model the same on every rank. All ranks call it."""

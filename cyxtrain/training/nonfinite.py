@@ -78,14 +78,17 @@ class FiniteGuard:
         self._used_scale = 1.0
         self._taken = self._overflows = 0
         self._buffers = BuffersKept(ddp.module)
+        self._rows = 0
 
     def before_step(self) -> None:
         """Keeps what a forward changes."""
         self._buffers.keep()
+        self._rows = self._ddp.buffer_rows
 
     def bring_back(self) -> None:
         """Undoes what a forward has changed since `before_step`."""
         self._buffers.bring_back()
+        self._ddp.buffer_rows = self._rows
 
     def verdict(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Verdict:
         """Returns whether the step is to be taken. All ranks call it, after backward.
@@ -109,15 +112,15 @@ class FiniteGuard:
             self._taken += 1
             return Verdict.TAKEN
         if curable and self._ddp.losses_are_finite():
-            self._buffers.bring_back()
+            self.bring_back()
             self._overflows += 1
             return Verdict.OVERFLOW
         spoilt = self._spoilt_gradients()
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()
             own = self._facts(share, losses, once_more) if share.rows else {}
-        self._buffers.bring_back()
-        self._ddp.sync_buffers()  # as they were on rank 0, whose buffers all have in the next forward
+        self.bring_back()
+        self._ddp.sync_buffers()  # as the next forward would
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
         self._judge(share, everyone, _words(everyone, spoilt, self._ddp.config.compression))
         return Verdict.SKIPPED

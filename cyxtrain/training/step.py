@@ -205,6 +205,7 @@ class TrainingStep:
         return losses
 
     def _forward(self, batch: Batch) -> Result:
+        self._ddp.expect_rows(batch.rows)
         output = self._call(self._ddp.forward, batch)
         loss = self._loss(output, batch)
         # Without the graph, which several micro-batches would keep together.

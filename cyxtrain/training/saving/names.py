@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cyxtrain.parallel.tensor_parts import fingerprint, is_dense, parts_of, write
+
 _COMPILED = "_orig_mod."
 """What `torch.compile` puts before the names of a module, and of modules within one."""
 
@@ -32,4 +34,17 @@ def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         KeyError, RuntimeError: Names or shapes differ.
     """
-    model.load_state_dict({name: state[plain_name(name)] for name in model.state_dict()})
+    own = model.state_dict()
+    given = {name: state[plain_name(name)] for name in own}
+    # load_state_dict copies: not into a sparse tensor of other indices, nor where elements share memory.
+    special = {name for name, value in own.items() if isinstance(value, torch.Tensor) and not is_dense(value)}
+    for name in special:
+        if parts_of(own[name]) is not None and fingerprint(own[name]) != fingerprint(given[name]):
+            write(own[name], given[name])
+    if not special:
+        model.load_state_dict(given)
+        return
+    found = model.load_state_dict({name: given[name] for name in own if name not in special}, strict=False)
+    unknown = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in special)]
+    if unknown:
+        raise RuntimeError(f"the state has no place for, or lacks, {', '.join(unknown)}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from cyxtrain.errors import CheckpointError
+from cyxtrain.parallel.tensor_parts import is_plain, kind_of, parts_of, rebuilt
 
 # Types that some supported version of safetensors lacks are stored as others of the same width, bit for bit.
 # A fixed table: a file must not depend on the version that wrote it.
@@ -39,6 +40,10 @@ _NAMES_IN_FILES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_SPARSE_LAYOUTS = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 _ALIGNMENT_BYTES = 8
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes the name of a tensor and the tensor; returns it on the CPU, contiguous, in memory that nobody changes."""
@@ -50,11 +55,14 @@ class TensorLayout:
     """What a safetensors file cannot say about its tensors, in JSON types."""
 
     order: list[str]
-    """All names, in the order of the dictionary that was stored."""
+    """All names, in the order of the dictionary that was stored; of a sparse tensor, those of its parts."""
     aliases: dict[str, str]
     """Names of tied tensors, each with the name under which the memory is stored."""
     dtypes: dict[str, str]
     """Stored names whose type is another one than the file says, such as "complex128"."""
+    sparse: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    """Names of sparse tensors, each with its layout, such as "sparse_csr", and its shape. Its parts are stored as
+    "name#0" and so on."""
 
 
 def encode_tensors(
@@ -63,7 +71,7 @@ def encode_tensors(
     """Returns tensors to store, and the layout that brings back the given ones.
 
     Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
-    contiguous, are copied; all others are not.
+    contiguous, are copied; all others are not. Sparse ones are stored as their indices and values.
 
     Args:
         tensors: By name, on any device.
@@ -71,10 +79,14 @@ def encode_tensors(
         copy: Makes a contiguous copy of each, given its name; None: they are copied only where they must be.
 
     Raises:
-        CheckpointError: A tensor without dense values of its own (sparse, nested, quantised, on the meta device).
+        CheckpointError: A tensor that a file cannot hold (nested, quantised, on the meta device).
     """
     stored: dict[str, torch.Tensor] = {}
-    layout = TensorLayout(list(tensors), {}, {})
+    sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
+    kinds = {name: (str(each.layout).removeprefix("torch."), list(each.shape)) for name, each in sparse.items()}
+    if sparse:
+        tensors = dict(part for name, each in tensors.items() for part in _named_parts(name, each, name in sparse))
+    layout = TensorLayout(list(tensors), {}, {}, kinds)
     spans: dict[object, list[tuple[int, int]]] = {}
     plain = {name: _plain(tensor, name, what) for name, tensor in tensors.items()}
     layout.aliases.update(tied_names(plain))
@@ -116,7 +128,29 @@ def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> 
     for name, type_name in layout.dtypes.items():
         dtype = _STAND_IN_NAMES[type_name]
         tensors[name] = torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
-    return {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+    found = {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+    return _with_sparse(found, layout.sparse) if layout.sparse else found
+
+
+def _named_parts(name: str, tensor: torch.Tensor, is_sparse: bool) -> list[tuple[str, torch.Tensor]]:
+    parts = parts_of(tensor) or [] if is_sparse else []
+    return [(f"{name}#{number}", part) for number, part in enumerate(parts)] if parts else [(name, tensor)]
+
+
+def _with_sparse(
+    tensors: Mapping[str, torch.Tensor], sparse: Mapping[str, tuple[str, list[int]]]
+) -> dict[str, torch.Tensor]:
+    """Returns tensors in which each sparse one stands in the place of its parts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        whole, _, number = name.rpartition("#")
+        if whole not in sparse:
+            found[name] = tensor
+        elif number == "0":
+            kind, shape = sparse[whole]
+            parts = [tensors[f"{whole}#{each}"] for each in range(2 if kind == "sparse_coo" else 3)]
+            found[whole] = rebuilt(_SPARSE_LAYOUTS[kind], shape, parts, checked=True)
+    return found
 
 
 def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
@@ -148,10 +182,9 @@ def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
     """Returns a tensor without graph, whose memory says all; one that has no such memory is an error."""
     if name == "__metadata__":
         raise CheckpointError(f"The {what} has a tensor named '__metadata__', which safetensors reserves: rename it.")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else "not strided"
+    if not is_plain(tensor):
         raise CheckpointError(
-            f"'{name}' of the {what} is {kind} and has no dense values to save. Make it a dense tensor, "
+            f"'{name}' of the {what} is a {kind_of(tensor)} tensor, which a file cannot hold. Make it a dense tensor, "
             "or keep it out of the state."
         )
     return tensor.detach().resolve_conj().resolve_neg()

@@ -42,8 +42,9 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     values = {name: encode_tree(value, name) for name, value in state.items() if name not in tensors}
     stored, layout = encode_tensors(tensors, "model")
     metadata = {**layout.aliases, "format": "pt"}
-    if values or layout.dtypes:
-        metadata[_METADATA_KEY] = json.dumps({"dtypes": layout.dtypes, "values": values}, allow_nan=False)
+    if values or layout.dtypes or layout.sparse:
+        own = {"dtypes": layout.dtypes, "values": values, "sparse": layout.sparse}
+        metadata[_METADATA_KEY] = json.dumps(own, allow_nan=False)
     # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
     content = safetensors.torch.save(stored, metadata)
     with replacing(path, "weights file") as file:
@@ -132,7 +133,7 @@ def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         metadata: dict[str, str] = header.get("__metadata__", {})
         aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
         own = json.loads(metadata.get(_METADATA_KEY, "{}"))
-        layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}))
+        layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))
         return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
     except MemoryError:
         raise
