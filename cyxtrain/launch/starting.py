@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from cyxtrain.config.world import problem_of_address
 from cyxtrain.launch.elastic import torchrun
 from cyxtrain.launch.first_process import run_as_first_process
 from cyxtrain.launch.local import Start, run_ranks
@@ -103,8 +102,11 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     number, command = _split(words, given)
     own = replace(given, num_ranks=number).or_from(environment)
     num_ranks, more = _num_ranks(own, environment)
-    problem = problem_of_address(own.master_addr or "")
-    _require(not problem, f"--master-addr is {own.master_addr!r}: {problem}")
+    if own.master_addr:
+        from cyxtrain.config.world import problem_of_address  # with NumPy, which ranks of one machine do not need here
+
+        problem = problem_of_address(own.master_addr)
+        _require(not problem, f"--master-addr is {own.master_addr!r}: {problem}")
     if own.nnodes is not None and ":" in own.nnodes:
         return torchrun(own, num_ranks, command, {**environment, **more})
     nnodes, node_rank = _nodes(own)
