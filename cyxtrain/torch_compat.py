@@ -6,6 +6,7 @@ PyTorch has a public name from some version on, that is taken.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import types
 from collections.abc import Callable, Sequence
@@ -46,7 +47,9 @@ PRIVATE_NAMES = (
     PrivateName("torch.optim.Optimizer:_optimizer_step_post_hooks", _HOOKS),
     PrivateName("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS),
     PrivateName("torch.optim.optimizer._global_optimizer_post_hooks", _HOOKS),
-    PrivateName("torch.autograd.profiler._is_profiler_enabled", _HOOKS),
+    PrivateName("torch.autograd.profiler._is_profiler_enabled", f"{_HOOKS}; a trace has no collectives of the ring"),
+    PrivateName("torch.autograd._record_function_with_args_enter", "a trace has no collectives of the ring"),
+    PrivateName("torch.autograd._record_function_with_args_exit", "a trace has no collectives of the ring"),
     PrivateName("torch.optim.Optimizer:_opt_called", "nothing: a schedule that does not read it does not warn"),
     PrivateName("torch.optim.Optimizer.step:_wrapped_by_lr_sched", _HOOKS),
     PrivateName("torch._foreach_add_", _HOOKS),
@@ -318,6 +321,22 @@ def skip_compiling(function: types.FunctionType) -> bool:
 def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
     """Take from a copy of a loader the iterator, whose workers the original may be using."""
     loader._iterator = None
+
+
+# Profiling.
+
+_begin_record = find("torch.autograd._record_function_with_args_enter")
+_end_record = find("torch.autograd._record_function_with_args_exit")
+
+
+def is_profiling() -> bool:
+    """Returns whether a profiler is on that can be told what happens."""
+    return _begin_record is not None and getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+
+def begin_profiled(name: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Shows the profiler that something begins, with the shapes of its inputs; returns what ends it, in any thread."""
+    return functools.partial(_end_record, _begin_record(name, *inputs))
 
 
 # Process groups.

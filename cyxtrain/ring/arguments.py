@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from cyxtrain.ring.algorithms import Span
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.tensors import check_target, flat_view_of, write
 
+_One = TypeVar("_One")
+_Other = TypeVar("_Other")
 _REDUCTIONS = {
     dist.ReduceOp.SUM: Reduction.SUM,
     dist.ReduceOp.AVG: Reduction.AVG,
@@ -34,7 +36,9 @@ def reduction_of(opts: Any) -> Reduction:
         ConfigError: The ring does not have it.
     """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
+    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        raise ConfigError(f"a reduction is one of torch.distributed.ReduceOp, as ReduceOp.SUM, not {op!r}.")
+    kind: Any = getattr(op, "op", op)  # a ReduceOp has it, its RedOpType is it
     try:
         return _REDUCTIONS[kind]
     except KeyError:
@@ -49,16 +53,52 @@ def timeout_of(opts: Any) -> timedelta | None:
     return timeout if timeout is not None and timeout > timedelta(0) else None
 
 
-def as_list(tensors: Any) -> list[Tensor]:
-    """Returns a list of tensors, also for one alone."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
+    """Returns a list of tensors, also for one alone.
+
+    Args:
+        tensors: One, or a list.
+        name: Of the collective, for errors.
+        count: How many there must be; None: at least one.
+
+    Raises:
+        ConfigError: There are others.
+    """
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_kind(tensors)}.")
+    if not tensors or count not in (None, len(tensors)):
+        raise ConfigError(f"{name}: needs {count or 'at least one'} tensor, got {len(tensors)}.")
+    return list(tensors)
 
 
-def as_lists(lists: Any) -> list[list[Tensor]]:
+def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
     """Returns a list of lists of tensors, also for one list alone."""
-    if lists and isinstance(lists[0], Tensor):
-        return [list(lists)]
-    return [list(tensors) for tensors in lists]
+    if not isinstance(lists, Sequence) or not lists:
+        raise ConfigError(f"{name}: needs a list of tensors, got {_kind(lists)}.")
+    if isinstance(lists[0], Tensor):
+        return [as_list(lists, name)]
+    return [as_list(tensors, name) for tensors in lists]
+
+
+def _kind(given: Any) -> str:
+    """Names the type of what somebody gave, and of what is in it."""
+    if isinstance(given, (list, tuple)):
+        inside = {_kind(part) for part in given}
+        return f"a {type(given).__name__} of {' and '.join(sorted(inside)) or 'nothing'}"
+    return type(given).__name__
+
+
+def pairs(one: Sequence[_One], other: Sequence[_Other], name: str) -> list[tuple[_One, _Other]]:
+    """Returns what is at the same place in two lists.
+
+    Raises:
+        ConfigError: One is longer.
+    """
+    if len(one) != len(other):
+        raise ConfigError(f"{name}: needs as many outputs as inputs, got {len(one)} and {len(other)}.")
+    return list(zip(one, other, strict=True))
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -88,10 +128,10 @@ def split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]
     return neighbouring([split * per_row for split in splits])
 
 
-def check_length(tensors: Sequence[Tensor], count: int, name: str) -> None:
+def check_length(tensors: Sequence[Tensor], count: int, name: str, per: str = "rank") -> None:
     """Refuses a list that has not one tensor per rank."""
     if len(tensors) != count:
-        raise ConfigError(f"{name}: needs a list of {count} tensors, one per rank, got {len(tensors)}.")
+        raise ConfigError(f"{name}: needs a list of {count} tensors, one per {per}, got {len(tensors)}.")
 
 
 def check_dtypes(tensors: Sequence[Tensor], name: str) -> None:

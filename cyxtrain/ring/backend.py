@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cyxtrain import environment, torch_compat
@@ -27,7 +28,6 @@ else:
     from cyxtrain.ring.naming import NamedGroup as PyTorchGroup  # type: ignore[assignment]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_DEVICES = ("cpu", "cuda")
 TORCHS_WORLD = Siblings()
 """The groups that PyTorch makes: it has one world in a process."""
 
@@ -70,7 +70,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         )
         # Finalize, unlike atexit, also runs at the end of multiprocessing's children.
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
-        self.register_for(_DEVICES, self._group)
+        self.register_for(_devices(), self._group)
 
     def get_group_store(self) -> dist.Store:
         """Returns the store that the group was made with."""
@@ -90,7 +90,12 @@ def register() -> None:
     for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
         uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("ring", _create, extended_api=True, devices=[*_DEVICES])
+        dist.Backend.register_backend("ring", _create, extended_api=True, devices=_devices())
+
+
+def _devices() -> list[str]:
+    """Returns the types of device whose tensors the ring carries: "cuda" only where there is one."""
+    return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:

@@ -26,7 +26,7 @@ from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrame
 
 PROTOCOL_VERSION = 5
 _MAGIC = b"CX"
-_MAX_DIMENSIONS = 6
+MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
 _NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">Q")
@@ -180,7 +180,7 @@ class Operation(NamedTuple):
 def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape: tuple[int, ...], root: int) -> bytes:
     """Returns what is the same whenever an operation comes again: training repeats its collectives."""
     shape = folded(shape)
-    zeros = (0,) * (_MAX_DIMENSIONS - len(shape))
+    zeros = (0,) * (MAX_DIMENSIONS - len(shape))
     return _SIGNATURE.pack(
         _MAGIC, PROTOCOL_VERSION, generation, kind, reduction, dtype, len(shape), root, *shape, *zeros
     )
@@ -212,9 +212,9 @@ def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
 
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a shape of at most six dimensions with as many elements."""
-    if len(shape) <= _MAX_DIMENSIONS:
+    if len(shape) <= MAX_DIMENSIONS:
         return shape
-    return (*shape[: _MAX_DIMENSIONS - 1], math.prod(shape[_MAX_DIMENSIONS - 1 :]))
+    return (*shape[: MAX_DIMENSIONS - 1], math.prod(shape[MAX_DIMENSIONS - 1 :]))
 
 
 def expected_header(identity: bytes, payload_bytes: int) -> bytes:
@@ -308,7 +308,7 @@ def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
         raise FrameError("the bytes are not a frame of cyxtrain's ring")
     if version != PROTOCOL_VERSION:
         raise FrameError(f"the frame has protocol version {version}, this rank speaks {PROTOCOL_VERSION}")
-    if dimensions > _MAX_DIMENSIONS or dtype > len(_DTYPES):
+    if dimensions > MAX_DIMENSIONS or dtype > len(_DTYPES):
         raise FrameError("the frame's header is damaged")
     (sequence,) = _NUMBER.unpack_from(data, _SIGNATURE.size)
     try:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -22,7 +23,7 @@ from cyxtrain.ring.algorithms import Span, Step, even_spans
 from cyxtrain.ring.combining import Combiner, Scratch
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.courier import Courier
-from cyxtrain.ring.frames import Kind, Numbered, Operation, Reduction, at_operation, dtype_code
+from cyxtrain.ring.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, Reduction, at_operation, dtype_code
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
@@ -180,12 +181,28 @@ class Group:
             copy_back(flat, tensor)
 
     def reduce_scatter(
-        self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        reduction: Reduction,
+        timeout: timedelta | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Reduces the flat `source`, N times as long as `output`, and leaves to each rank its part.
+        """Reduces the flat `source`, and leaves to each rank its part.
 
-        The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few as there.
+        The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few, and of parts that
+        differ, as there.
+
+        Args:
+            output: Takes this rank's part.
+            source: The parts of all.
+            reduction: How.
+            timeout: None: the group's.
+            sizes: Of the parts, by rank; None: they are as long as the output.
         """
+        if sizes is not None and len(set(sizes)) > 1:
+            self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
+            return
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
         if self._routes.are_read(spans, source.element_size()):
@@ -207,6 +224,18 @@ class Group:
                 work.by_chunks(spans)
         write(flat[slice(*spans[self.rank])], output)
 
+    def _reduce_scatter_uneven(
+        self, output: Tensor, source: Tensor, reduction: Reduction, timeout: timedelta | None, sizes: Sequence[int]
+    ) -> None:
+        flat, end = source.clone(), sum(sizes[: self.rank + 1])
+        check_target(output)
+        # Ranks must agree on all sizes; a header has no room for many.
+        shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
+        with self._lock:
+            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, shape=shape)
+            work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+        write(flat[end - sizes[self.rank] : end], output)
+
     def _reducing(
         self,
         kind: Kind,
@@ -216,11 +245,12 @@ class Group:
         timeout: timedelta | None,
         dst: int | None = None,
         parts: int = 1,
+        shape: tuple[int, ...] | None = None,
     ) -> Reducing:
         """Begins a reduction of `parts` times `flat`. Where its dtype has no such one, nothing starts."""
         quick = self._routes.sums_alike(parts * flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, quick=quick)
-        operation = self._operation(kind, tensor, reduction, dst)
+        operation = self._operation(kind, tensor, reduction, dst, shape)
         run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
         return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring import sparse
 from cyxtrain.ring.arguments import (
@@ -24,6 +25,7 @@ from cyxtrain.ring.arguments import (
     check_targets,
     joined,
     neighbouring,
+    pairs,
     reduction_of,
     split_spans,
     timeout_of,
@@ -31,9 +33,10 @@ from cyxtrain.ring.arguments import (
 )
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
+from cyxtrain.ring.overlaps import parted, untouched
 from cyxtrain.ring.shared import SharedMean, make_shared_means
 from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of, write
-from cyxtrain.ring.work import MessageWork, collective
+from cyxtrain.ring.work import MessageWork, collective, nothing, second
 
 
 class RingOperations:
@@ -48,36 +51,41 @@ class RingOperations:
 
     # Collectives.
 
-    @collective
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    @collective("all_reduce", short=("op", "timeout"))
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Reduces in place, on all ranks."""
-        for tensor in as_list(tensors):
-            reduce = sparse.all_reduce if tensor.layout is torch.sparse_coo else Group.all_reduce
-            reduce(self._group, tensor, reduction_of(opts), timeout_of(opts))
-        return as_list(tensors)
+        given, reduction = as_list(tensors, "all_reduce"), reduction_of(opts)
+        with parted(given) as parts:
+            for tensor in parts:
+                reduce = sparse.all_reduce if tensor.layout is torch.sparse_coo else Group.all_reduce
+                reduce(self._group, tensor, reduction, timeout_of(opts))
+        return given
 
-    @collective
+    @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduces in place on one rank; the others keep what they had."""
-        for tensor in as_list(tensors):
-            self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
-        return as_list(tensors)
+        given = as_list(tensors, "reduce")
+        with parted(given) as parts:
+            for tensor in parts:
+                self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
+        return given
 
-    @collective
+    @collective("broadcast", short=("root", "timeout"))
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copies the tensor of one rank to all."""
-        for tensor in as_list(tensors):
+        given = as_list(tensors, "broadcast")
+        for tensor in given:
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
-        return as_list(tensors)
+        return given
 
-    @collective
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+    @collective("all_gather", tensors=2, inputs=second)
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copies the tensor of every rank to all, into a list of tensors.
 
         The work's result is one tensor with a row per rank, as NCCL's is: PyTorch's quantization hooks read that.
         """
         result = []
-        for outputs, tensor in zip(as_lists(output_lists), as_list(inputs), strict=True):
+        for outputs, tensor in pairs(as_lists(output_lists, "all_gather"), as_list(inputs, "all_gather"), "all_gather"):
             check_targets(outputs, tensor, self.size(), "all_gather")
             gathered = torch.empty(self.size() * tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._group.all_gather(gathered, tensor, timeout_of(opts))
@@ -85,59 +93,64 @@ class RingOperations:
             result.append(gathered.view(self.size(), *tensor.shape))
         return result
 
-    @collective
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    @collective("all_gather", tensors=2, inputs=second)
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Copies the tensor of every rank to all, into one tensor."""
         self._gather_into(output, tensor, opts)
         return [output]
 
-    @collective
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Reduces a list of tensors, and leaves to each rank its own."""
-        for output, tensors in zip(as_list(outputs), as_lists(input_lists), strict=True):
-            check_shapes(tensors, output, self.size(), "reduce_scatter")
-            self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts))
-        return as_list(outputs)
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
+        """Reduces a list of tensors, and leaves to each rank its own; they may differ in size."""
+        given = as_list(outputs, "reduce_scatter")
+        for output, tensors in pairs(given, as_lists(input_lists, "reduce_scatter"), "reduce_scatter"):
+            check_length(tensors, self.size(), "reduce_scatter")
+            check_dtypes([output, *tensors], "reduce_scatter")
+            check_count(tensors[self.rank()], output.numel(), output.dtype, "reduce_scatter")
+            sizes = [tensor.numel() for tensor in tensors]
+            self._group.reduce_scatter(output, joined(tensors), reduction_of(opts), timeout_of(opts), sizes)
+        return given
 
-    @collective
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduces a tensor, and leaves to each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
-    @collective
+    @collective("gather", tensors=2, short=("root", "timeout"), inputs=second)
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copies the tensor of every rank to one, into a list of tensors."""
-        tensor = as_list(inputs)[0]
+        (tensor,) = as_list(inputs, "gather", count=1)
         receives = self.rank() == opts.rootRank
-        outputs = as_lists(output_lists)[0] if receives else []
+        outputs = as_lists(output_lists, "gather")[0] if receives else []
         if receives:
             check_targets(outputs, tensor, self.size(), "gather")
         gathered = torch.empty(self.size() * tensor.numel() if receives else 0, dtype=tensor.dtype, device="cpu")
         self._group.gather(gathered, tensor, opts.rootRank, timeout_of(opts))
         unpack(gathered, outputs)
-        return [outputs]
+        return outputs
 
-    @collective
+    @collective("scatter", tensors=2, short=("root", "timeout"), inputs=second)
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copies to each rank its tensor of a list on one rank."""
-        output = as_list(outputs)[0]
+        (output,) = as_list(outputs, "scatter", count=1)
         flat = torch.empty(0, dtype=output.dtype, device="cpu")
         if self.rank() == opts.rootRank:
-            tensors = as_lists(input_lists)[0]
+            tensors = as_lists(input_lists, "scatter")[0]
             check_shapes(tensors, output, self.size(), "scatter")
             flat = joined(tensors)
         self._group.scatter(output, flat, opts.rootRank, timeout_of(opts))
         return [output]
 
-    @collective
+    @collective("all_to_all", tensors=4, inputs=second)
     def all_to_all_single(
         self,
         output: Tensor,
         tensor: Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
-        opts: Any = None,
+        *,
+        opts: Any,
     ) -> Any:
         """Sends a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
         check_dtypes([output, tensor], "all_to_all")
@@ -148,8 +161,8 @@ class RingOperations:
         copy_back(target, output)
         return [output]
 
-    @collective
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    @collective("all_to_all", tensors=2, inputs=second)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Sends a tensor to each rank, and receives one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
@@ -164,8 +177,8 @@ class RingOperations:
             write(target[slice(*span)], output)
         return outputs
 
-    @collective
-    def barrier(self, opts: Any = None) -> Any:
+    @collective("barrier", tensors=0, inputs=nothing)
+    def barrier(self, opts: Any) -> Any:
         """Returns when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
         return []
@@ -182,19 +195,21 @@ class RingOperations:
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Does `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
+        for outputs in output_lists:
+            check_length(outputs, len(inputs), "all_gather", "input")
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
-    @collective
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    @collective("all_gather", tensors=2, inputs=second)
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Does `all_gather_single` of each tensor."""
-        for output, tensor in zip(outputs, inputs, strict=True):
+        for output, tensor in pairs(outputs, untouched(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
-    @collective
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Does `reduce_scatter_single` of each tensor."""
-        for output, tensor in zip(outputs, inputs, strict=True):
+        for output, tensor in pairs(outputs, untouched(inputs, outputs), "reduce_scatter"):
             self._scatter_reduced(output, tensor, opts)
         return outputs
 
@@ -219,26 +234,29 @@ class RingOperations:
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> MessageWork:
         """Begins to send to one rank."""
-        return self._message(tensors, dst, tag, receiving=False)
+        return self._message("send", tensors, dst, tag, receiving=False)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> MessageWork:
         """Begins to receive from one rank."""
-        return self._message(tensors, src, tag, receiving=True)
+        return self._message("recv", tensors, src, tag, receiving=True)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
         """Begins to receive from whoever sends first."""
-        return self._message(tensors, ANY_SOURCE, tag, receiving=True)
+        return self._message("recvAnySource", tensors, ANY_SOURCE, tag, receiving=True)
 
-    def _message(self, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
-        tensor = tensors[0]
+    def _message(self, name: str, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
+        (tensor,) = as_list(tensors, name, count=1)
+        end = torch_compat.begin_profiled(f"ring:{name}", [tensor]) if torch_compat.is_profiling() else None
         flat = flat_view_of(check_target(tensor) if receiving else tensor)
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
-        def finish() -> None:
+        def finish() -> None:  # it also keeps the flat tensor alive until then
             if receiving:
                 copy_back(flat, tensor)
+            if end is not None:
+                end()
 
-        return MessageWork(mailbox, message, flat, finish, self._group.timeout.total_seconds())
+        return MessageWork(mailbox, message, tensor, finish, self._group.timeout.total_seconds())
 
     # The end.
 

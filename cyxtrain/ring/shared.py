@@ -50,8 +50,8 @@ class SharedMean:
         """
         return self._reduction.is_finite and torch_compat.version_of(self.tensor) == self._version
 
-    @collective
-    def all_reduce(self, opts: CallOptions | None = None) -> Any:
+    @collective("all_reduce", tensors=0, inputs=lambda self: [self.tensor])
+    def all_reduce(self, opts: CallOptions) -> Any:
         """Averages over ranks, as torch.distributed.all_reduce does with AVG, and returns PyTorch's work.
 
         Cost: two meetings of all, see `Announcement`; each reads and writes its part of everybody's elements once.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from cyxtrain import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.courier import Courier, Delivery
 from cyxtrain.ring.group import Group
@@ -153,7 +156,7 @@ class MessageWork(Work):
     Args:
         mailbox: Moves messages.
         message: This one.
-        tensor: Sent from or received into, in one dimension; kept alive until the end.
+        tensor: Sent from or received into.
         finish: Called once when it is done.
         timeout_seconds: Until `wait` gives up.
     """
@@ -196,7 +199,7 @@ class MessageWork(Work):
         return self._message.done
 
     def result(self) -> list[Tensor]:
-        """Returns the elements, in one dimension."""
+        """Returns the tensor that was sent or received into."""
         return [self._tensor]
 
     def source_rank(self) -> int:
@@ -209,7 +212,7 @@ class MessageWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the elements, in one dimension, after waiting."""
+        """Returns a future with the tensor, after waiting."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([self._tensor])
@@ -234,10 +237,16 @@ def _seen_from_outside(error: CyxtrainError, handled: BaseException | None) -> C
 
 
 class CallOptions(NamedTuple):
-    """What a collective that PyTorch does not know is asked for, under PyTorch's names."""
+    """What a collective is asked for, under PyTorch's names, where the caller gives no options of PyTorch's."""
 
     asyncOp: bool = False  # noqa: N815
     timeout: timedelta | None = None
+    reduceOp: Any = dist.ReduceOp.SUM  # noqa: N815
+    rootRank: int = 0  # noqa: N815
+
+
+_OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+"""By the name of an argument of PyTorch's short forms, the option that it sets."""
 
 
 class Asked(Protocol):
@@ -246,28 +255,94 @@ class Asked(Protocol):
     _group: Group
 
 
-def collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes of a method that does a collective and returns its result one that returns PyTorch's work."""
+def first(_: Asked, tensors: Any, *others: Any) -> Any:
+    """Returns a collective's first argument."""
+    return tensors
 
-    @functools.wraps(method)
-    def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
-        asynchronous = getattr(named.get("opts", args[-1] if args else None), "asyncOp", False)
-        courier = self._group.courier(asynchronous=asynchronous)
-        if courier is None:
+
+def nothing(_: Asked) -> list[Tensor]:
+    """Returns no tensor: what goes into a barrier."""
+    return []
+
+
+def second(_: Asked, outputs: Any, inputs: Any, *others: Any) -> Any:
+    """Returns a collective's second argument."""
+    return inputs
+
+
+def collective(
+    name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = first
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes of a method that does a collective and returns its result one that returns PyTorch's work.
+
+    A profiler sees it as "ring:" and its name, with the shapes of its inputs.
+
+    Args:
+        name: Of the collective.
+        tensors: How many arguments are tensors, or lists of them. Another one, `opts`, is PyTorch's options.
+        short: What PyTorch's short form takes instead of options, in their order: "op", "root", "timeout".
+        inputs: Returns the tensors that go in, from the object and these arguments.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
+            opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
+            if not isinstance(getattr(opts, "asyncOp", None), bool):
+                opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
+            end = _unseen
+            if torch_compat.is_profiling():
+                end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
+            courier = self._group.courier(asynchronous=opts.asyncOp)
+            if courier is not None:
+                call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
+                return _posted(courier, call, end, asynchronous=opts.asyncOp)
             handled = sys.exc_info()[1]
             try:
-                result = method(self, *args, **named)
-                return DoneAsyncWork(result) if asynchronous else DoneWork(result)
+                result = method(self, *args[:tensors], **named, opts=opts)
             except CyxtrainError as error:
                 raise _seen_from_outside(error, handled)  # noqa: B904
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
-        delivery = courier.post(beside(functools.partial(method, self, *args, **named)))
-        if asynchronous:
-            return PostedWork(delivery, courier)
-        delivery.wait()
-        return DoneWork(delivery.outcome())
+            finally:
+                end()
+            return DoneAsyncWork(result) if opts.asyncOp else DoneWork(result)
 
-    return ask
+        return ask
+
+    return decorate
+
+
+def _unseen() -> None:
+    """Ends what no profiler sees."""
+
+
+def _posted(
+    courier: Courier, call: Callable[[], Any], end: Callable[[], None], *, asynchronous: bool
+) -> DoneWork | PostedWork:
+    """Has another thread make a call, and `end` called when it is over."""
+    delivery = courier.post(beside(call))
+    if end is not _unseen:
+        delivery.when_done(end)
+    if asynchronous:
+        return PostedWork(delivery, courier)
+    delivery.wait()
+    return DoneWork(delivery.outcome())
+
+
+def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[str, Any]) -> CallOptions:
+    """Returns the options of a call in PyTorch's short form; takes what it understands out of `named`."""
+    if len(given) > len(short):
+        raise TypeError(f"{name}: takes {', '.join(short)} after the tensors, got {len(given)} arguments.")
+    found = dict(zip(short, given, strict=False))
+    found |= {argument: named.pop(argument) for argument in short if argument in named}
+    if found.get("root") is not None:
+        found["root"] = operator.index(found["root"])
+    return CallOptions(**{_OPTIONS[argument]: value for argument, value in found.items() if value is not None})
+
+
+def _flat(given: Any) -> list[Tensor]:
+    """Returns all tensors of lists in lists."""
+    return [given] if isinstance(given, Tensor) else [tensor for part in given for tensor in _flat(part)]
