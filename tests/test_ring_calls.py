@@ -12,7 +12,6 @@ from ring_values import Op, options
 from torch.profiler import ProfilerActivity, profile
 from worlds import run_threads
 
-import cyxtrain
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError
 from cyxtrain.ring import backend
@@ -329,5 +328,4 @@ def test_cuda_is_registered_where_cuda_is(monkeypatch, count, devices):
 
 
 def test_the_ring_is_registered_for_the_devices_of_this_machine():
-    assert cyxtrain is not None
     assert dist.Backend.backend_capability["ring"] == backend._devices()
