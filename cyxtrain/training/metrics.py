@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
+from cyxtrain import runtime, torch_compat
 from cyxtrain.errors import ConfigError
 
 
@@ -123,7 +123,7 @@ class MeanMetric(Metric):
         self._sums = torch.zeros(2, dtype=torch.float64)
         if isinstance(self._function, nn.Module):
             self._function.eval()
-        self._begun = {name: (id(each), each._version) for name, each in self._own().items()}
+        self._begun = {name: (id(each), torch_compat.version_of(each)) for name, each in self._own().items()}
 
     def _own(self) -> dict[str, Tensor]:
         """Return the state of a module."""
@@ -132,7 +132,11 @@ class MeanMetric(Metric):
 
     def state(self) -> dict[str, Any]:
         """Returns sum and count, and of a module what has changed."""
-        changed = {name: each for name, each in self._own().items() if self._begun[name] != (id(each), each._version)}
+        changed = {
+            name: each
+            for name, each in self._own().items()
+            if self._begun[name] != (id(each), torch_compat.version_of(each))
+        }
         return {"sums": self._sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
 
     def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
