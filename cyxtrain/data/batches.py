@@ -23,12 +23,15 @@ class Batch:
         inputs: Shape (rows, ...), or several such.
         targets: Shape (rows, ...), or several such, or None.
         weights: Shape (rows,), or None: all rows count alike.
+        items: How many items (such as tokens) the losses of a step count over all ranks and micro-batches; None: those
+            of this batch.
     """
 
     number: int
     inputs: Tree
     targets: Tree | None
     weights: Tensor | None = None
+    items: int | None = None
 
     @property
     def rows(self) -> int:

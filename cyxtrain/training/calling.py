@@ -14,6 +14,7 @@ from cyxtrain.data.batches import Batch
 from cyxtrain.data.batching import TARGET_NAMES
 from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
+from cyxtrain.training.items import ARGUMENT, names_items, usual_rule
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import Precision
 
@@ -61,6 +62,9 @@ class ModelCall:
                 "loss_fn is missing: without one the model is called with X and y, and returns its loss; the forward "
                 f"of {type(model).__name__} does not take both. Give a loss_fn, such as 'cross_entropy', or no y."
             )
+        self._loss = loss
+        if loss is not None and loss.function is None and names_items(model):
+            loss.items = usual_rule(Batch(0, inputs, targets))
         self._target_name = ""
         if self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict):
             self._target_name = _name_of_targets(model)
@@ -72,9 +76,21 @@ class ModelCall:
             model: The one that this was made for, or a wrapper of it.
             batch: Of the form that this was made for.
         """
-        if self._gives_targets:
-            return self._compute(model, batch.inputs, batch.targets)
-        return self.predict(model, batch)
+        rule = None if self._loss is None else self._loss.items
+        if rule is not None:
+            return self.with_items(model, batch, batch.items or max(rule.count(batch), 1))
+        return self.with_items(model, batch, None) if self._gives_targets else self.predict(model, batch)
+
+    def with_items(self, model: Callable[..., Any], batch: Batch, items: int | None) -> Any:
+        """Returns what a model that computes its own loss gives for a batch.
+
+        Args:
+            model: As `__call__`.
+            batch: As `__call__`.
+            items: `num_items_in_batch`; None: it is not passed.
+        """
+        targets = (batch.targets,) if self._gives_targets else ()
+        return self._compute(model, batch.inputs, *targets, **({} if items is None else {ARGUMENT: items}))
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Returns what a model gives for a batch's inputs alone."""
@@ -92,8 +108,9 @@ class ModelCall:
             output = call(model, batch)
         return map_output(Tensor.detach, output)
 
-    def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None) -> Any:
+    def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None, **others: int) -> Any:
         arguments, named = self._arguments(inputs, *targets)
+        named |= others
         if self.precision.is_full:
             return model(*arguments, **named)
         with self.precision.computing():

@@ -30,6 +30,7 @@ from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.modes import put_into_training
 from cyxtrain.training.named_metrics import make_metrics
 from cyxtrain.training.untouched import untouched
+from cyxtrain.training.weight_check import ROWS, WeightCheck, warning_of
 
 _ROWS = 2
 """To try an evaluation or a prediction on."""
@@ -76,6 +77,8 @@ class DryRun:
         batch = self._placed(rows)
         if batch.rows == 0:
             return self.evaluate(source)
+        few = batch if batch.rows > 1 else self._placed(source.first(ROWS))
+        check = WeightCheck(self._model, self._loss, self._call, few)
         with self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
             for module in self._model.modules():
@@ -84,14 +87,20 @@ class DryRun:
             output, value = self._forward(source, batch)
             with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
-            return self._measuring(output, batch)
+            measures = self._measuring(output, batch)
+            with torch.no_grad(), gathering_alone():
+                self._put_into_evaluation()
+                self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+            return measures
 
     def evaluate(self, source: Source) -> Metrics:
         """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
         batch = self._placed(source.first(_ROWS))
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
         with self._without_trace(), torch.no_grad():
-            for module in (self._model, *self._loss.modules):
-                module.eval()
+            self._put_into_evaluation()
+            with gathering_alone():
+                warning_of(check.find_items)
             output, _ = self._forward(source, batch)
             return self._measuring(output, batch)
 
@@ -101,6 +110,10 @@ class DryRun:
         with self._without_trace(), torch.no_grad():
             self._model.eval()
             self._output(batch, predicting=True)
+
+    def _put_into_evaluation(self) -> None:
+        for module in (self._model, *self._loss.modules):
+            module.eval()
 
     def _placed(self, rows: Rows) -> Batch:
         return Batch(0, *self._placement.place(rows))

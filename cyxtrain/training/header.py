@@ -63,6 +63,8 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     besides = _count(state.trained) - _count(model)
     if besides:
         facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
+    if loss.items is not None and loss.obeys_items:
+        facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts

@@ -25,6 +25,8 @@ from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import GatherCall
 from cyxtrain.settings import is_number, require, unknown_name
+from cyxtrain.training.items import ItemRule
+from cyxtrain.training.own_loss import NO_LOSS, models_own
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "cross_entropy": nn.CrossEntropyLoss,
@@ -109,8 +111,11 @@ class Loss:
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty: there is one loss.
         weightings: How each of several losses is weighted, by name in the history; empty: there is one loss.
+        items: How `num_items_in_batch` is counted, which the model is given; None: it is not.
+        obeys_items: Whether the model's loss is the sum of its terms, divided by that number.
         gathers: The calls of `all_gather_with_grad` that a model and its loss make in each batch.
         shown: Names of the numbers in the history besides "loss": several losses, and other scalars of the model.
+        warning: What is wrong with how it is weighted, in words; "" if nothing is.
 
     Raises:
         ConfigError: An unknown name, nothing that can be called, or loss_weights for losses that do not exist.
@@ -122,6 +127,9 @@ class Loss:
         self.by_output = {str(name): Loss(each) for name, each in several.items()}
         self.weightings: dict[str, Weighting] = {}
         self.shown: tuple[str, ...] = ()
+        self.items: ItemRule | None = None
+        self.obeys_items = False
+        self.warning = ""
         self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
         self._gives_pairs: bool | None = None
@@ -194,6 +202,7 @@ class Loss:
             return "; ".join(words)
         several = [f"{self._factors.get(name, 1.0):g} x {name}, {each.value}" for name, each in self.weightings.items()]
         own = type(self.function).__name__
+        several += [f"by the number of {self.items.name}"] if self.items is not None else []
         several += [f"{len(self.gathers)} gathers of rows"] if self.gathers else []
         return "; ".join([own, *several]) if several else f"{own}, {self.weighting.value}"
 
@@ -326,7 +335,7 @@ class Loss:
 
     def _look_at_own(self, output: Any) -> None:
         """Finds out which losses and other scalars a model returns."""
-        own, scalars = _models_own(output)
+        own, scalars = models_own(output)
         if own is None:
             self.weightings = {name: _weighting_of(value) for name, value in scalars.items()}
             unknown = [name for name in self._factors if name not in scalars]
@@ -340,6 +349,10 @@ class Loss:
                 'loss_weights weigh several losses, and the model returns one, under "loss": weigh its parts there.',
             )
         self.shown = tuple(scalars)
+
+    def obey_items(self, rule: ItemRule) -> None:
+        """Takes the model's loss for the sum of its terms, divided by what a rule counts."""
+        self.items, self.obeys_items, self.weighting = rule, True, Weighting.TERMS
 
     def _name_parts(self) -> None:
         if self.by_output:
@@ -382,7 +395,7 @@ class Loss:
         if self.by_output:
             return self._of_several(output, batch)
         if self.function is None:
-            return self._own(output, rows)
+            return self._own(output, batch)
         if batch.weights is not None:
             return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
@@ -410,21 +423,25 @@ class Loss:
             parts[f"{name}_loss"] = each(own, replace(batch, targets=answer))
         return self._joined(parts, batch.rows)
 
-    def _own(self, output: Any, rows: int) -> BatchLoss:
+    def _own(self, output: Any, batch: Batch) -> BatchLoss:
         """Returns the loss that a model has computed, with the scalars beside it."""
-        own, scalars = _models_own(output)
+        rows = batch.rows
+        own, scalars = models_own(output)
         parts = {name: _batch_loss(scalars[name], rows) for name in self.shown if name in scalars}
         if self.shown and len(parts) < len(self.shown):  # a number that this batch does not have
             parts = {**self.nothing().parts, **parts}
         if own is None:
             missing = [name for name in (self.weightings or scalars) if name not in scalars]
             if missing or not scalars:
-                raise ConfigError(_NO_LOSS)
+                raise ConfigError(NO_LOSS)
             if not self.weightings:  # nobody has looked yet
                 self._look_at_own(output)
-                return self._own(output, rows)
+                return self._own(output, batch)
             return self._joined(parts, rows)
         self._check_form(own)
+        if self.items is not None and self.obeys_items:
+            count = self.items.count(batch)
+            return BatchLoss(own.reshape(()), batch.items or max(count, 1), count, parts)
         return replace(_batch_loss(own, rows), parts=parts)
 
     def _joined(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
@@ -531,46 +548,6 @@ def _resolve(loss_fn: Any) -> Any:
     if isinstance(loss_fn, nn.Module) or loss_fn is None:
         return loss_fn
     return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
-
-
-_NO_LOSS = (
-    "there is no loss: give the trainer a loss_fn, or let the model return a scalar or (sum, weight), an output with "
-    "such a 'loss', or a dictionary of losses."
-)
-
-
-def _models_own(output: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns (the loss that a model has computed itself, its other scalars by name).
-
-    None: the scalars are losses, to be added.
-
-    Raises:
-        ConfigError: There is no loss.
-    """
-    scalars: dict[str, Any] = {}
-    if isinstance(output, Mapping):
-        scalars = {str(name): value for name, value in output.items() if name != "loss" and _is_scalar(value)}
-        own = output.get("loss")
-        if own is None and scalars and "loss" not in output:
-            return None, scalars
-    elif isinstance(output, Tensor) or type(output) is tuple:
-        own = output
-    else:
-        own = getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
-        return own, scalars
-    if isinstance(own, tuple) and _is_scalar(own):
-        return own, scalars
-    raise ConfigError(_NO_LOSS)
-
-
-def _is_scalar(value: Any) -> bool:
-    """Returns whether something is one number, or (sum, weight)."""
-    if type(value) is tuple:
-        return len(value) == 2 and all(not isinstance(each, tuple) and _is_scalar(each) for each in value)
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
-    return is_number(value)
 
 
 def _weighting_of(value: Any) -> Weighting:

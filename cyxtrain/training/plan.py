@@ -319,7 +319,7 @@ def _check_best(run: Run) -> None:
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
-    """Says on rank 0 what in the data is not finite.
+    """Says on rank 0 what in the data is not finite, and how the loss is weighted wrongly.
 
     Args:
         everyone: The facts of all ranks, by rank.
@@ -328,6 +328,9 @@ def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
         "_data": "Where the loss becomes NaN by it, on_nonfinite says what happens.",
         "_validation": "val_loss may become NaN by it, and then no epoch is better than another.",
     }
+    warnings = [facts["_loss"] for facts in everyone if facts["_loss"]]
+    if warnings and runtime.is_master():
+        warn(warnings[0])
     for name, what in follows.items():
         found = [facts[name] for facts in everyone if facts[name][1]]
         if found and runtime.is_master():

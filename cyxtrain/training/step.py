@@ -85,7 +85,7 @@ class TrainingStep:
         self._before_update = before_update
         self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
-        self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings
+        self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings and not loss.obeys_items
         self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
         self._device = device
         self._parameters = list(ddp.parameters())
@@ -136,13 +136,14 @@ class TrainingStep:
             rounds, fewest = self._most_and_fewest(len(share))
             if rounds != fewest:
                 return self._accumulate_unevenly(share, rounds)
-        divisors = self._divisors(self._weights_of(share), share) if self._weighs_first else None
+        items, divisors = self._counted_first(share)
         if share.rows == 0:
             with clock.backward:
                 self._ddp.forward_without_batch()
                 self._divisors_of(self._loss.nothing(), share, divisors)
                 self._ddp.backward_without_batch()
         for batch in clock.data.each(share):
+            batch.items = items
             is_last = len(results) == len(share) - 1
             with contextlib.nullcontext() if is_last else self._ddp.no_sync():
                 with clock.forward:
@@ -165,13 +166,14 @@ class TrainingStep:
             rounds: The largest number of micro-batches of any rank.
         """
         results: list[Result] = []
-        divisors = self._divisors(self._weights_of(share), share) if self._weighs_first else None
+        items, divisors = self._counted_first(share)
         self._ddp.forward_without_batch()
         with self._ddp.no_sync():
             batches = iter(share)
             for _ in range(rounds):
                 batch = next(batches, None)
                 if batch is not None:
+                    batch.items = items
                     results.append(self._forward(batch))
                     loss = results[-1].loss
                     self._backward(loss, self._divisors_of(loss, share, divisors), is_last=False)
@@ -266,6 +268,17 @@ class TrainingStep:
             next(joined) if asks else 1.0 if kind is Weighting.NOTHING else share.joined_rows
             for kind, asks in zip(kinds, ask, strict=True)
         ]
+
+    def _counted_first(self, share: Share) -> tuple[int | None, Sequence[float] | None]:
+        """Returns (items, divisors) of a step, if they are asked for before its first forward."""
+        items, divisors = None, None
+        if self._loss.items is not None:
+            count = sum(map(self._loss.items.count, share))
+            (joined,) = self._sum_over_ranks([count], self._clock.forward)
+            items, divisors = max(int(joined), 1), [joined] if self._loss.obeys_items else None
+        elif self._weighs_first:
+            divisors = self._divisors(self._weights_of(share), share)
+        return items, divisors
 
     def _weights_of(self, share: Share) -> list[float]:
         """Returns what this rank counts of each loss in a share, by a forward of each micro-batch without gradients.
