@@ -15,6 +15,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cyxtrain import environment, talking
@@ -334,6 +335,8 @@ def _leave_what_is_not_true(config: DistributedConfig | None, *, refuses: bool =
         ConfigError: It is a forked child, and no rank itself; or the environment contradicts a world of several ranks.
     """
     if _inherited is dist.group.WORLD:
+        # OpenMP would wait for ever for the parent's threads, which a child does not have.
+        torch.set_num_threads(1)
         if _is_rank_itself(config, refuses=refuses or dist.get_world_size() > 1):
             dist.destroy_process_group()
         return
