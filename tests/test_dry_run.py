@@ -11,6 +11,7 @@ import torch
 from fitting import FEATURES, everywhere, make_model, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
@@ -293,6 +294,24 @@ def outputs_by_mode() -> list[Any]:
 def test_models_that_differ_between_the_modes_or_differentiate_in_forward_train(world_size: int) -> None:
     for found in everywhere(world_size, outputs_by_mode):
         assert found == [True, 1, True, 20]
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return checkpoint(self.body, inputs.requires_grad_(True), use_reentrant=True)
+
+
+def test_models_that_cannot_be_asked_for_gradients_or_are_lazy_run_as_they_did() -> None:
+    inputs, targets = make_rows(8)
+    with one_process():
+        trainer = cx.DistributedTrainer(Reentrant(), "cross_entropy")
+        assert len(trainer.fit(inputs, targets, epochs=1, verbose=False).train_losses) == 1
+        lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+        assert cx.DistributedTrainer(lazy, "cross_entropy").predict(inputs).shape == (8, 2)
 
 
 def test_a_loss_that_hides_parameters_is_a_warning() -> None:

@@ -52,9 +52,12 @@ class _Kept:
     def __init__(self, owners: Iterable[Any]) -> None:
         plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
         held = [each for owner in plain for each in (owner, *vars(owner).values()) if isinstance(each, nn.Module)]
-        modules = list(dict.fromkeys(part for module in held for part in module.modules()))
+        # What a lazy module makes in its first forward stays, as it does wherever else it runs first.
+        modules = [
+            part for part in dict.fromkeys(part for module in held for part in module.modules()) if not _is_lazy(part)
+        ]
         objects = [*modules, *(each for each in plain if not isinstance(each, nn.Module))]
-        self._buffers = [BuffersKept(module) for module in held]
+        self._buffers = [BuffersKept(module) for module in held if not any(map(_is_lazy, module.modules()))]
         self._attributes = [(vars(each), dict(vars(each))) for each in objects]
         values = [value for _, before in self._attributes for value in before.values()]
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
@@ -90,6 +93,11 @@ class _Kept:
         for tensor, copied in self._copies:
             if tensor.shape == copied.shape and not torch.equal(tensor.detach().cpu(), copied):
                 tensor.data.copy_(copied)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(map(nn.parameter.is_lazy, tensors))
 
 
 def _frozen(modules: Iterable[nn.Module]) -> set[int]:
