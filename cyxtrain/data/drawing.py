@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
 from cyxtrain.data.randomness import CPU, seed_generators
 
@@ -61,6 +62,18 @@ def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: in
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
+
+
+def tell_epoch(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a data set, or of those that it is made of; return whether there is one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+        return True
+    parts: list[Any] = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    told = [tell_epoch(part, epoch) for part in parts]
+    return any(told)
 
 
 def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import GatheredShare, Share
@@ -94,6 +94,13 @@ class Feed(ABC):
     @abstractmethod
     def micro_batches(self) -> int:
         """How many of them a step has on one rank, at most."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the data themselves keep that decides what comes next, such as a sampler's own `state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Give the data the state of a checkpoint, before the fit continues from it."""
 
     def single_row(self) -> SingleRow | None:
         """Return whether any rank is given a micro-batch of a single row; None: no, or nobody knows."""

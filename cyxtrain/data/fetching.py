@@ -8,13 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from cyxtrain.data.drawing import seed_for_row
+from cyxtrain.data.drawing import seed_for_row, tell_epoch
 from cyxtrain.data.randomness import GeneratorStates, generators_kept
 
 KeyedRow = tuple[int, int]
 """A row's number in the data set, and what generators are seeded with for it."""
+
+
+class KeyedRows(list[KeyedRow]):
+    """Rows to be fetched together.
+
+    Attributes:
+        epoch: In which they are; below 0: they are to be evaluated.
+    """
+
+    epoch = -1
+
+
 _COLLATES = 0x5DEECE66D
 """Makes another key of a row's."""
 
@@ -44,7 +56,7 @@ class Fetcher:
         rows: Dataset[Any] = _Rows(dataset)
         self._loader: DataLoader[Any] = DataLoader(rows, batch_sampler=self._told, generator=own, **settings)
 
-    def fetch(self, lists: Iterable[list[KeyedRow]]) -> Iterator[Any]:
+    def fetch(self, lists: Iterable[KeyedRows]) -> Iterator[Any]:
         """Gives what is made of each list of rows."""
         self._told.lists = lists
         return iter(self._loader)
@@ -54,9 +66,9 @@ class _Told:
     """A batch sampler that gives what somebody else says."""
 
     def __init__(self) -> None:
-        self.lists: Iterable[list[KeyedRow]] = ()
+        self.lists: Iterable[KeyedRows] = ()
 
-    def __iter__(self) -> Iterator[list[KeyedRow]]:
+    def __iter__(self) -> Iterator[KeyedRows]:
         return iter(self.lists)
 
 
@@ -99,9 +111,13 @@ class _Rows(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._draws = False
+        self._epoch = -1
 
-    def __getitems__(self, rows: list[KeyedRow]) -> _Items:
+    def __getitems__(self, rows: KeyedRows) -> _Items:
         """Returns rows; a data set that is seen to draw is asked again, row by row, with generators of its own."""
+        if rows.epoch not in (-1, self._epoch) and get_worker_info() is not None:  # a worker that stays has its own
+            self._epoch = rows.epoch
+            tell_epoch(self._dataset, rows.epoch)
         if not self._draws:
             before = GeneratorStates()
             items = self._fetch([index for index, _ in rows])

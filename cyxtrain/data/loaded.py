@@ -8,7 +8,7 @@ number of ranks and workers, and where a fit goes on in the middle of an epoch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,17 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
 from cyxtrain.data.batching import as_batch, left_out
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow
-from cyxtrain.data.drawing import row_keys
+from cyxtrain.data.drawing import row_keys, tell_epoch
 from cyxtrain.data.feed import NumberedFeed, Place, check_steps
-from cyxtrain.data.fetching import Fetcher, KeyedRow
+from cyxtrain.data.fetching import Fetcher, KeyedRows
 from cyxtrain.data.moving import Placement
-from cyxtrain.data.order import Order, OrderOf, OwnOrder, order_of
+from cyxtrain.data.order import Order, OrderOf, OwnOrder, load_states, order_of, states_of
 from cyxtrain.data.rows import Rows, sampled_hash
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.source import FetchedSource
 from cyxtrain.data.tree import num_rows
-from cyxtrain.errors import ConfigError, counted, on_all_ranks
-from cyxtrain.runtime import gather_texts
+from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
+from cyxtrain.runtime import gather_texts, is_master
 
 _TRIED_ROWS = 2
 _TO_EVALUATE = -1
@@ -90,6 +90,13 @@ class LoadedSource(FetchedSource):
         """Return what fetches rows to be tried, in this process where it can: it is not prepared as workers are."""
         tries = self._loader is None or self._loader.worker_init_fn is None
         return Fetcher(self._dataset, self._loader, self.seed, tries=tries)
+
+    def begin(self, number: int) -> bool:
+        """Tell the data set the number of a pass; return whether it wants to know, and may have another length now."""
+        told = tell_epoch(self._dataset, number)
+        if told and isinstance(self.order, OwnOrder):
+            self.order.size = _size(self._dataset)
+        return told
 
     def fetch(self, order: OrderOf, places: range, epoch: int) -> Rows:
         """Returns rows at places in an order, as copies, as an epoch gives them."""
@@ -200,6 +207,9 @@ class LoadedFeed(NumberedFeed):
         self._drop_last = source.drop_last or config.drop_last
         self._rows = len(source.order)
         self._pass: tuple[int, OrderOf] | None = None
+        self._before: list[Any] | None = None
+        self._restored: dict[str, Any] = {}
+        self._warned = False
         self._digest = 0
         self._is_in_batches = source.order.in_batches
         if self._is_in_batches and config.effective_batch_size is not None:
@@ -286,12 +296,38 @@ class LoadedFeed(NumberedFeed):
     def _open(self, number: int, place: Place) -> OrderOf:
         """Return the order of a pass; it is made once. All ranks call it."""
         if self._pass is None or self._pass[0] != number:
-            order = self._source.order.of(number)
+            drawn, told = self._source.order, self._source.begin(number)
+            begun, taken = self._begin(place)
+            is_resumed = taken > 0 and number == begun
+            restored, self._restored = self._restored, {}
+            load_states(drawn.stateful, restored.get("before" if is_resumed else "now", ()))
+            self._before = states_of(drawn.stateful)
+            order = drawn.of(number)
+            if is_resumed:
+                load_states(drawn.stateful, restored.get("now", ()))
             self._pass = number, order
-            if self._source.order.is_drawn:
-                begun, taken = self._begin(place)
-                self._check(order, place.order if taken and number == begun else 0)
+            if drawn.is_drawn or told:
+                self._check(order, place.order if is_resumed else 0)
+            self._warn_of_length(number, order)
         return self._pass[1]
+
+    def _warn_of_length(self, number: int, order: OrderOf) -> None:
+        steps, planned = self._dealing_of(order).steps, self.steps_per_epoch
+        if steps != planned and not self._warned and not self._continues and is_master():
+            warn(
+                f"epoch {number + 1} has {counted(steps, 'step')} and the first one had {planned:,}: the length of X "
+                "changes. A schedule counts on that of the first epoch."
+            )
+            self._warned = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Feed`: of the user's sampler, before it gave the running order, and now."""
+        now = states_of(self._source.order.stateful)
+        return {"before": now if self._before is None else self._before, "now": now} if now else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Feed`."""
+        self._restored = dict(state)
 
     def _check(self, order: OrderOf, expected: int) -> None:
         """Refuse an order that is not the same on all ranks, or not the one that was begun with. All ranks call it.
@@ -322,7 +358,7 @@ class LoadedFeed(NumberedFeed):
             )
 
 
-def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int) -> Iterator[list[KeyedRow]]:
+def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int) -> Iterator[KeyedRows]:
     """Gives what is to be fetched, micro-batch by micro-batch.
 
     It holds nothing of the loader that asks: else the two would keep each other, and workers, alive.
@@ -332,10 +368,12 @@ def _asked(order: OrderOf, dealing: Dealing, steps: range, seed: int, epoch: int
             yield _keyed_rows(order, piece, seed, epoch)
 
 
-def _keyed_rows(order: OrderOf, places: range, seed: int, epoch: int) -> list[KeyedRow]:
+def _keyed_rows(order: OrderOf, places: range, seed: int, epoch: int) -> KeyedRows:
     """Returns row numbers, each with its key."""
     indices = order.indices[places.start : places.stop : places.step].tolist()
-    return list(zip(indices, row_keys(seed, epoch, places), strict=True))
+    rows = KeyedRows(zip(indices, row_keys(seed, epoch, places), strict=True))
+    rows.epoch = epoch
+    return rows
 
 
 class LoadedShare(Share):

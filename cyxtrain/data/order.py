@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,10 +44,12 @@ class Order(ABC):
     Attributes:
         is_drawn: Whether the user's own sampler makes it, so that it may differ between ranks.
         in_batches: Whether it comes in batches that are made in advance.
+        stateful: Parts of it whose own `state_dict` decides what comes next.
     """
 
     is_drawn = False
     in_batches = False
+    stateful: Sequence[Any] = ()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -75,20 +78,20 @@ class OwnOrder(Order):
     """
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
-        self._size = size
+        self.size = size
         self.shuffle = shuffle
         self._seed = seed
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def of(self, epoch: int) -> OrderOf:
         """As `Order`."""
-        return OrderOf(global_order(self._size, self.shuffle, self._seed, epoch))
+        return OrderOf(global_order(self.size, self.shuffle, self._seed, epoch))
 
     def to_evaluate(self) -> OrderOf:
         """Returns the rows in their own order."""
-        return OrderOf(np.arange(self._size, dtype=np.int64))
+        return OrderOf(np.arange(self.size, dtype=np.int64))
 
     def describe(self) -> str:
         """As `Order`."""
@@ -111,6 +114,8 @@ class DrawnOrder(Order):
         self._seed = seed
         self.in_batches = in_batches
         self._first: OrderOf | None = None
+        parts = (sampler, getattr(sampler, "sampler", None))
+        self.stateful = [part for part in parts if callable(getattr(part, "state_dict", None)) and _takes_state(part)]
         try:
             self._size = len(sampler)
         except TypeError as error:
@@ -134,8 +139,10 @@ class DrawnOrder(Order):
             begin_pass(parts, own, self._seed, epoch)
             given = list(self._sampler)
         name = type(self._sampler).__name__
-        if len(given) != self._size:
-            raise ConfigError(f"the DataLoader's {name} says that it has {self._size:,}, and gave {len(given):,}.")
+        if len(given) != len(self._sampler):  # it may have another length in each epoch
+            raise ConfigError(
+                f"the DataLoader's {name} says that it has {len(self._sampler):,}, and gave {len(given):,}."
+            )
         return self._batches(given, name) if self.in_batches else OrderOf(_numbers(given, name))
 
     def _batches(self, given: list[Any], name: str) -> OrderOf:
@@ -145,9 +152,11 @@ class DrawnOrder(Order):
         return OrderOf(np.concatenate(batches), np.cumsum([len(batch) for batch in batches], dtype=np.int64))
 
     def to_evaluate(self) -> OrderOf:
-        """Returns what the sampler gives in the first epoch; it is asked once."""
+        """Returns what the sampler gives in the first epoch; it is asked once, and is as before."""
         if self._first is None:
+            states = states_of(self.stateful)
             self._first = self.of(0)
+            load_states(self.stateful, states)
         return self._first
 
     def describe(self) -> str:
@@ -181,6 +190,21 @@ def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
     if whole and not (kind is RandomSampler and sampler.replacement):
         return OwnOrder(size, kind is RandomSampler, seed)
     return DrawnOrder(sampler, seed, in_batches=False)
+
+
+def _takes_state(part: Any) -> bool:
+    return callable(getattr(part, "load_state_dict", None))
+
+
+def states_of(parts: Iterable[Any]) -> list[Any]:
+    """Return the states of parts of the data, as copies."""
+    return [copy.deepcopy(part.state_dict()) for part in parts]
+
+
+def load_states(parts: Sequence[Any], states: Sequence[Any]) -> None:
+    """Give parts of the data the states that `states_of` returned."""
+    for part, state in zip(parts, states, strict=False):
+        part.load_state_dict(copy.deepcopy(state))
 
 
 def _numbers(given: Iterable[Any], name: str) -> Indices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -64,6 +65,7 @@ class Fit:
         self._keeper = Keeper(state, run.config, self._device, self._prepare_to_write, run.larger_is_better)
         self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
+        state.data = run.feed.state_dict
         state.stop_training = False
         self._totals: Totals | None = None
         self._profile = Profile(run.config.profile, self._device)
@@ -73,6 +75,7 @@ class Fit:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
         stopped, position = None, self._state.position
         with contextlib.ExitStack() as stack:
+            stack.callback(self._let_go_of_data)
             stack.enter_context(freed_memory_kept())
             stack.enter_context(contextlib.closing(self._keeper))
             stack.enter_context(contextlib.closing(self._callbacks))
@@ -102,6 +105,10 @@ class Fit:
         except BaseException as error:
             self._callbacks.on_exception(error)
             raise
+
+    def _let_go_of_data(self) -> None:
+        """Keep the state of the data, and not the data: they may have workers."""
+        self._state.data = functools.partial(dict, self._run.feed.state_dict())
 
     def prepare_to_save(self) -> None:
         """Takes into the state what belongs to each rank, and what a callback on any has decided. All ranks call it."""

@@ -184,8 +184,7 @@ def _begin_or_go_on(
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
-    run.go_on(state, checkpoint.world_size)
-    check_single_rows(state.model, run)
+    _go_on_in_data(run, state, checkpoint)
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
@@ -234,6 +233,12 @@ def _check_schedule(
     check_schedule(scheduler, steps or 0, interval)
     if runtime.is_master():
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
+
+
+def _go_on_in_data(run: Run, state: TrainingState, checkpoint: CheckpointState) -> None:
+    run.go_on(state, checkpoint.world_size)
+    run.feed.load_state_dict(checkpoint.others.get("data", {}))
+    check_single_rows(state.model, run)
 
 
 def _warn_of_warmup(run: Run) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, warn
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
@@ -30,6 +30,7 @@ from cyxtrain.training.saving.optimizer_state import (
     rebuild_groups,
 )
 from cyxtrain.training.saving.transport import read_file_on_all
+from cyxtrain.training.saving.tree import encode_tree
 from cyxtrain.training.saving.weights import fitting_state, load_model_state
 from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
@@ -105,6 +106,7 @@ class TrainingState:
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
         metadata: What its user keeps in checkpoints.
+        data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         loss: Of the trainer; None: it has nothing to learn.
         built_groups: How many groups the optimizer had when the latest fit began: callbacks may add others.
     """
@@ -128,6 +130,7 @@ class TrainingState:
     runs: set[object] = field(default_factory=set)
     step_seconds: list[dict[str, float]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    data: Callable[[], dict[str, Any]] = dict
     loss: Loss | None = None
     built_groups: int = 0
 
@@ -242,6 +245,7 @@ class TrainingState:
                 "compression": self.compression,
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
+                "data": self._state_of_data(),
                 **state_besides(trained),
             },
             ranks=self.ranks,
@@ -253,6 +257,16 @@ class TrainingState:
             metadata=self.metadata,
             world_size=runtime.get_world_size(),
         )
+
+    def _state_of_data(self) -> dict[str, Any]:
+        """Return the state of the data; what no checkpoint can hold is left out, with a warning."""
+        found = self.data()
+        try:
+            encode_tree(found, "the sampler's state_dict", {})
+        except CheckpointError as error:
+            warn(f"{error} The checkpoint is without it: a fit that resumes may get other rows.")
+            return {}
+        return found
 
     def load(self, state: CheckpointState, source: str) -> None:
         """Takes over what a checkpoint holds, but for the config and the callbacks.

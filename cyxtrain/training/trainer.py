@@ -125,7 +125,12 @@ class DistributedTrainer:
         self._recomputed: list[nn.Module] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_wrappers": [], "_fit": None, "_state": replace(self._state, callbacks=Callbacks())}
+        return {
+            **vars(self),
+            "_wrappers": [],
+            "_fit": None,
+            "_state": replace(self._state, callbacks=Callbacks(), data=dict),
+        }
 
     @property
     def _loss(self) -> Any:

@@ -6,6 +6,7 @@ What JSON cannot say is an object with one key that begins with a dollar sign:
     {"$float": "nan"}             nan, inf, -inf
     {"$dict": [[1, "a"]]}         a dictionary whose keys are not plain text
     {"$tensor": "weight.step"}    a tensor, stored under that name elsewhere
+    {"$array": ["<u4", [624], "0f.."]}   a NumPy array: dtype, shape and bytes
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
     """Returns a value as JSON types; floats come back bit for bit (a nan as a nan), tuples as tuples.
 
     Args:
-        value: None, bool, int, float, str, NumPy's scalars, a tensor, or lists, tuples and dictionaries of these.
+        value: None, bool, int, float, str, NumPy's scalars and arrays of numbers, a tensor, or lists, tuples and
+            dictionaries of these.
         path: Where the value stands, for the name of its tensors and for messages, such as "weight.exp_avg".
         tensors: Takes the tensors, under names made from their paths. None: a tensor is refused.
 
@@ -43,6 +45,9 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and tensors is not None:
+        little = value.astype(value.dtype.newbyteorder("<"))
+        return {"$array": [little.dtype.str, list(value.shape), little.tobytes().hex()]}
     if isinstance(value, list):
         return [encode_tree(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -83,6 +88,17 @@ def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -
             return float(content)
         if key == "$dict":
             return {decode_tree(name): decode_tree(item, tensors) for name, item in content}
+        if key == "$array":
+            dtype, shape, data = content
+            return np.frombuffer(bytes.fromhex(data), dtype=_plain(dtype)).reshape(shape).copy()
         if key == "$tensor":
             return (tensors or {})[content]
     return {key: decode_tree(item, tensors) for key, item in value.items()}
+
+
+def _plain(name: Any) -> np.dtype[Any]:
+    """Return the dtype of an array of numbers."""
+    dtype = np.dtype(str(name))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"{name} is no dtype of numbers")
+    return dtype
