@@ -13,14 +13,17 @@ from ddp_models import batch
 from fitting import everywhere, flat, make_rows
 from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cyxtrain as cx
-from cyxtrain.parallel.tensor_parts import fingerprint, parts_of, write
+from cyxtrain.parallel.tensor_parts import fingerprint, is_plain, kind_of, parts_of, write
 from cyxtrain.training.buffers import BuffersKept
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor"),
+    pytest.mark.filterwarnings(
+        "ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested"
+    ),
 ]
 
 
@@ -171,6 +174,34 @@ def another_layout() -> nn.Module:
     if cx.get_rank() == 1:
         model.register_buffer("coo", make("csr", 1.0))
     return model
+
+
+def test_tensors_that_cannot_be_taken_apart_are_compared_by_all_that_they_hold():
+    def forms(value: float) -> list[Tensor]:
+        numbers = torch.full((3,), value)
+        channels = (torch.tensor([value / 10, 0.2]), torch.zeros(2, dtype=torch.int64), 0, torch.qint8)
+        return [
+            torch.nested.nested_tensor([numbers, torch.ones(2)]),
+            torch.nested.nested_tensor([numbers, torch.ones(2)], layout=torch.jagged),
+            TwoTensor(torch.ones(3), numbers),
+            torch.quantize_per_tensor(torch.zeros(3), value / 10, 0, torch.qint8),
+            torch.quantize_per_channel(torch.zeros(2, 2), *channels),
+            numbers.to_mkldnn(),
+        ]
+
+    for one, same, other in zip(forms(1.0), forms(1.0), forms(2.0), strict=True):
+        assert fingerprint(one) == fingerprint(same) != fingerprint(other), kind_of(one)
+        assert parts_of(one) is None
+        assert not is_plain(one)
+    assert kind_of(forms(1.0)[2]) == "TwoTensor"
+
+
+def test_buffers_that_were_made_in_inference_mode_are_written_to():
+    with torch.inference_mode():
+        model = Holder(1.0, ["a number", "expanded"])
+    for form in ("a number", "expanded"):
+        write(getattr(model, form.replace(" ", "_")), make(form, 2.0))
+    assert hashes(model) == hashes(Holder(2.0, ["a number", "expanded"]))
 
 
 def test_kept_buffers_come_back_in_every_form():

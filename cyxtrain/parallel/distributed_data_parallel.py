@@ -307,7 +307,7 @@ class DistributedDataParallel(nn.Module):
         parameters, buffers = tensors_of(self.module)
         if not reducer.held:
             self._follow_module(parameters)
-        if self.training and not reducer.unsynced:
+        if buffers and self.training and not reducer.unsynced:
             self._share_buffers(buffers)
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -49,7 +49,7 @@ class Reducer:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they have come into a bucket
         parameters = trained_parameters(model)
         self._model = model
-        self._kinds = {id(p): (p.dtype, p.device, p.requires_grad, p) for p in model.parameters()}  # p keeps its id
+        self._kinds = {id(p): (p.dtype, p.get_device(), p.requires_grad, p) for p in model.parameters()}  # keeps ids
         self._names = {parameter: name for name, parameter in parameters}
         self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
@@ -122,7 +122,7 @@ class Reducer:
         kinds = self._kinds
         for parameter in parameters:
             kind = kinds.get(id(parameter))
-            if kind is None or kind[0] is not parameter.dtype or kind[1] != parameter.device:
+            if kind is None or kind[0] is not parameter.dtype or kind[1] != parameter.get_device():
                 return False
             if parameter.requires_grad and not kind[2]:
                 return False
@@ -349,11 +349,9 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns (name, parameter) of those that are trained, each once.
 
     Raises:
-        ConfigError: A parameter of a lazy module that has not run yet.
+        ConfigError: A parameter or buffer of a lazy module that has not run yet.
     """
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name} has no shape yet: run a lazy module once, on every rank, before it is trained."
-            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name} has no shape yet: run a lazy module once, on every rank, before it is trained.")
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

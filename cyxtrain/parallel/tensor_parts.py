@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -16,7 +17,16 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's numbers are elements in memory, which can be read and written one by one."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not _is_wrapper(tensor)
+    )
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor is a class of somebody else's that has other tensors inside and no memory of its own."""
+    return getattr(type(tensor), "__tensor_flatten__", None) is not None
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -30,6 +40,8 @@ def kind_of(tensor: Tensor) -> str:
         return "quantised"
     if tensor.is_nested:
         return "nested"
+    if _is_wrapper(tensor):
+        return type(tensor).__name__
     return "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
 
 
@@ -76,20 +88,34 @@ def rebuilt(
 
 def fingerprint(tensor: Tensor) -> int:
     """Return a hash of all that a tensor holds, 63 bits; equal for equal tensors. Cost: its bytes are read once."""
+    if tensor.is_cpu and is_plain(tensor) and tensor.is_contiguous() and not tensor.is_complex():  # in each step
+        return xxhash.xxh3_64_intdigest(memory_of(tensor)) >> 1
     parts, text = parts_of(tensor), ""
-    if tensor.is_quantized:
-        quantised = tensor.detach()
-        parts, text = [quantised.int_repr()], str(quantised.dtype)
-        if quantised.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            text += f" {quantised.q_scale()} {quantised.q_zero_point()}"
-        else:
-            parts += [quantised.q_per_channel_scales(), quantised.q_per_channel_zero_points()]
+    if parts is None:
+        parts, text = _content_of(tensor.detach())
     digest = xxhash.xxh3_64(text.encode())
-    for part in parts or ():
-        if part.numel():
+    for part in parts:
+        if not is_plain(part):
+            digest.update(fingerprint(part).to_bytes(8, "little"))
+        elif part.numel():
             content = part.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             digest.update(memory_of(content))
     return digest.intdigest() >> 1
+
+
+def _content_of(tensor: Tensor) -> tuple[list[Tensor], str]:
+    """Return the tensors, and a text, that say all of a tensor that cannot be taken apart and put together again."""
+    if tensor.is_quantized:
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [tensor.int_repr()], f"{tensor.dtype} {tensor.q_scale()} {tensor.q_zero_point()}"
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return [tensor.int_repr(), scales, zeros], str(tensor.dtype)
+    if _is_wrapper(tensor):
+        inner: Any = tensor
+        return [getattr(inner, name) for name in inner.__tensor_flatten__()[0]], ""
+    if tensor.is_nested:
+        return list(tensor.unbind()), ""
+    return [] if tensor.is_meta else [tensor.to_dense()], ""
 
 
 def write(tensor: Tensor, new: Tensor) -> None:
@@ -106,8 +132,12 @@ def write(tensor: Tensor, new: Tensor) -> None:
                 tensor.resize_as_sparse_(new)  # copy_ wants as many numbers
             tensor.copy_(new)
         return
-    # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
-    target = tensor.data
+    with torch.inference_mode(tensor.is_inference()):  # what was made in this mode can be written to there alone
+        # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
+        _write_elements(tensor.data, new)
+
+
+def _write_elements(target: Tensor, new: Tensor) -> None:
     if is_dense(target):
         target.copy_(new)
         return
