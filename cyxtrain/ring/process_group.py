@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain import torch_compat
-from cyxtrain.errors import CyxtrainError
+from cyxtrain.errors import CyxtrainError, error_from_facts
 from cyxtrain.ring import sparse
 from cyxtrain.ring.arguments import (
     as_list,
@@ -182,6 +182,26 @@ class RingOperations:
         """Returns when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
         return []
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when all ranks have called it.
+
+        Raises:
+            CyxtrainError: Not all have; it names one that is missing, in Gloo's words too, as programs look for them.
+        """
+        at_once = timeout == timedelta(0)
+        try:
+            self._group.barrier(timedelta(microseconds=1) if at_once else timeout)
+        except CyxtrainError as error:
+            words = f"Rank {error.rank} failed to pass monitoredBarrier"
+            if self.rank() > 0:
+                words = (
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                    "send/recv from rank 0"
+                )
+            elif at_once:
+                words = "Rank 0 timed out in monitoredBarrier"
+            raise error_from_facts(error.to_facts() | {"message": f"{words}: {error}"}) from None
 
     def make_shared_means(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
         """Returns zeros in memory that all ranks have in common, or None; all ranks call it, when nothing travels."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -46,7 +45,3 @@ class RegisteredGroup(dist.ProcessGroup):
     def register_for(self, devices: Sequence[str], group: Group) -> None:
         """Registers the backend for types of device."""
         torch_compat.register_backend(self, RingBackend(group), devices)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all ranks have called it; errors name those that are missing, as after any collective."""
-        self._group.barrier(timeout)
