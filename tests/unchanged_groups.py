@@ -30,7 +30,8 @@ def groups_say_what_they_are():
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.get_backend() == "ring"
     assert dist.get_process_group_ranks(None) == list(range(size))
-    assert dist.get_backend_config() in ("cpu:ring,cuda:ring", "ring")
+    devices = "cpu:ring,cuda:ring" if torch.cuda.device_count() else "cpu:ring"
+    assert dist.get_backend_config() in (devices, "ring")
     assert type(dist.group.WORLD) is RingProcessGroup
     part = dist.new_group([size - 1, 0], group_desc="both ends")
     if rank in (0, size - 1):
