@@ -39,7 +39,7 @@ def main() -> None:
 
     # The last fifth of the rows is for validation.
     history = trainer.fit(x, y, epochs=30, effective_batch_size=50, validation_split=0.2, verbose=False)
-    measured = trainer.evaluate(x_test, y_test)  # loss, accuracy (NaN: these are no classes), then the metrics
+    measured = trainer.evaluate(x_test, y_test)  # loss, then the metrics: a regression has no accuracy
     predicted = trainer.predict(x_test)  # all rows in their order, on every rank
 
     if cx.is_master():

@@ -562,7 +562,7 @@ def test_a_fit_within_a_fit_is_refused():
 def test_a_number_that_a_fit_does_not_have_is_refused_with_those_that_it_has():
     model = nn.Linear(FEATURES, 1)
     trainer = cx.DistributedTrainer(model, "mse", adam(model))
-    words = "looks at 'accuracy', which this fit does not measure: it has loss"
+    words = r"this fit has no number in its history that is named 'accuracy'\. Known: loss"
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         trainer.fit(INPUTS, torch.randn(24, 1), epochs=1, callbacks=EarlyStopping("accuracy"), **QUIET)
 

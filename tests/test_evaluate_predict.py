@@ -116,7 +116,9 @@ def test_a_regression_has_no_accuracy():
     with one_process():
         evaluation = trainer_of(model, "mse").evaluate(inputs, inputs[:, :1])
         history = trainer_of(model, "mse").fit(inputs, inputs[:, :1], epochs=1, validation_split=0.4, verbose=False)
-    assert math.isnan(evaluation.accuracy)
+    loss, accuracy = evaluation
+    assert (loss, accuracy, evaluation.accuracy) == (evaluation.loss, None, None)
+    assert dict(evaluation) == {"loss": loss}
     assert evaluation.loss > 0
     assert (history.train_accuracies, history.val_accuracies) == ([], [])
     assert len(history.train_losses) == len(history.val_losses) == 1

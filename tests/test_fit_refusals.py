@@ -397,7 +397,7 @@ def test_an_unknown_field_of_a_config_is_refused_with_the_nearest_known_one():
         ({"scheduler": object()}, "scheduler must be one of"),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR},
-            r"is the class StepLR, which wants more .* lambda optimizer: StepLR\(optimizer",
+            r"is the class StepLR, which wants more .* lambda optimizer, total_steps: StepLR\(optimizer",
         ),
         ({"callbacks": [print]}, "callbacks must be instances of"),
         ({"device": "warp"}, "device must be"),

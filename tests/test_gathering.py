@@ -116,7 +116,7 @@ def fit_all() -> dict[str, Any]:
             history = trainer.fit(
                 *data, epochs=2, effective_batch_size=effective, accumulation_steps=steps, shuffle=False, verbose=False
             )
-            evaluation = list(trainer.evaluate(*data, batch_size=6))
+            evaluation = [*dict(trainer.evaluate(*data, batch_size=6)).values()]
             found[f"{name}, {rows} rows, {steps}"] = outcome(trainer, history) | {"evaluation": evaluation}
     return found
 

@@ -257,7 +257,7 @@ def test_a_function_may_return_a_sum_and_its_weight():
         ([torchmetrics.F1Score], r"got the class F1Score: give an object"),
         ([3], "metrics takes names, functions .* got 3"),
         (["f1", "f1"], "two named 'f1'"),
-        ({"accuracy": confidence}, "two named 'accuracy'"),
+        ({"loss": confidence}, "'loss' needs another name"),
     ],
 )
 def test_what_is_no_metric_is_refused_by_the_trainer(metrics, words):

@@ -24,11 +24,12 @@ from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_classes
+from cyxtrain.training.find_accuracy import find_accuracy
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.memory import is_full, memory_explained
 from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.modes import put_into_training
-from cyxtrain.training.named_metrics import make_metrics
+from cyxtrain.training.named_metrics import ACCURACY, make_metrics
 from cyxtrain.training.untouched import untouched
 from cyxtrain.training.weight_check import ROWS, WeightCheck, warning_of
 
@@ -87,7 +88,7 @@ class DryRun:
             output, value = self._forward(source, batch)
             with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
-            measures = self._measuring(output, batch)
+            measures = self._measuring(output, batch, value)
             with torch.no_grad(), gathering_alone():
                 self._put_into_evaluation()
                 self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
@@ -101,8 +102,8 @@ class DryRun:
             self._put_into_evaluation()
             with gathering_alone():
                 warning_of(check.find_items)
-            output, _ = self._forward(source, batch)
-            return self._measuring(output, batch)
+            output, value = self._forward(source, batch)
+            return self._measuring(output, batch, value)
 
     def predict(self, source: Source) -> None:
         """Tries a prediction for a source's first rows. Raises as `train`."""
@@ -181,7 +182,11 @@ class DryRun:
             if _REENTRANT not in str(error):
                 raise
 
-    def _measuring(self, output: Any, batch: Batch) -> Metrics:
+    def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
+        own = self._metrics.get(ACCURACY)
+        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
+            asked = own is not None
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.targets, value.detach(), asked=asked)
         if self._loss.function is None:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph

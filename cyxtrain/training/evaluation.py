@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -18,21 +19,24 @@ from cyxtrain.training.step import EvaluationStep
 class Evaluation:
     """Metrics over all rows, the same on every rank: `loss, accuracy = ...`, `.loss`, `["accuracy"]`, `dict(...)`.
 
+    It unpacks as loss, accuracy, then the other metrics. A regression has no accuracy: it unpacks as loss, then its
+    metrics; without any, as loss and None.
+
     Args:
-        metrics: By name, "loss" first, then "accuracy" (NaN where targets are no classes), then the trainer's own.
+        metrics: By name.
     """
 
     def __init__(self, **metrics: float) -> None:
         self._metrics = metrics
 
     def __iter__(self) -> Iterator[float]:
-        return iter(self._metrics.values())
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return len(self._values)
 
     def __getitem__(self, key: str | int) -> float:
-        return self._metrics[key] if isinstance(key, str) else list(self._metrics.values())[key]
+        return self._metrics[key] if isinstance(key, str) else self._values[key]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Evaluation):
@@ -40,6 +44,10 @@ class Evaluation:
         return list(self) == list(other) if isinstance(other, (tuple, list)) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def _values(self) -> list[Any]:
+        return [*self._metrics.values()] if len(self._metrics) > 1 else [self.loss, None]
 
     def keys(self) -> list[str]:
         """Returns the names of the metrics."""
@@ -51,9 +59,9 @@ class Evaluation:
         return self._metrics["loss"]
 
     @property
-    def accuracy(self) -> float:
-        """The share of rows with the right class; NaN where targets are no classes."""
-        return self._metrics["accuracy"]
+    def accuracy(self) -> float | None:
+        """The share of rows with the right class; NaN where none counted, None where targets are not classes."""
+        return self._metrics.get("accuracy")
 
     def __repr__(self) -> str:
         return f"Evaluation({', '.join(f'{name}={value:.6g}' for name, value in self._metrics.items())})"

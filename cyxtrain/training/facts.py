@@ -35,7 +35,7 @@ def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
         trained: The model, and what is trained with it.
         loss: Its constants, such as class weights, are compared: they stay each rank's own.
     """
-    facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning}
+    facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning, "accuracy": str(loss.accuracy)}
     for name, parameter in trained.named_parameters():
         facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
     for name, buffer in trained.named_buffers():

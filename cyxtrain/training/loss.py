@@ -25,6 +25,7 @@ from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import GatherCall
 from cyxtrain.settings import is_number, require, unknown_name
+from cyxtrain.training.accuracy import Accuracy, ignored_class, labels_in
 from cyxtrain.training.items import ItemRule
 from cyxtrain.training.own_loss import NO_LOSS, models_own
 
@@ -140,6 +141,8 @@ class Loss:
         self._of_each: nn.Module | Callable[..., Any] | None = None
         self.ignored: int | None = None
         """The class number that does not count, where the data have it."""
+        self.accuracy: Accuracy | None = None
+        """What accuracy is; None: targets are not classes. The dry run finds it."""
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
         self._name_parts()
@@ -266,6 +269,8 @@ class Loss:
         self._name_parts()
         if rows_have_weights and not self.by_output:
             self._weigh_rows()
+        if not self.by_output:
+            self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
         if (
             not isinstance(targets, Tensor)
             or not self.is_known
@@ -274,8 +279,6 @@ class Loss:
             return
         if targets.is_floating_point() or targets.is_complex():
             return  # probabilities: every row counts
-        may_ignore = not are_all or bool(targets.eq(function.ignore_index).any())
-        self.ignored = function.ignore_index if may_ignore else None
         if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
             self.weighting = Weighting.TERMS
             # Its own mean over a part with no valid target is 0 / 0: the sum is taken instead, the weight beside it.

@@ -5,6 +5,7 @@ A name is the metric as scikit-learn calculates it: several classes are averaged
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -21,7 +22,8 @@ from cyxtrain.training.metrics import LibraryMetric, MeanMetric, Metric, Metrics
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
 _INSTALL = "install torchmetrics, as in pip install 'cyxtrain[metrics]'"
-_BUILT_IN = ("loss", "accuracy", "acc")
+ACCURACY = "accuracy"
+_BUILT_IN = ("loss", ACCURACY, "acc")
 
 
 Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -89,13 +91,28 @@ def named(metrics: Any) -> dict[str, Any]:
             )
         if isinstance(each, str) and each not in _KNOWN and each not in _BUILT_IN and not _TOP.match(each):
             raise unknown_name("cyxtrain", each, _KNOWN, "metric")
-        if name.startswith("val_"):
-            raise ConfigError(f"the metric {name!r} needs another name: val_ is what validation puts before each.")
-        if name in found or (name in _BUILT_IN and not isinstance(each, str)):
+        if isinstance(each, str) and each in _BUILT_IN:  # torchmetrics' objects compare as equal to anything
+            if each == "loss":
+                continue
+            name, each = ACCURACY, ACCURACY
+        elif not isinstance(metrics, Mapping) and not isinstance(each, str) and not _is_library(each):
+            name = _free_name(name, found)
+        if name.startswith("val_") or name == "loss":
+            raise ConfigError(f"the metric {name!r} needs another name: the history has its own numbers under it.")
+        if name in found:
             raise ConfigError(f"metrics has two named {name!r}: give them names, as in metrics={{'mine': ...}}.")
         found[name] = each
-    # torchmetrics' objects compare as equal to anything.
-    return {name: each for name, each in found.items() if not isinstance(each, str) or each not in _BUILT_IN}
+    return found
+
+
+def _free_name(name: str, found: Mapping[str, Any]) -> str:
+    """Returns what a function is called in the history: its name, or that with what tells it from other numbers."""
+    name = f"metric_{name}" if name == "loss" or name.startswith("val_") else name
+    numbers = itertools.count(2)
+    first = name
+    while name in found:
+        name = f"{first}_{next(numbers)}"
+    return name
 
 
 def _named(metric: Any) -> list[tuple[str, Any]]:
@@ -122,6 +139,7 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
     Raises:
         ConfigError: One does not fit them, or needs torchmetrics, which is not there.
     """
+    given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
     if not given:
         return Metrics()
     task = _task_of(loss, output, target)

@@ -112,7 +112,8 @@ class Run:
     @property
     def measured(self) -> list[str]:
         """Names of what an epoch may have in the history."""
-        names = [*dict.fromkeys(["loss", "accuracy", *self.data.loss.shown, *self.data.metrics.names])]
+        accuracy = [] if self.data.loss.accuracy is None else ["accuracy"]
+        names = [*dict.fromkeys(["loss", *accuracy, *self.data.loss.shown, *self.data.metrics.names])]
         return names + [f"val_{name}" for name in names if self.validation is not None]
 
     @property

@@ -165,7 +165,7 @@ def exact_sums(table: Tensor) -> list[float]:
 
 
 def _measured(sums: list[float], loss: Loss) -> dict[str, float]:
-    """Returns the loss, accuracy (NaN where no target was a class) and the other numbers of a loss by name."""
+    """Returns the loss, accuracy (where targets are classes; NaN where none counted) and a loss's other numbers."""
     total = sums[LOSS] if loss.weighting is Weighting.NOTHING else _quotient(sums[LOSS], sums[WEIGHT])
     shown = {}
     for column, name in enumerate(loss.shown):
@@ -173,7 +173,8 @@ def _measured(sums: list[float], loss: Loss) -> dict[str, float]:
         shown[name] = part if loss.weightings.get(name) is Weighting.NOTHING else _quotient(part, weight)
     if loss.weightings:
         total = loss.combined(shown)
-    return {"loss": total, "accuracy": _quotient(sums[CORRECT], sums[COUNTED]), **shown}
+    accuracy = {} if loss.accuracy is None else {"accuracy": _quotient(sums[CORRECT], sums[COUNTED])}
+    return {"loss": total, **accuracy, **shown}
 
 
 def _quotient(total: float, weight: float) -> float:
@@ -181,26 +182,17 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:
-    """Returns what is right in an output, where targets are classes; else nothing, of nothing.
-
-    Class numbers of shape (n, ...) go with scores of shape (n, classes, ...); binary targets with one output each.
-    """
-    if not isinstance(target, Tensor) or not isinstance(output, Tensor) or not _are_classes(output, target, loss):
+    """Returns what is right in an output, where targets are classes; else nothing, of nothing."""
+    pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
+    if pair is None:
         return Answers(0, 0)
+    scores, classes = pair
     if loss.is_binary:
-        output = output.reshape(target.shape)
-    if output.numel() <= _KEPT_ELEMENTS and len(output) > 0:
-        return Answers(0, target.numel() if loss.ignored is None else 0, output.detach(), target)
-    right, valid = _compare(output, target, loss)
-    return Answers(right.sum(), target.numel() if valid is None else valid.sum())
-
-
-def _are_classes(output: Tensor, target: Tensor, loss: Loss) -> bool:
-    if loss.is_binary:
-        return output.numel() == target.numel()
-    is_class = not target.is_floating_point() and not target.is_complex()
-    has_scores = output.dim() == target.dim() + 1 and output.shape[2:] == target.shape[1:]
-    return is_class and has_scores and output.shape[1] >= 2
+        scores = scores.reshape(classes.shape)
+    if scores.numel() <= _KEPT_ELEMENTS and len(scores) > 0:
+        return Answers(0, classes.numel() if loss.ignored is None else 0, scores.detach(), classes)
+    right, valid = _compare(scores, classes, loss)
+    return Answers(right.sum(), classes.numel() if valid is None else valid.sum())
 
 
 def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:

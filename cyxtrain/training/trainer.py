@@ -72,7 +72,7 @@ class DistributedTrainer:
         metrics: What is measured beside the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
-            objects; or several by name. Accuracy comes by itself where targets are classes.
+            objects; or several by name. Accuracy comes by itself where targets are classes; "accuracy" demands it.
         scheduler: Of the learning rate: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one of
             `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
