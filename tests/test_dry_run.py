@@ -24,6 +24,7 @@ class Changing(nn.Module):
     """Changes in forward and backward whatever a module can."""
 
     cache: Tensor | None
+    of_all = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class Changing(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
+        Changing.of_all += 1
         self.seen.append(inputs)
         self.plain += 1
         self.cache = inputs.detach().clone()
@@ -102,6 +104,7 @@ def state_of(*owners: Any) -> str:
     for owner in owners:
         for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
             said += [f"{name}: {value!r}" for name, value in vars(part).items() if not name.startswith("_")]
+            said += [f"class {name}: {value}" for name, value in vars(type(part)).items() if isinstance(value, int)]
             if isinstance(part, nn.Module):
                 said += [f"{name}: {value!r}" for name, value in (*part._parameters.items(), *part._buffers.items())]
                 said += [str([*part._modules])]

@@ -24,8 +24,8 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 def untouched(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
     """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
 
-    Restored are attributes of the objects and of modules in them (counters, modes), what lists and dictionaries among
-    these hold, trained parameters, buffers, other tensors among the attributes, `.grad`, `requires_grad`, and the
+    Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
+    dictionaries among these hold, trained parameters, buffers, other tensors among the attributes, `.grad`, `requires_grad`, and the
     generators of torch, NumPy and Python. Values are compared: code that writes to `.data` changes no version counter.
 
     Cost: a copy of what is trained, on the CPU, and of the buffers, where they are. Within, no parameter has a `.grad`.
@@ -59,7 +59,10 @@ class _Kept:
         objects = [*modules, *(each for each in plain if not isinstance(each, nn.Module))]
         self._buffers = [BuffersKept(module) for module in held if not any(map(_is_lazy, module.modules()))]
         self._attributes = [(vars(each), dict(vars(each))) for each in objects]
-        values = [value for _, before in self._attributes for value in before.values()]
+        self._classes = [
+            (cls, dict(vars(cls))) for cls in dict.fromkeys(cls for each in objects for cls in _own_classes(each))
+        ]
+        values = [value for _, before in [*self._attributes, *self._classes] for value in before.values()]
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
         found = [*values, *(part for _, container in self._containers for part in _flat(container))]
         self.generators = [each for each in found if isinstance(each, torch.Generator)]
@@ -84,6 +87,10 @@ class _Kept:
             if _marks(now) != _marks(before):
                 now.clear()
                 now.extend(before) if isinstance(now, (list, collections.deque)) else now.update(before)
+        for cls, before in self._classes:
+            for name, value in before.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
         for parameter, requires_grad, gradient in self._parameters:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -93,6 +100,12 @@ class _Kept:
         for tensor, copied in self._copies:
             if tensor.shape == copied.shape and not torch.equal(tensor.detach().cpu(), copied):
                 tensor.data.copy_(copied)
+
+
+def _own_classes(instance: Any) -> Iterator[type]:
+    """Return the classes of an object that a user wrote: `seen = 0` in a class is a counter, too."""
+    libraries = ("builtins", "torch", "cyxtrain")
+    return (cls for cls in type(instance).__mro__ if cls.__module__.partition(".")[0] not in libraries)
 
 
 def _is_lazy(module: nn.Module) -> bool:
