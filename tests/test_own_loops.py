@@ -310,3 +310,18 @@ def test_alone_a_step_in_backward_is_the_users_own_business():
             *make_rows(16), epochs=1, batch_size=8, verbose=False
         )
         assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+@on_ranks(2)
+def test_a_forward_without_a_backward_does_not_blame_the_step_after_it():
+    model = network()
+    ddp = cx.DistributedDataParallel(model)
+    ddp(batch(cx.get_rank()))  # looked at, with gradients enabled
+    with torch.no_grad():
+        model[0].weight.add_(1.0)  # as all ranks do
+    if cx.get_rank() == 0:
+        loss_on(ddp, 0).backward()
+    else:
+        ddp.forward_without_batch()
+        ddp.backward_without_batch()
+    assert_same_on_all_ranks(gradients(model))

@@ -195,6 +195,8 @@ class Reducer:
         self._use(group)
         self._begin()
         self._absent = absent
+        if absent:
+            self._versions = None  # of a forward that was not for this backward
         self._finish(check=absent and not self._allow_unused)
 
     def on_gradient(self, index: int, slot: int) -> None:
