@@ -10,12 +10,14 @@ import pytest
 import pytorch_suite
 from worlds import child_environment
 
+from cyxtrain import torch_compat
+
 NOT_OVER_THE_RING = {
     "test_monitored_barrier_gloo": "PyTorch refuses monitored_barrier of any backend but Gloo",
     "test_monitored_barrier_gloo_rank_0_timeout": "PyTorch refuses monitored_barrier of any backend but Gloo",
     "test_monitored_barrier_gloo_subgroup": "PyTorch refuses monitored_barrier of any backend but Gloo",
 }
-"""The only tests that Gloo passes and the ring may fail; docs/ring.md has the same table."""
+"""The only tests that Gloo passes and the ring fails, up to PyTorch 2.13; docs/ring.md has the same table."""
 
 
 @pytest.fixture(scope="module")
@@ -39,4 +41,5 @@ def test_what_passes_over_gloo_passes_over_the_ring(found):
     over_gloo = [name for name, how in found["gloo"].items() if how == "passed"]
     failed = {name: found["ring"][name] for name in over_gloo if found["ring"][name] != "passed"}
     assert len(over_gloo) > 80
-    assert set(failed) == NOT_OVER_THE_RING.keys(), "\n".join(failed.values())
+    expected = set() if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR else set(NOT_OVER_THE_RING)
+    assert set(failed) == expected, "\n".join(failed.values())
