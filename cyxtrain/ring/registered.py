@@ -40,7 +40,10 @@ class RegisteredGroup(dist.ProcessGroup):
     _group: Group
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        super().__init__(store, rank, world_size)
+        # Not the store itself: C++ keeps what it is given for as long as anybody holds this group, and rank 0's port with
+        # it. `get_group_store` returns the store until the group is left.
+        del store
+        super().__init__(dist.HashStore(), rank, world_size)
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
         """Registers the backend for types of device."""
