@@ -283,3 +283,31 @@ def test_only_rank_0_warns():
     first, second = everywhere(2, fit_lambda)
     assert len(first) == 1
     assert second == []
+
+
+def amp_steps() -> list[Any]:
+    """Returns what two steps of two micro-batches come to, of rows that do not count alike."""
+    words, labels = make_texts()
+    model = Causal().float()
+    optimizer = functools.partial(torch.optim.SGD, lr=0.3)
+    amp = cx.DistributedAMPTrainer(model, accumulation_steps=2, optimizer=optimizer)
+    rank, world_size = cx.get_rank(), cx.get_world_size()
+    for first in (0, 4, 8, 12):
+        own = slice(first + rank, first + 4, world_size)
+        amp.training_step({"input_ids": words[own], "labels": labels[own]})
+    return [flat(model.parameters()), amp.step]
+
+
+def test_the_loop_in_16_bits_weighs_by_what_a_model_counts():
+    (one, steps), *_ = everywhere(1, amp_steps)
+    assert steps == 2
+    for parameters, _ in everywhere(2, amp_steps):
+        np.testing.assert_allclose(parameters, one, rtol=0, atol=2e-4)
+    model, (words, labels) = Causal().float(), make_texts()
+    for rows in (slice(0, 8), slice(8, 16)):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model.loss(words[rows], labels[rows], None)
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 0.3).step()
+    np.testing.assert_allclose(one, flat(model.parameters()), rtol=0, atol=2e-4)

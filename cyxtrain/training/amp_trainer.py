@@ -27,8 +27,8 @@ from cyxtrain.data.batches import Batch
 from cyxtrain.data.batching import as_batch, check_parts
 from cyxtrain.data.rows import Rows
 from cyxtrain.data.tree import num_rows
-from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened
-from cyxtrain.parallel import DistributedDataParallel, unwrap
+from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened, warn
+from cyxtrain.parallel import DistributedDataParallel, gathering_alone, unwrap
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.settings import is_number, require, require_integer
 from cyxtrain.training.agreement import agree_on, telling
@@ -36,6 +36,7 @@ from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_model, check_optimizer, check_precision
 from cyxtrain.training.facts import model_facts, optimizer_facts
+from cyxtrain.training.items import rule_named
 from cyxtrain.training.loss import Loss, Weighting
 from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
@@ -45,6 +46,8 @@ from cyxtrain.training.rates import Rates
 from cyxtrain.training.saving.checkpoint import write_checkpoint
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import trained_with
+from cyxtrain.training.untouched import untouched
+from cyxtrain.training.weight_check import WeightCheck, warning_of
 
 _PRECISION = "fp16"
 _LEARNING_RATE = 1e-3
@@ -250,11 +253,28 @@ class DistributedAMPTrainer:
         self._loss.look_at(rows.targets, are_all=False, rows_have_weights=rows.weights is not None)
         self._call = ModelCall(self.model, precision, rows.inputs, rows.targets, self._loss)
         self._example = rows.mapped(lambda tensor: tensor[:0])
+        if num_rows(rows.inputs) and self._loss.function is None:
+            self._check_weights(Batch(0, *self._placement.place(rows)))
+        own = "" if self._loss.items is None or not self._loss.obeys_items else self._loss.items.name
+        known = next(filter(None, runtime.gather_texts(own)), "")  # a rank may have nothing to count in its first batch
+        if known:
+            self._loss.obey_items(rule_named(known, Batch(0, *self._example)))
         # In 16 bits the mean over a micro-batch has the size that it has elsewhere; its sum would overflow early. One
         # number for all ranks and calls, so that gradients can be added.
         unit = torch.tensor([max(float(num_rows(rows.inputs)), 1.0)], dtype=torch.float64, device="cpu")
         dist.broadcast(unit, 0, group=runtime.cpu_group())
         self._unit = unit.item()
+
+    def _check_weights(self, batch: Batch) -> None:
+        """Finds out what the model counts, and warns if nobody knows; it leaves no trace."""
+        assert self._call is not None
+        check = WeightCheck(self.model, self._loss, self._call, batch)
+        with untouched([self.model, *self._loss.functions], self._placement.device), torch.no_grad(), gathering_alone():
+            for module in (self.model, *self._loss.modules):
+                module.eval()
+            self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+        if self._loss.warning and self.is_main_process:
+            warn(self._loss.warning)
 
     def _take_part(self, *, is_last: bool) -> float:
         """Does what the other ranks wait for, without a row."""

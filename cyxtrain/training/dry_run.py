@@ -78,7 +78,7 @@ class DryRun:
         batch = self._placed(rows)
         if batch.rows == 0:
             return self.evaluate(source)
-        few = batch if batch.rows > 1 else self._placed(source.first(ROWS))
+        few = batch if batch.rows >= ROWS else self._placed(source.first(ROWS))
         check = WeightCheck(self._model, self._loss, self._call, few)
         with self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)

@@ -66,14 +66,23 @@ def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | Non
         batches: Some rows of the data.
         counts: What the model has counted in each.
     """
+    fits = (rule for rule in _rules(batches[0]) if [rule.count(batch) for batch in batches] == list(counts))
+    return next(fits, None)
+
+
+def rule_named(name: str, batch: Batch) -> ItemRule:
+    """Returns the rule of this name, which another rank has found, for batches of the form of this one."""
+    return next(rule for rule in _rules(batch) if rule.name == name)
+
+
+def _rules(batch: Batch) -> list[ItemRule]:
     rules = [
         _of_labels(name, ignored, first)
         for ignored in (*_IGNORED, None)
-        for name, labels in _labels(batches[0])
+        for name, labels in _labels(batch)
         for first in ((1, 0) if labels.dim() > 1 else (0,))
     ]
-    fits = (rule for rule in [*rules, _rows()] if [rule.count(batch) for batch in batches] == list(counts))
-    return next(fits, None)
+    return [*rules, _rows()]
 
 
 def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:

@@ -87,6 +87,7 @@ class TrainingStep:
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings and not loss.obeys_items
         self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
+        self._kinds = [kind for _, kind, _ in loss.added(loss.nothing())]
         self._device = device
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device, loss, metrics)
@@ -260,14 +261,13 @@ class TrainingStep:
             weights: What this rank has counted of each.
             share: Of this rank.
         """
-        kinds = [weighting for _, weighting, _ in self._loss.added(self._loss.nothing())]
-        ask = [kind is Weighting.TERMS and not self._weighs_at_end for kind in kinds]
-        asked = [weight for weight, asks in zip(weights, ask, strict=True) if asks]
-        joined = iter(self._sum_over_ranks(asked, self._clock.backward) if asked else ())
-        return [
-            next(joined) if asks else 1.0 if kind is Weighting.NOTHING else share.joined_rows
-            for kind, asks in zip(kinds, ask, strict=True)
-        ]
+        divisors = [1.0 if kind is Weighting.NOTHING else share.joined_rows for kind in self._kinds]
+        if self._loss.counts_terms and not self._weighs_at_end:
+            places = [place for place, kind in enumerate(self._kinds) if kind is Weighting.TERMS]
+            joined = self._sum_over_ranks([weights[place] for place in places], self._clock.backward)
+            for place, weight in zip(places, joined, strict=True):
+                divisors[place] = weight
+        return divisors
 
     def _counted_first(self, share: Share) -> tuple[int | None, Sequence[float] | None]:
         """Returns (items, divisors) of a step, if they are asked for before its first forward."""
@@ -285,10 +285,7 @@ class TrainingStep:
 
         Of several losses, each is divided by a weight of its own, which must be known before the first backward.
         """
-        added = self._loss.added(self._loss.nothing())
-        weights = [0.0] * len(added)
-        if len(share) == 0 or len(added) == 0:
-            return weights
+        weights = [0.0] * len(self._kinds)
         with torch.no_grad(), generators_kept(self._device), gathering_alone():
             for batch in share:
                 loss = self._loss(self._call(self._ddp.forward, batch), batch)
