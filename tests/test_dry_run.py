@@ -50,7 +50,7 @@ class Changing(nn.Module):
         Changing.of_all += 1
         self.seen.append(inputs)
         self.plain += 1
-        self.cache = inputs.detach().clone()
+        self.cache = inputs.detach().sum(0)
         self.lazy = nn.Identity()
         random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=self.generator)
         inputs.mul_(2)
