@@ -48,16 +48,25 @@ class DryRun:
         call: How the model is called.
         placement: Of batches.
         metrics: What is to be measured, by name.
+        is_of_fit: Whether a fit is tried, and not a single evaluation or prediction: then parameters are restored too.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, call: ModelCall, placement: Placement, metrics: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        loss: Loss,
+        call: ModelCall,
+        placement: Placement,
+        metrics: Mapping[str, Any],
+        *,
+        is_of_fit: bool,
     ) -> None:
         self._model = model
         self._loss = loss
         self._call = call
         self._placement = placement
         self._metrics = metrics
+        self._is_of_fit = is_of_fit
 
     def train(self, source: Source, rows: Rows) -> Metrics:
         """Tries a step of training: forward, loss and backward, in training mode.
@@ -196,7 +205,8 @@ class DryRun:
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
         owners = [self._model, *self._loss.functions, *self._metrics.values()]
-        with untouched(owners, self._placement.device), memory_explained(), gathering_alone() as self._loss.gathers:
+        kept = untouched(owners, self._placement.device, copies=self._is_of_fit)
+        with kept, memory_explained(), gathering_alone() as self._loss.gathers:
             yield
 
 

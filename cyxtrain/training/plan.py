@@ -362,7 +362,8 @@ def plan_rows(
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    rows = _tried(source, batch_size, config, model, loss_fn, device, metrics, predicting=predicting)
+    given = (config, model, loss_fn, device, metrics)
+    rows = _tried(source, batch_size, *given, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
         **source.facts("the given"),
@@ -396,6 +397,7 @@ def _tried(
     *,
     predicting: bool = False,
     trains_on: Rows | None = None,
+    is_of_fit: bool = True,
 ) -> TriedRows:
     """Returns rows that the model and the loss have been tried on; `trains_on`: a micro-batch of training."""
     loss = Loss(loss_fn)
@@ -405,7 +407,7 @@ def _tried(
     loss.look_at(targets, are_all=source.is_whole, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
-    dry_run, measures = DryRun(model, loss, call, placement, metrics), Metrics()
+    dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
     if predicting:
         dry_run.predict(source)
     else:

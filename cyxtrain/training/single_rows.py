@@ -55,7 +55,7 @@ def _fails_on_one_row(model: nn.Module, data: TriedRows) -> bool:
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
     if not norms or any(isinstance(module, nn.SyncBatchNorm) for module in norms):
         return False
-    with untouched([model], data.placement.device), torch.no_grad():
+    with untouched([model], data.placement.device, copies=True), torch.no_grad():
         put_into_training(model)
         try:
             data.call(model, Batch(0, *data.placement.place(data.source.first(1))))

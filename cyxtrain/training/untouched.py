@@ -21,20 +21,22 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 
 
 @contextlib.contextmanager
-def untouched(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
+def untouched(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
     """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
 
     Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
-    dictionaries among these hold, trained parameters, buffers, other tensors among the attributes, `.grad`, `requires_grad`, and the
-    generators of torch, NumPy and Python. Values are compared: code that writes to `.data` changes no version counter.
+    dictionaries among these hold, buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and Python;
+    with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that writes
+    to `.data` changes no version counter. Within, no parameter has a `.grad`.
 
-    Cost: a copy of what is trained, on the CPU, and of the buffers, where they are. Within, no parameter has a `.grad`.
+    Cost: a copy of the buffers, where they are; with `copies` also one of what is trained, on the CPU.
 
     Args:
         owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
         device: Whose generator is kept, beside the CPU's.
+        copies: Whether parameters are copied; each prediction for a few rows would take the time of that.
     """
-    kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners])
+    kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners], copies=copies)
     with generators_kept(device, kept.generators):
         try:
             yield
@@ -47,9 +49,10 @@ class _Kept:
 
     Args:
         owners: The objects.
+        copies: As `untouched`.
     """
 
-    def __init__(self, owners: Iterable[Any]) -> None:
+    def __init__(self, owners: Iterable[Any], *, copies: bool) -> None:
         plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
         held = [each for owner in plain for each in (owner, *vars(owner).values()) if isinstance(each, nn.Module)]
         # What a lazy module makes in its first forward stays, as it does wherever else it runs first.
@@ -72,13 +75,11 @@ class _Kept:
         ]
         for parameter, _, _ in self._parameters:
             parameter.grad = None
-        others = {id(buffer) for module in modules for buffer in torch_compat.own_buffers(module).values()} | _frozen(
-            modules
-        )
+        others = _frozen(modules) | {id(each) for module in modules for each in module.buffers(recurse=False)}
         self._copies = [
             (tensor, tensor.detach().to("cpu", copy=True))
             for number, tensor in tensors.items()
-            if number not in others and tensor.layout is torch.strided
+            if copies and number not in others and tensor.layout is torch.strided
         ]
 
     def restore(self) -> None:
