@@ -73,7 +73,12 @@ class DistributedDataParallel(nn.Module):
             self._reducer = Reducer(model, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Calls the module with what it is given, and prepares backward to average gradients."""
+        """Calls the module with what it is given, and prepares backward to average gradients.
+
+        Raises:
+            ConfigError: The world has another size than the one in which the model was wrapped, or ranks have changed
+                the module in different ways.
+        """
         if dist.is_initialized() and self._world_size != dist.get_world_size():
             raise ConfigError(
                 f"the model was wrapped in a world of {counted(self._world_size, 'rank')}, and this is one of "
@@ -92,7 +97,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def expect_rows(self, rows: int) -> None:
-        """Set how many rows the next forward has; without, they are those of the first tensor that it is given."""
+        """Set how many `rows` the next forward has; without, they are those of the first tensor that it is given."""
         self._latest.expected_rows = rows
 
     def _count_rows(self, given: Tensor | None) -> None:
