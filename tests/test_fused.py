@@ -138,3 +138,44 @@ def test_16_bits_on_cpus_are_not_fused():
         with pytest.raises(cx.ConfigError, match=r"fused_optimizer=True: .* on CPUs PyTorch's kernel is wrong there"):
             can_fuse(optimizer, True)
     assert can_fuse(torch.optim.SGD(nn.Linear(4, 3).double().parameters(), 0.1), "auto")
+
+
+class OwnNorm(nn.Module):
+    """As a user's own RMSNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.scale
+
+
+def test_adamw_by_name_decays_neither_norms_nor_biases_and_the_header_says_so(capsys):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), OwnNorm(), nn.Linear(8, 3))
+
+    def fit(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+        trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
+        trainer.fit(*make_rows(20), epochs=1)
+        return trainer.optimizer
+
+    words = "AdamW, by PyTorch's fused kernel, no weight decay on norms and biases"
+    with one_process():
+        for name in ("adamw", "AdamW"):
+            model = make()
+            decayed, spared = fit(model, name).param_groups
+            assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+            assert {id(each) for each in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
+            assert len(spared["params"]) == 5
+            assert words in " ".join(capsys.readouterr().out.split())
+        assert len(fit(make(), torch.optim.AdamW).param_groups) == 1  # as its user gives it
+        assert len(fit(make(), "adam").param_groups) == 1
+        assert "no weight decay" not in capsys.readouterr().out
+    values = {
+        "model": {"name": "mlp", "inputs": 64, "outputs": 10},
+        "data": "digits",
+        "optimizer": {"name": "adamw", "weight_decay": 0.1},
+    }
+    groups = cx.Experiment(values).trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]

@@ -28,7 +28,7 @@ from cyxtrain.training.evaluation import Evaluation
 from cyxtrain.training.fit_schedules import SCHEDULERS
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import LOSSES
-from cyxtrain.training.optimizers import OPTIMIZERS
+from cyxtrain.training.optimizers import OPTIMIZERS, parameters_for
 from cyxtrain.training.saving.checkpoint import read_checkpoint
 from cyxtrain.training.schedules import wants_total_steps
 from cyxtrain.training.trainer import DistributedTrainer
@@ -235,7 +235,8 @@ def _as_tensor(value: Any) -> Any:
 def _optimizer(values: Mapping[str, Any], names: Names, model: nn.Module) -> torch.optim.Optimizer:
     name, settings = section_of(values, "optimizer", default="adam")
     maker = names.find("optimizer", name, OPTIMIZERS, torch.optim, torch.optim.Optimizer)
-    optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, model.parameters())
+    parameters = parameters_for(name, model)
+    optimizer: torch.optim.Optimizer = make(f"the optimizer '{name}'", maker, settings, parameters)
     return optimizer
 
 

@@ -18,6 +18,7 @@ from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.modes import explain_modes
+from cyxtrain.training.optimizers import spares_norms_and_biases
 from cyxtrain.training.plan import Run
 from cyxtrain.training.saving.checkpoint import library_versions
 from cyxtrain.training.state import TrainingState
@@ -57,7 +58,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
-        ("optimizer", type(rates.optimizer).__name__ + (", by PyTorch's fused kernel" if run.fuses else "")),
+        ("optimizer", _optimizer(state, run)),
         *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
     ]
     besides = _count(state.trained) - _count(model)
@@ -68,6 +69,14 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     if loss.is_assumed_mean:
         facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
     return facts
+
+
+def _optimizer(state: TrainingState, run: Run) -> str:
+    spares = spares_norms_and_biases(state.optimizer, state.trained)
+    words = [type(state.optimizer).__name__]
+    words += ["by PyTorch's fused kernel"] if run.fuses else []
+    words += ["no weight decay on norms and biases"] if spares else []
+    return ", ".join(words)
 
 
 def _world(num_processes: int | str | None) -> str:

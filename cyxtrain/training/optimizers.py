@@ -25,12 +25,48 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 """By name, with Keras's learning rates."""
 
 
+def parameters_for(name: str, model: nn.Module) -> Any:
+    """Returns a model's parameters as an optimizer takes them that is given by name.
+
+    For AdamW in two groups: weight decay would draw the scales of norms, and biases, to zero for no good.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); the exceptions are those of BERT.
+    """
+    without = _norms_and_biases(model)
+    if name.lower() != "adamw" or not without:
+        return model.parameters()
+    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
+    exempt = {
+        "params": [parameter for parameter in model.parameters() if id(parameter) in without],
+        "weight_decay": 0.0,
+    }
+    return [{"params": with_decay}, exempt] if with_decay else [exempt]
+
+
+def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Returns whether an optimizer decays the weights of a model, but for norms and biases."""
+    decays = {bool(group.get("weight_decay")): set[int]() for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
+        decays[bool(group.get("weight_decay"))] |= {id(parameter) for parameter in group["params"]}
+    return len(decays) == 2 and decays[False] == _norms_and_biases(model)
+
+
+def _norms_and_biases(model: nn.Module) -> set[int]:
+    """Returns the ids of parameters that are called biases, and of those of norms, also of a user's own classes."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "bias" in name or "norm" in type(module).__name__.lower()
+    }
+
+
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
     """Returns an optimizer of the model's parameters.
 
     Args:
         optimizer: One that is built, a function of the parameters such as `torch.optim.Adam`, or a name
-            ("adam", "adamw", "sgd", "rmsprop", "adagrad") with Keras's learning rates.
+            ("adam", "adamw", "sgd", "rmsprop", "adagrad") with Keras's learning rates; "adamw" does not decay norms and
+            biases.
         model: The model, not wrapped.
 
     Raises:
@@ -41,7 +77,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
             raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
-        return OPTIMIZERS[optimizer.lower()](model.parameters())
+        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, nn.Module):
