@@ -40,8 +40,8 @@ class RegisteredGroup(dist.ProcessGroup):
     _group: Group
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        # Not the store itself: C++ keeps what it is given for as long as anybody holds this group, and rank 0's port with
-        # it. `get_group_store` returns the store until the group is left.
+        # Not the store itself: C++ keeps what it is given for as long as anybody holds this group, and with it the port
+        # of rank 0. `get_group_store` returns the store until the group is left.
         del store
         super().__init__(dist.HashStore(), rank, world_size)
 
