@@ -33,7 +33,7 @@ class Changing(nn.Module):
             self.words = nn.Embedding(4, 3, max_norm=0.1).requires_grad_(False)
         self.register_buffer("cache", None, persistent=False)
         self.plain, self.calls, self.seen = torch.zeros(2), 0, [torch.ones(1)]
-        self.generator = torch.Generator()
+        self.generator, self.numbers, self.dice = torch.Generator(), np.random.default_rng(0), random.Random(0)
         self.hooked = 0
         self.body.weight.register_hook(self._step)
         self.body.bias.register_post_accumulate_grad_hook(self._bias_step)
@@ -53,6 +53,7 @@ class Changing(nn.Module):
         self.cache = inputs.detach().sum(0)
         self.lazy = nn.Identity()
         random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=self.generator)
+        self.numbers.random(), self.dice.random()
         inputs.mul_(2)
         self.body.bias.data.mul_(0.5)
         return self.norm(self.body(inputs)) + self.words(torch.zeros(1, dtype=torch.int64))
@@ -110,6 +111,9 @@ def state_of(*owners: Any) -> str:
                 said += [str([*part._modules])]
                 generators = [value for value in vars(part).values() if isinstance(value, torch.Generator)]
                 said += [str(generator.get_state().sum()) for generator in generators]
+                others = [vars(part).get("numbers"), vars(part).get("dice")]
+                said += [repr(each.bit_generator.state) for each in others if isinstance(each, np.random.Generator)]
+                said += [repr(each.getstate()) for each in others if isinstance(each, random.Random)]
     return "\n".join([*said, repr(random.getstate()), repr(np.random.get_state()), repr(torch.get_rng_state().sum())])
 
 

@@ -6,10 +6,12 @@ import collections
 import contextlib
 import copy
 import itertools
+import random
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -69,6 +71,9 @@ class _Kept:
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
         found = [*values, *(part for _, container in self._containers for part in _flat(container))]
         self.generators = [each for each in found if isinstance(each, torch.Generator)]
+        numpys = [each.bit_generator for each in found if isinstance(each, np.random.Generator)]
+        self._numpys = [(each, copy.deepcopy(each.state)) for each in numpys]
+        self._pythons = [(each, each.getstate()) for each in found if isinstance(each, random.Random)]
         tensors = {id(each): each for each in found if isinstance(each, Tensor)}
         self._parameters = [
             (each, each.requires_grad, each.grad) for each in tensors.values() if isinstance(each, nn.Parameter)
@@ -96,6 +101,10 @@ class _Kept:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
+        for numbers, state in self._numpys:
+            numbers.state = state
+        for generator, before in self._pythons:
+            generator.setstate(before)
         for buffers in self._buffers:
             buffers.bring_back()
         for tensor, copied in self._copies:
