@@ -269,7 +269,8 @@ class DistributedAMPTrainer:
         """Finds out what the model counts, and warns if nobody knows; it leaves no trace."""
         assert self._call is not None
         check = WeightCheck(self.model, self._loss, self._call, batch)
-        with untouched([self.model, *self._loss.functions], self._placement.device), torch.no_grad(), gathering_alone():
+        owners = [self.model, *self._loss.functions]
+        with untouched(owners, self._placement.device, copies=True), torch.no_grad(), gathering_alone():
             for module in (self.model, *self._loss.modules):
                 module.eval()
             self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
