@@ -23,34 +23,37 @@ _MESSAGE_BYTES = 25 << 20
 def share_tensors(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None) -> None:
     """Make tensors equal on all ranks, in place; those that are equal already stay as they are. All ranks call it.
 
-    Cost: an all_gather of 8 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
+    Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
 
     Args:
         tensors: In the same order on every rank; of any layout and type.
         names: Returns the name of each, for messages.
         rows: None: all take rank 0's. Else rows that this rank has processed since the last call: floating-point
             tensors become the mean over ranks, weighted by them (rank 0's where no rank has any); others rank 0's.
+            So does what has another number of elements on another rank, such as a cache of the last batch.
 
     Raises:
         ConfigError: A tensor differs that cannot be sent, such as a quantised one; on every rank, with its name.
     """
     if not tensors:
         return
-    own = torch.tensor([rows or 0, *map(fingerprint, tensors)], device="cpu")
+    sizes = [tensor.numel() for tensor in tensors]
+    own = torch.tensor([rows or 0, *map(fingerprint, tensors), *sizes], device="cpu")
     group = runtime.cpu_group()
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group)
     found = torch.stack(everyone)
-    differing = (found != found[0]).any(0)[1:].nonzero().flatten().tolist()
+    unequal = (found != found[0]).any(0)[1:].view(2, -1)
+    differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
     total = 0 if rows is None else int(found[:, 0].sum())
-    plain = [tensors[number] for number in differing if is_plain(tensors[number])]
+    plain = [tensors[number] for number in differing if is_plain(tensors[number]) and not resized[number]]
     averaged = [tensor for tensor in plain if total and _is_float(tensor)]
     sent = [tensor for tensor in plain if not (total and _is_float(tensor))]
     for batch in _batches(averaged, lambda tensor: tensor.device):
         _average(batch, (rows or 0) / total)
     for batch in _batches(sent, lambda tensor: (tensor.dtype, tensor.device)):
         _broadcast(batch)
-    others = [number for number in differing if not is_plain(tensors[number])]
+    others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
     for number in others:
         if parts_of(tensors[number]) is None:
             raise on_all_ranks(_cannot_send(names()[number], tensors[number]))
@@ -93,7 +96,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
-    """Send rank 0's sparse tensors: the shapes of their parts first, which may be others than here."""
+    """Send rank 0's tensors: the shapes of their parts first, which may be others than here."""
     own = [[list(part.shape) for part in parts_of(tensor) or ()] for tensor in tensors]
     shapes = json.loads(runtime.gather_texts(json.dumps(own))[0])
     is_first = dist.get_rank(group) == 0
@@ -104,7 +107,7 @@ def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
         for part in parts:
             dist.broadcast(part, 0)
         if not is_first:
-            write(tensor, rebuilt(tensor.layout, tensor.shape, parts))
+            write(tensor, parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts))
 
 
 def _batches(tensors: Sequence[Tensor], kind: Callable[[Tensor], object]) -> Iterator[list[Tensor]]:

@@ -123,7 +123,8 @@ def write(tensor: Tensor, new: Tensor) -> None:
 
     Args:
         tensor: Of any form but a quantised, nested or meta one.
-        new: Of the same shape, type and layout; where elements share memory, theirs are the same number.
+        new: Of the same type and layout; where elements share memory, theirs are the same number. A plain tensor takes
+            over another shape, too.
     """
     if not is_plain(tensor):
         new = new.to(tensor.device)
@@ -134,7 +135,10 @@ def write(tensor: Tensor, new: Tensor) -> None:
         return
     with torch.inference_mode(tensor.is_inference()):  # what was made in this mode can be written to there alone
         # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
-        _write_elements(tensor.data, new)
+        if tensor.shape == new.shape:
+            _write_elements(tensor.data, new)
+        else:
+            tensor.data = new.to(tensor.device, copy=True)
 
 
 def _write_elements(target: Tensor, new: Tensor) -> None:
