@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,7 +55,13 @@ def test_core_of_the_suite(version, pytestconfig, tmp_path, monkeypatch, capsys)
     tests = [TESTS / f"test_{name}.py" for name in CORE]
     if version in (torch_compat.TESTED_VERSIONS[0], torch_compat.TESTED_VERSIONS[-1]):
         tests += [*sorted(TESTS.glob("test_ring_*.py")), *(TESTS / f"test_{name}.py" for name in OF_THE_ENDS)]
-    output = run(python, *PYTEST, *tests, seconds=6000, folder=tmp_path)
+    try:
+        output = run(python, *PYTEST, *tests, seconds=6000, folder=tmp_path)
+    except subprocess.CalledProcessError as error:
+        output = error.output
+    last = output.strip().splitlines()[-1]
     with capsys.disabled():
-        print(f"\nPyTorch {found.strip()}: {output.strip().splitlines()[-1]}")
-    assert " passed" in output
+        print(f"\nPyTorch {found.strip()}: {last}")
+    assert " passed" in last, output[-10_000:]
+    assert "failed" not in last, output[-10_000:]
+    assert "error" not in last, output[-10_000:]
