@@ -253,7 +253,8 @@ def test_others_hear_of_an_error_before_a_slow_disk_is_done(tmp_path):
 def follow(values: list[float], **arguments: Any) -> tuple[int | None, int]:
     """Returns (the epoch after which it stops, or None; the best one), both from 0."""
     callback = EarlyStopping("loss", **arguments)
-    trainer: Any = types.SimpleNamespace(stop_training=False, model=nn.Linear(1, 1))
+    model = nn.Linear(1, 1)
+    trainer: Any = types.SimpleNamespace(stop_training=False, model=model, _state=types.SimpleNamespace(trained=model))
     callback.set_trainer(trainer)
     callback.on_train_begin()
     for epoch, value in enumerate(values):
