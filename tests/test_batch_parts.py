@@ -107,6 +107,7 @@ class Files(Dataset):
         x, y, path = self.inputs[row], self.targets[row], f"{row}.png"
         forms = {"plain": (x, y), "tuple": (x, y, path), "nested": ((x, path), y), "fields": Pair(x, y)}
         named = {"rows": x, "path": path, "labels": y}
+        forms["ids"] = {"rows": x, "id": row, "labels": y}
         return {**forms, "dict": named, "fields of texts": Labelled(x, y)}[self.form]
 
 
@@ -126,7 +127,7 @@ def collate(items: list[Any]) -> Any:
     return Pair(**batch)
 
 
-FORMS = ["tuple", "nested", "dict", "fields", "fields of texts"]
+FORMS = ["tuple", "nested", "dict", "ids", "fields", "fields of texts"]
 
 
 def fit_forms() -> tuple[list[str], list[int]]:
@@ -155,6 +156,8 @@ def test_the_header_says_what_is_left_out_and_what_counts(capsys):
     with one_process():
         trainer.fit(DataLoader(Files("tuple"), 4), epochs=1)
         assert "left out   texts in each batch: part 3" in capsys.readouterr().out
+        cx.DistributedTrainer(Named(), "cross_entropy").fit(DataLoader(Files("ids"), 4), epochs=1)
+        assert "left out   inputs that the model's forward does not take: id\n" in capsys.readouterr().out
         trainer.fit(TensorDataset(*make_rows(ROWS), weights), epochs=1)
         assert "weights    of rows (sample_weight), from 0.5 to 2\n" in capsys.readouterr().out
         with pytest.raises(cx.ConfigError, match="take them out of the tuple"):

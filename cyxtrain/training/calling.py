@@ -30,8 +30,8 @@ class _Way(enum.Enum):
 class ModelCall:
     """Calls a model with batches of one form.
 
-    A dictionary goes by name where forward takes its keys; a tuple or a list one after the other, where it takes as
-    many; else as it is.
+    A dictionary goes by name where forward takes its keys; what it does not take beside them, such as ids, is left out.
+    A tuple or a list goes one after the other, where it takes as many; else as it is.
 
     Args:
         model: Not wrapped.
@@ -56,6 +56,8 @@ class ModelCall:
         self.differentiates = False
         """Whether the model makes derivatives in forward, and needs gradients outside training too."""
         self._way = _way_of(model, inputs)
+        self.left_out = _not_taken(model, inputs) if self._way is _Way.NAMED else []
+        """Names of inputs, such as ids, that forward does not take."""
         self._gives_targets = loss is not None and loss.function is None and targets is not None
         if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
             raise ConfigError(
@@ -123,6 +125,8 @@ class ModelCall:
         if self._way is _Way.EACH:
             return (*inputs, *targets), {}
         named: dict[str, Any] = dict(inputs)  # type: ignore[arg-type]
+        for name in self.left_out:
+            del named[name]
         for target in targets:
             named |= target if isinstance(target, dict) else {self._target_name: target}
         return (), named
@@ -145,10 +149,20 @@ def _way_of(model: nn.Module, inputs: Tree) -> _Way:
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
     if isinstance(inputs, dict):
-        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-        return _Way.NAMED if inspect.Parameter.VAR_KEYWORD in kinds or inputs.keys() <= names else _Way.WHOLE
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = {p.name for p in parameters if p.default is p.empty and p.name in names} - {*TARGET_NAMES}
+        by_name = inputs.keys() <= names or (needed <= inputs.keys() and bool(names & inputs.keys()))
+        return _Way.NAMED if inspect.Parameter.VAR_KEYWORD in kinds or by_name else _Way.WHOLE
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return _Way.EACH if inspect.Parameter.VAR_POSITIONAL in kinds or len(places) >= len(inputs) else _Way.WHOLE
+
+
+def _not_taken(model: nn.Module, inputs: Tree) -> list[str]:
+    """Return the names of inputs that forward does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    if not isinstance(inputs, dict) or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in inputs if name not in parameters]
 
 
 def _name_of_targets(model: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
         ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
         ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
-        *_parts_of_batches(run.data.source),
+        *_parts_of_batches(run.data.source, run.data.call.left_out),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
         *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
         ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
@@ -96,8 +96,10 @@ def _converted(run: Run) -> str:
     return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""
 
 
-def _parts_of_batches(source: Source) -> Iterator[tuple[str, str]]:
+def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield what the parts of a batch are taken for, where a user may have meant something else."""
+    if not_taken:
+        yield "left out", f"inputs that the model's forward does not take: {shortened(not_taken)}"
     if source.left_out:
         yield "left out", f"texts in each batch: {shortened(source.left_out)}"
     weights = source.example.weights
