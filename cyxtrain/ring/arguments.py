@@ -36,12 +36,14 @@ def reduction_of(opts: Any) -> Reduction:
         ConfigError: The ring does not have it.
     """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        raise ConfigError(f"a reduction is one of torch.distributed.ReduceOp, as ReduceOp.SUM, not {op!r}.")
     kind: Any = getattr(op, "op", op)  # a ReduceOp has it, its RedOpType is it
     try:
         return _REDUCTIONS[kind]
-    except KeyError:
+    except (KeyError, TypeError):
+        if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            raise ConfigError(
+                f"a reduction is one of torch.distributed.ReduceOp, as ReduceOp.SUM, not {op!r}."
+            ) from None
         raise ConfigError(
             f"the ring has no reduction {kind}; it has {', '.join(r.name for r in Reduction if r)}."
         ) from None
@@ -66,6 +68,8 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
     """
     if isinstance(tensors, Tensor):
         return [tensors]
+    if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
+        return tensors  # as nearly always: the rest takes longer
     if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_kind(tensors)}.")
     if not tensors or count not in (None, len(tensors)):

@@ -19,7 +19,7 @@ from cyxtrain.ring.process_group import RingOperations
 from cyxtrain.ring.shared import SharedMean
 from cyxtrain.ring.siblings import Siblings
 from cyxtrain.ring.uncompiled import uncompiled
-from cyxtrain.ring.work import DoneAsyncWork, DoneWork, MessageWork, PostedWork
+from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
 # Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
 if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
@@ -86,7 +86,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
 def register() -> None:
     """Makes "ring" a backend of torch.distributed. No socket, no thread."""
-    works = (DoneWork, DoneAsyncWork, MessageWork, PostedWork)
+    works = (DoneWork, KeptDoneWork, MessageWork, PostedWork, KeptPostedWork)
     for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
         uncompiled(cls)
     if "ring" not in dist.Backend.backend_list:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,22 +10,24 @@ from torch import Tensor
 from cyxtrain.ring.tensors import check_target, replace
 
 
-@contextlib.contextmanager
-def parted(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Within, tensors that are changed in place, one after the other, in the place of those that share memory.
+def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Returns each tensor that is to be changed in place, with what is changed in its place: itself, or a copy.
 
-    Where two do, all are copied before and written at the end: as often as an element stands there, it is reduced once.
+    Where two share memory all are copied before the first is changed, so each element is reduced once; `bring_back`
+    writes the results.
     """
     if len(tensors) == 1 or not _meet([(tensor, place) for place, tensor in enumerate(tensors)]):
-        yield tensors
-        return
+        return [(tensor, tensor) for tensor in tensors]
     for tensor in tensors:
         if tensor.layout is torch.strided:
             check_target(tensor)
-    copies = [tensor.detach().clone() for tensor in tensors]
-    yield copies
-    for tensor, copy in zip(tensors, copies, strict=True):
-        replace(tensor, copy)
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def bring_back(part: Tensor, tensor: Tensor) -> None:
+    """Writes a result to where it belongs, if it is not there."""
+    if part is not tensor:
+        replace(tensor, part)
 
 
 def untouched(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -33,7 +33,7 @@ from cyxtrain.ring.arguments import (
 )
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.mailbox import ANY_SOURCE
-from cyxtrain.ring.overlaps import parted, untouched
+from cyxtrain.ring.overlaps import bring_back, parted, untouched
 from cyxtrain.ring.shared import SharedMean, make_shared_means
 from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of, write
 from cyxtrain.ring.work import MessageWork, collective, nothing, second
@@ -54,20 +54,20 @@ class RingOperations:
     @collective("all_reduce", short=("op", "timeout"))
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Reduces in place, on all ranks."""
-        given, reduction = as_list(tensors, "all_reduce"), reduction_of(opts)
-        with parted(given) as parts:
-            for tensor in parts:
-                reduce = sparse.all_reduce if tensor.layout is torch.sparse_coo else Group.all_reduce
-                reduce(self._group, tensor, reduction, timeout_of(opts))
+        given, reduction, timeout = as_list(tensors, "all_reduce"), reduction_of(opts), timeout_of(opts)
+        for tensor, part in parted(given):
+            reduce = sparse.all_reduce if part.layout is torch.sparse_coo else Group.all_reduce
+            reduce(self._group, part, reduction, timeout)
+            bring_back(part, tensor)
         return given
 
     @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduces in place on one rank; the others keep what they had."""
         given = as_list(tensors, "reduce")
-        with parted(given) as parts:
-            for tensor in parts:
-                self._group.reduce(tensor, reduction_of(opts), opts.rootRank, timeout_of(opts))
+        for tensor, part in parted(given):
+            self._group.reduce(part, reduction_of(opts), opts.rootRank, timeout_of(opts))
+            bring_back(part, tensor)
         return given
 
     @collective("broadcast", short=("root", "timeout"))

@@ -39,7 +39,10 @@ def _small(result: Any) -> Any:
 
 
 def _bytes_of(result: Any) -> int:
-    return result.numel() * result.element_size() if isinstance(result, Tensor) else sum(map(_bytes_of, result))
+    size = 0
+    for part in result:
+        size += part.numel() * part.element_size() if isinstance(part, Tensor) else _bytes_of(part)
+    return size
 
 
 class DoneWork(Work):
@@ -75,8 +78,8 @@ class DoneWork(Work):
         return future
 
 
-class DoneAsyncWork(DoneWork):
-    """The same of a call with `async_op=True`."""
+class KeptDoneWork(DoneWork):
+    """The same of a call of PyTorch's with `async_op=True`."""
 
     def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
         self._result = _small(self._result)
@@ -95,10 +98,6 @@ class PostedWork(Work):
         super().__init__()
         self._delivery = delivery
         self._courier = courier
-
-    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
-        self._delivery.cut(_small)
-        keep(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when it is over; raises what went wrong.
@@ -148,6 +147,14 @@ class PostedWork(Work):
         outcome = over.then(lambda _: self._delivery.outcome())
         self._delivery.when_done(lambda: over.set_result(None))
         return outcome
+
+
+class KeptPostedWork(PostedWork):
+    """The same of a call of PyTorch's."""
+
+    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
+        self._delivery.cut(_small)
+        keep(self)
 
 
 class MessageWork(Work):
@@ -296,7 +303,7 @@ def collective(
             courier = self._group.courier(asynchronous=opts.asyncOp)
             if courier is not None:
                 call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
-                return _posted(courier, call, end, asynchronous=opts.asyncOp)
+                return _posted(courier, call, end, opts)
             handled = sys.exc_info()[1]
             try:
                 result = method(self, *args[:tensors], **named, opts=opts)
@@ -308,7 +315,7 @@ def collective(
                 raise
             finally:
                 end()
-            return DoneAsyncWork(result) if opts.asyncOp else DoneWork(result)
+            return KeptDoneWork(result) if _is_kept(opts) else DoneWork(result)
 
         return ask
 
@@ -319,15 +326,18 @@ def _unseen() -> None:
     """Ends what no profiler sees."""
 
 
-def _posted(
-    courier: Courier, call: Callable[[], Any], end: Callable[[], None], *, asynchronous: bool
-) -> DoneWork | PostedWork:
+def _is_kept(opts: Any) -> bool:
+    """Returns whether C++ may get the work of a call: of the package's own it does not."""
+    return opts.asyncOp and type(opts) is not CallOptions
+
+
+def _posted(courier: Courier, call: Callable[[], Any], end: Callable[[], None], opts: Any) -> DoneWork | PostedWork:
     """Has another thread make a call, and `end` called when it is over."""
     delivery = courier.post(beside(call))
     if end is not _unseen:
         delivery.when_done(end)
-    if asynchronous:
-        return PostedWork(delivery, courier)
+    if opts.asyncOp:
+        return KeptPostedWork(delivery, courier) if _is_kept(opts) else PostedWork(delivery, courier)
     delivery.wait()
     return DoneWork(delivery.outcome())
 
