@@ -109,6 +109,7 @@ class Fit:
     def _let_go_of_data(self) -> None:
         """Keep the state of the data, and not the data: they may have workers."""
         self._state.data = functools.partial(dict, self._run.feed.state_dict())
+        del self._keeper  # it knows this object: a circle would keep the workers until the next collection
 
     def prepare_to_save(self) -> None:
         """Takes into the state what belongs to each rank, and what a callback on any has decided. All ranks call it."""
