@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -23,7 +24,8 @@ class RingBackend(RingOperations, torch_compat.Backend):
 
     def __init__(self, group: Group) -> None:
         torch_compat.Backend.__init__(self, group.rank, group.world_size)
-        self._group = group
+        # Weakly: the process group owns it, and Python's collector finds no cycle that goes through C++.
+        self._group = weakref.proxy(group)
 
     # PyTorch looks for these in a subclass, and does not end where it finds its own (seen in 2.14 and 2.15).
     supports_splitting = supports_shrinking = supports_reconfigure = supports_window = property(lambda _: False)
