@@ -87,11 +87,19 @@ class Broken(nn.Sequential):
         super().__init__(*make_model())
         self.how = how
         self.rank = rank
+        self.has_begun = False
 
     def forward(self, rows: Tensor) -> Tensor:
-        if cx.get_rank() == self.rank and self.training and len(rows) > 2:
+        if cx.get_rank() == self.rank and self.has_begun:
             self.how()
         return super().forward(rows)
+
+
+class Begin(cx.callbacks.Callback):
+    """Tells the model that its dry run is over."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.trainer.model.has_begun = True
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -721,7 +729,7 @@ def test_an_error_of_a_worker_is_raised_as_itself():
     trainer = trainer_of(Broken(fail))
     before = fingerprint(trainer.model)
     with pytest.raises(CellError, match=r"^banana") as caught:
-        trainer.fit(X, Y, **SETTINGS)
+        trainer.fit(X, Y, callbacks=[Begin()], **SETTINGS)
     told = str(caught.value.__cause__)
     assert "on rank 1 of 2:" in told
     assert "in fail\n    raise CellError" in told
@@ -763,7 +771,7 @@ def fail_oddly() -> None:
 @pytest.mark.nightly
 def test_an_error_with_a_constructor_of_its_own_is_raised_as_itself():
     with pytest.raises(OwnError, match="1 and 2") as caught:
-        trainer_of(Broken(fail_oddly)).fit(X, Y, **SETTINGS)
+        trainer_of(Broken(fail_oddly)).fit(X, Y, callbacks=[Begin()], **SETTINGS)
     assert caught.value.first == 1
 
 
@@ -831,7 +839,7 @@ def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
     with pytest.raises(
         cx.PeerLostError, match=rf"^rank {rank} has ended: its worker process, .*137 \(SIGKILL"
     ) as caught:
-        trainer.fit(X, Y, **SETTINGS)
+        trainer.fit(X, Y, callbacks=[Begin()], **SETTINGS)
     assert caught.value.rank == rank
     assert pids() == []
     assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2

@@ -207,7 +207,7 @@ def test_the_best_and_early_stopping_go_by_metrics(tmp_path):
         assert early._sign == -1.0  # more is better
         assert (tmp_path / "best.ckpt").exists()
         for given, words in (
-            ({"keep_best": "f1s"}, "no number in its history that is named 'f1s'. Did you mean 'f1'"),
+            ({"keep_best": "f1s"}, "keep_best='f1s': no such metric in this run. Did you mean 'f1'"),
             ({"keep_best": "val_f1", "validation_data": None}, "keep_best='val_f1' needs validation data"),
             ({"callbacks": [cx.callbacks.EarlyStopping("auc")]}, "this fit has no number in its history"),
         ):

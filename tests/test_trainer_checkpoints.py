@@ -222,8 +222,8 @@ def test_loading_keeps_the_optimizer_on_the_models_parameters(tmp_path):
         assert all(parameter in trainer.optimizer.state for parameter in parameters)
 
 
-def test_the_best_of_what_a_fit_turns_out_not_to_measure_is_an_error(tmp_path):
+def test_the_best_of_what_a_fit_does_not_measure_is_refused(tmp_path):
     model, (inputs, _) = make_model(outputs=1), make_rows(12)
     trainer = cx.DistributedTrainer(model, "mse", adam(model))
-    with one_process(), pytest.raises(cx.ConfigError, match="keep_best='accuracy' is nothing that this fit measures"):
+    with one_process(), pytest.raises(cx.ConfigError, match="keep_best='accuracy': no such metric in this run"):
         trainer.fit(inputs, inputs[:, :1], epochs=1, keep_best="accuracy", checkpoint_dir=str(tmp_path), verbose=False)

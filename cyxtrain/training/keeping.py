@@ -166,7 +166,7 @@ class Keeper:
             return False  # the epoch has not been validated
         if values is None:
             known = ", ".join(self._state.history.history)
-            raise ConfigError(f"keep_best={monitor!r} is nothing that this fit measures: it has {known}.")
+            raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
         sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
         *before, last = (sign * value for value in values)
         # A first NaN is better than nothing; a later one compares as false.

@@ -22,7 +22,7 @@ from cyxtrain.data.rows import Rows
 from cyxtrain.data.source import Opened, Source
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.parallel.sparse import makes_sparse_gradients
-from cyxtrain.settings import require_integer, unknown_name
+from cyxtrain.settings import nearest, require_integer
 from cyxtrain.training.arguments import FitArguments
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.calling import ModelCall
@@ -316,7 +316,7 @@ def _check_best(run: Run) -> None:
         return
     if best.removeprefix("val_") in run.measured:
         raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    raise unknown_name("this fit", best, run.measured, "number in its history that is named")
+    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, run.measured)}")
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
