@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.training.accuracy import Accuracy
+from cyxtrain.training.find_accuracy import find_accuracy
+from cyxtrain.training.loss import Loss
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, TOKENS, WORDS = 20, 6, 5
@@ -88,6 +91,32 @@ def test_accuracy_of_logits_and_labels_counts_no_padding_and_follows_the_models_
         alone = measured_tokens()
     for found in (alone, *run_world(2, measured_tokens)):
         assert [ours for ours, _ in found] == pytest.approx([theirs for _, theirs in found], abs=1e-12)
+
+
+def without_padding(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def plain(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_loss_that_comes_near_a_cross_entropy_by_chance_shows_no_accuracy():
+    """A new model's loss is near ln(classes) in every layout: 1 of 20 came within a thousandth of a wrong one."""
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        scores = 0.1 * torch.randn(16, 8, 11, generator=generator)
+        target = torch.randint(11, (16, 8), generator=generator)
+        target[torch.rand(16, 8, generator=generator) < 0.3] = 0
+        padded, exact = (
+            find_accuracy(Loss(each), scores, target, each(scores, target), asked=False)
+            for each in (without_padding, plain)
+        )
+        assert (padded, exact) == (None, Accuracy("", -1)), seed
+    same = torch.zeros_like(scores)  # every layout explains it
+    assert find_accuracy(Loss(plain), same, target, plain(same, target), asked=False) is None
+    half = scores.bfloat16()
+    assert find_accuracy(Loss(plain), 30 * half, target, plain(30 * half, target), asked=False) == Accuracy("", -1)
 
 
 def test_accuracy_of_one_hot_targets_is_that_of_the_largest():
