@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
+from cyxtrain.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -229,9 +231,46 @@ def test_a_loss_that_the_optimizer_does_not_have_is_a_warning_and_the_header_cou
 ) -> None:
     model = make_model()
     trainer = cx.DistributedTrainer(model, Still(), torch.optim.SGD(model.parameters(), 0.1))
-    with one_process(), pytest.warns(UserWarning, match=r"the optimizer does not have loss_fn.weight, which the loss"):
+    with one_process(), pytest.warns(UserWarning, match=r"the optimizer does not have loss_fn.weight, which requires"):
         trainer.fit(*make_rows(12), epochs=1)
     assert "learns 9 parameters of its own" in capsys.readouterr().out
+
+
+class Unfreezes(Callback):
+    """Unfreezes the first layer before the second epoch; `adds` it to the optimizer too."""
+
+    def __init__(self, *, adds: bool) -> None:
+        self.adds = adds
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        if epoch == 1:
+            layer = self.model[0].requires_grad_()
+            if self.adds:
+                self.trainer.optimizer.add_param_group({"params": [*layer.parameters()]})
+
+
+def warnings_of(trainer: cx.DistributedTrainer, *callbacks: Callback, epochs: int = 3) -> list[str]:
+    with one_process(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(*make_rows(12), epochs=epochs, callbacks=callbacks, verbose=0)
+    return [str(each.message) for each in caught if "the optimizer does not have" in str(each.message)]
+
+
+def test_parameters_of_the_model_that_the_optimizer_does_not_have_are_one_warning() -> None:
+    model = make_model()
+    last = [*model[-1].parameters()]
+    (text,) = warnings_of(cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(last, 0.1)))
+    assert "0.weight, 0.bias" in text
+    assert "fit does not train them" in text
+    assert "add_param_group" in text
+    model[0].requires_grad_(False)
+    assert not warnings_of(cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(last, 0.1)))
+    for adds, count in ((False, 1), (True, 0)):
+        model[0].requires_grad_(False)
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(last, 0.1))
+        found = warnings_of(trainer, Unfreezes(adds=adds))
+        assert len(found) == count
+        assert all("0.weight" in each for each in found)
 
 
 def mixed() -> list[Any]:

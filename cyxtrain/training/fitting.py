@@ -36,6 +36,7 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
 from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
 from cyxtrain.training.totals import Totals
+from cyxtrain.training.trained import forgotten, warn_of_forgotten
 
 
 class Fit:
@@ -68,6 +69,7 @@ class Fit:
         state.data = run.feed.state_dict
         state.stop_training = False
         self._totals: Totals | None = None
+        self._forgotten: set[str] = set()
         self._profile = Profile(run.config.profile, self._device)
         self._put_into_training = put_into_training(state.model, *run.data.loss.modules)
 
@@ -198,6 +200,13 @@ class Fit:
             rates.set_all(found.tolist())
         return heard
 
+    def _warn_of_forgotten(self) -> None:
+        """Warns, once each, of parameters that the optimizer does not have: also of those that a callback unfreezes."""
+        found = forgotten(self._state.trained, self._state.optimizer)
+        if runtime.is_master() and not self._forgotten.issuperset(found):
+            warn_of_forgotten(self._state.trained, [name for name in found if name not in self._forgotten])
+        self._forgotten.update(found)
+
     def _validate(self, rows: TriedRows) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
         self._call("on_test_begin", {})
@@ -225,6 +234,7 @@ class Fit:
         step = self._make_step(clock)
         self._totals = step.totals
         self._prepare(step)
+        self._warn_of_forgotten()
 
         def step_and_listen(share: Share) -> None:
             self._callbacks.on_train_batch_begin(share.number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,17 +66,23 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 
-def warn_of_forgotten(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Warns of what a loss would learn, and the optimizer does not have: it would stay as it is."""
+def forgotten(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns the names of what requires gradients and is in no group of the optimizer: fit would not train it."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    losses = trained.losses if isinstance(trained, Trained) else {}
-    named = [pair for name, module in losses.items() for pair in module.named_parameters(name)]
-    forgotten = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
-    if forgotten:
-        warn(
-            f"the optimizer does not have {shortened(forgotten)}, which the loss would learn: they stay as they are. "
-            "Build it from [*model.parameters(), *loss_fn.parameters()], give its name, such as 'adam', or freeze them."
-        )
+    named = trained.named_parameters()
+    return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
+
+
+def warn_of_forgotten(trained: nn.Module, names: Sequence[str]) -> None:
+    """Warns of parameters of the model, or of its loss, that the optimizer does not have."""
+    own_loss = isinstance(trained, Trained)
+    require = "require" if len(names) > 1 else "requires"
+    everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"
+    warn(
+        f"the optimizer does not have {shortened(names)}, which {require} gradients: fit "
+        f"does not train them. Build it from {everything} or give its name, such as 'adam'; add them with "
+        "optimizer.add_param_group({'params': [...]}); or freeze them with requires_grad_(False)."
+    )
 
 
 def state_besides(trained: nn.Module) -> dict[str, Any]:

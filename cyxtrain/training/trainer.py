@@ -50,7 +50,7 @@ from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import explain_stop, leave_for
 from cyxtrain.training.summary import OutputShapes, summary_of
-from cyxtrain.training.trained import trained_with, warn_of_forgotten
+from cyxtrain.training.trained import trained_with
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""
@@ -425,8 +425,6 @@ class DistributedTrainer:
         given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
         with recomputed(self._recomputed):
             run, facts = plan_fit(*given)
-        if self.is_master():
-            warn_of_forgotten(self._state.trained, self.optimizer)
         rates = self._state.rates
         steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
         facts |= scheduler_facts(check_rates(rates, run.config, steps))
