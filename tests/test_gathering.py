@@ -150,3 +150,50 @@ def test_n_ranks_train_on_the_loss_over_all_pairs_also_if_some_have_no_rows(worl
         )
         assert ranks[0][name]["history"][0] == pytest.approx(expected["history"][0], rel=1e-12)
         assert ranks[0][name]["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-12, nan_ok=True)
+
+
+class Detached(Contrast):
+    """Compares with rows that get no gradient: detached after the gather, as in SimSiam, or gathered without one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.target = way, nn.Linear(4, 3).double()
+        with torch.no_grad():
+            self.target.weight.fill_(0.5)
+            self.target.bias.fill_(0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        left = cx.all_gather_with_grad(self.body(inputs))
+        with torch.set_grad_enabled(self.way != "no_grad"):
+            right = cx.all_gather_with_grad(self.target(inputs + 0.3))
+        if self.way == "in place":
+            right.detach_()
+        third = cx.all_gather_with_grad(self.body(inputs - 0.3)).detach() if self.way == "three" else right
+        return functional.cross_entropy(left @ (right.detach() + third.detach()).T, torch.arange(len(left)))
+
+
+def fit_detached() -> dict[str, Any]:
+    found = {}
+    for way in ("detach", "in place", "no_grad", "three"):
+        for rows, effective, steps in FITS:
+            model = Detached(way)
+            sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+            config = cx.DDPConfig(find_unused_parameters=True)
+            trainer = cx.DistributedTrainer(model, None, sgd, ddp_config=config)
+            settings = {"accumulation_steps": steps, "shuffle": False, "verbose": False}
+            history = trainer.fit(make_rows(rows)[0], epochs=2, effective_batch_size=effective, **settings)
+            found[f"{way}, {rows} rows, {steps}"] = outcome(trainer, history)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_that_get_no_gradient_after_the_gather_train_as_on_one_rank_also_if_some_ranks_have_no_rows(world_size):
+    with one_process():
+        expected = fit_detached()
+    ranks = run_world(world_size, fit_detached)
+    for name, alone_ in expected.items():
+        assert len({rank[name]["fingerprint"] for rank in ranks}) == 1
+        if not (world_size == 3 and "29 rows, 4" in name):
+            given = ranks[0][name]
+            np.testing.assert_allclose(given["parameters"], alone_["parameters"], rtol=0, atol=1e-12, err_msg=name)
+            assert given["history"][0] == pytest.approx(alone_["history"][0], rel=1e-12)

@@ -34,10 +34,18 @@ class _Layout(NamedTuple):
     needs_gradient: bool
 
 
+class Gathered(NamedTuple):
+    """Rows of all ranks, and the node of the graph that made them; None: they need no gradient."""
+
+    rows: Tensor
+    node: Any
+
+
 class _Calls:
-    """How calls are made now: over all ranks, or by this rank alone, which then notes them."""
+    """How calls are made now: over all ranks, which may keep their results, or by this rank alone, which notes them."""
 
     alone: list[GatherCall] | None = None
+    kept: list[Gathered] | None = None
 
 
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
@@ -85,29 +93,65 @@ def gathering_alone() -> Iterator[list[GatherCall]]:
         _Calls.alone = before
 
 
-def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> Tensor | None:
+@contextlib.contextmanager
+def gathers_kept() -> Iterator[list[Gathered]]:
+    """Within, keeps what `all_gather_with_grad` returns, for `backward_alike`."""
+    before, _Calls.kept = _Calls.kept, []
+    try:
+        yield _Calls.kept
+    finally:
+        _Calls.kept = before
+
+
+def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> None:
     """Makes the calls of a rank without rows.
 
     Args:
         calls: That the other ranks make.
         device: Where they make them.
-
-    Returns:
-        What to call `backward` on when the others do; None: there is nothing to do.
     """
-    sums = []
     with torch.enable_grad():
         for call in calls:
             empty = torch.empty((0, *call.row_shape), dtype=call.dtype, device=device)
             layout = _layout_of(empty)
-            gathered = _gathered(empty.requires_grad_(layout.needs_gradient), layout)
-            if layout.needs_gradient:
-                sums.append(gathered.sum().abs().to(torch.float64) * 0.0)
-        return torch.stack(sums).sum() if sums else None
+            _gathered(empty.requires_grad_(layout.needs_gradient), layout)
+
+
+def backward_alike(loss: Tensor | None, kept: Sequence[Gathered]) -> None:
+    """Runs backward of a loss, with that of each gather that the loss of any rank depends on. All ranks call it.
+
+    Each gather's backward is a collective: a rank without rows takes part in those that the others run, which are not
+    those of gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
+
+    Args:
+        loss: Of this rank, 0-dim; None: it has no rows.
+        kept: What this rank has gathered in the forward.
+    """
+    own = _depends_on(loss, kept)
+    anyone = torch.tensor(own, dtype=torch.uint8, device="cpu")
+    dist.all_reduce(anyone, dist.ReduceOp.MAX, group=runtime.cpu_group())
+    others = [each.rows for each, here, there in zip(kept, own, anyone.tolist(), strict=True) if there and not here]
+    if loss is not None or others:
+        torch.autograd.backward(
+            [*([] if loss is None else [loss]), *others],
+            [*([] if loss is None else [None]), *map(torch.zeros_like, others)],
+        )
+
+
+def _depends_on(loss: Tensor | None, kept: Sequence[Gathered]) -> list[bool]:
+    found, waiting = set(), [] if loss is None else [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return [each.node in found for each in kept]
 
 
 def _gathered(tensor: Tensor, layout: _Layout) -> Tensor:
     gathered: Tensor = _Gather.apply(tensor, layout)  # type: ignore[no-untyped-call]
+    if _Calls.kept is not None:
+        _Calls.kept.append(Gathered(gathered, gathered.grad_fn))
     return gathered
 
 

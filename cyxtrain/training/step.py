@@ -24,7 +24,7 @@ from cyxtrain.data.forms import form_of
 from cyxtrain.data.randomness import generators_kept
 from cyxtrain.data.tree import Tree, map_output
 from cyxtrain.errors import ConfigError
-from cyxtrain.parallel import DistributedDataParallel, gather_nothing, gathering_alone
+from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.clipping import Clip
 from cyxtrain.training.clock import Clock, Part
@@ -173,16 +173,16 @@ class TrainingStep:
             batches = iter(share)
             for _ in range(rounds):
                 batch = next(batches, None)
-                if batch is not None:
-                    batch.items = items
-                    results.append(self._forward(batch))
-                    loss = results[-1].loss
-                    self._backward(loss, self._divisors_of(loss, share, divisors), is_last=False)
-                    continue
-                nothing = gather_nothing(self._loss.gathers, self._device)
-                self._divisors_of(self._loss.nothing(), share, divisors)
-                if nothing is not None:
-                    nothing.backward()
+                with gathers_kept() as kept:
+                    if batch is not None:
+                        batch.items = items
+                        results.append(self._forward(batch))
+                    else:
+                        gather_nothing(self._loss.gathers, self._device)
+                loss = self._loss.nothing() if batch is None else results[-1].loss
+                known = self._divisors_of(loss, share, divisors)
+                value = None if batch is None else self._to_average(loss, known)
+                backward_alike(value, kept)
         self._ddp.backward_without_batch()
         self._clock.communicated(self._clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
@@ -225,6 +225,14 @@ class TrainingStep:
         return [each for each in added if each[2].weight] if self._loss.may_count_nothing else added
 
     def _backward(self, loss: BatchLoss, divisors: Sequence[float], *, is_last: bool) -> None:
+        value = self._to_average(loss, divisors)
+        if value is not None:
+            value.backward()
+        elif is_last:
+            self._ddp.backward_without_batch()
+
+    def _to_average(self, loss: BatchLoss, divisors: Sequence[float]) -> Tensor | None:
+        """Returns what to call `backward` on, scaled; None: nothing in the loss counts."""
         value: Tensor | None = None
         for number, factor, each in self._counted(loss):
             # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even
@@ -233,11 +241,10 @@ class TrainingStep:
             factor = factor * each.terms * dist.get_world_size() / divisor if divisor else 0.0
             term = each.value if factor == 1 else each.value * factor
             value = term if value is None else value + term
-        if value is not None:
-            self._ddp.watch(value)
-            self._scaled(value).backward()
-        elif is_last:
-            self._ddp.backward_without_batch()
+        if value is None:
+            return None
+        self._ddp.watch(value)
+        return self._scaled(value)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
