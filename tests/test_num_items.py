@@ -176,6 +176,13 @@ class Auxiliary(Causal):
         return super().loss(words, labels, items) + self.body[2].weight.square().mean()
 
 
+class Halved(Causal):
+    """It returns (mean, weight) in the place of (sum, weight)."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return {"loss": (self.loss(input_ids, labels, None), (labels[..., self.first :] != -100).sum())}
+
+
 class Deaf(Causal):
     """It takes whatever it is given, and does not look at it."""
 
@@ -192,6 +199,15 @@ class Classifier(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
         return {"loss": functional.cross_entropy(self.body(inputs), labels)}
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"a": self.body(inputs)}
 
 
 class Noisy(nn.Module):
@@ -229,6 +245,7 @@ def warned(model: nn.Module, loss_fn: Any, *data: Any) -> str:
 
 WORDS_AND_LABELS = make_texts()
 HUGGING = ({"input_ids": WORDS_AND_LABELS[0]}, {"labels": WORDS_AND_LABELS[1]})
+DIVIDED = "it is (mean, weight) where fit expects (sum, weight)"
 UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = {
     "a lambda": (tagger, over_words, make_texts(0), "Return (sum, weight) from loss_fn"),
     "a sum": (make_model, lambda o, y: functional.cross_entropy(o, y, reduction="sum"), make_rows(20), "sum over rows"),
@@ -240,6 +257,15 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...], str]] = 
     ),
     "pairs": (make_model, pairs, make_rows(20), "cx.all_gather_with_grad"),
     "a model that ignores the number": (Deaf, None, HUGGING, "let forward divide the sum by an argument num_items"),
+    "a mean in a pair": (make_model, lambda o, y: (functional.cross_entropy(o, y), len(o)), make_rows(20), DIVIDED),
+    "a mean over words in a pair": (tagger, lambda o, y: (over_words(o, y), (y != 0).sum()), make_texts(0), DIVIDED),
+    "a mean in one of several pairs": (
+        Named,
+        {"a": lambda o, y: (functional.cross_entropy(o, y), len(o))},
+        (make_rows(20)[0], {"a": make_rows(20)[1]}),
+        "'a_loss', a loss, of 8 rows is (",
+    ),
+    "a mean in the model's pair": (Halved, None, HUGGING, DIVIDED),
     "a part of the loss": (Auxiliary, None, HUGGING, "which is no whole number"),
 }
 EQUAL: dict[str, tuple[Callable[[], nn.Module], Any, tuple[Any, ...]]] = {
@@ -269,6 +295,13 @@ def test_a_loss_whose_weight_is_known_is_no_warning(name):
     make, loss_fn, data = EQUAL[name]
     with one_process():
         assert warned(make(), loss_fn, *data) == ""
+
+
+def test_a_negative_weight_is_refused_before_the_first_step():
+    model, (inputs, classes) = make_model(), make_rows(20)
+    trainer = cx.DistributedTrainer(model, lambda o, y: (functional.cross_entropy(o, y, reduction="sum"), -len(o)))
+    with one_process(), pytest.raises(cx.ConfigError, match="its weight is -8"):
+        trainer.fit(inputs, classes, epochs=1, batch_size=8, verbose=False)
 
 
 def fit_lambda() -> list[str]:

@@ -195,6 +195,12 @@ class Loss:
             return any(each.is_assumed_mean for each in self.by_output.values())
         return not self.is_known and Weighting.SAMPLES in (self.weightings.values() or [self.weighting])
 
+    @property
+    def gives_pairs(self) -> bool:
+        """Whether the user's function, the model, or one of several losses, returns (sum, weight)."""
+        own = self.function is None and Weighting.TERMS in self.weightings.values()
+        return bool(self._gives_pairs) or own or any(each.gives_pairs for each in self.by_output.values())
+
     def describe(self) -> str:
         """Returns what it is made of, in words that ranks compare."""
         if self.by_output:
@@ -333,6 +339,7 @@ class Loss:
                 f"returned {result if pair else type(result).__name__}."
             )
         if not self.is_known:
+            _weighting_of(result)
             self._gives_pairs = pair
             self.weighting = Weighting.TERMS if pair else self.weighting
 
@@ -554,7 +561,14 @@ def _resolve(loss_fn: Any) -> Any:
 
 
 def _weighting_of(value: Any) -> Weighting:
-    return Weighting.TERMS if isinstance(value, tuple) else Weighting.SAMPLES
+    if not isinstance(value, tuple):
+        return Weighting.SAMPLES
+    if float(value[1]) < 0:
+        raise ConfigError(
+            f"the loss is (sum, weight), and its weight is {float(value[1]):g}: a weight is a count, of rows or "
+            "tokens, and must not be negative. Return the loss of what counts, added up, and how much counts."
+        )
+    return Weighting.TERMS
 
 
 def _batch_loss(value: Any, rows: int) -> BatchLoss:

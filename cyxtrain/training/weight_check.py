@@ -83,7 +83,11 @@ class WeightCheck:
     def find_weights(self) -> str:
         """Compares the loss of all rows with the mean of their losses alone; returns a warning, or "" if they agree."""
         loss = self._loss
-        if not loss.is_assumed_mean or loss.gathers or self._batch.rows < 2:
+        if loss.gathers or self._batch.rows < 2:
+            return ""
+        if loss.gives_pairs and (divided := self._find_mean()):
+            return divided
+        if not loss.is_assumed_mean:
             return ""
         together, again = self._means(self._batch), self._means(self._batch)
         alone = [self._means(each) for each in self._alone()]
@@ -95,6 +99,26 @@ class WeightCheck:
             mean = math.fsum(each) / len(each) if all(map(math.isfinite, each)) else math.nan
             if not abs(value - mean) <= size:
                 return self._explain(name, value, mean, is_sum=abs(value - mean * len(each)) <= size * len(each))
+        return ""
+
+    def _find_mean(self) -> str:
+        """Returns a warning of (mean, weight) in place of (sum, weight): weights of rows add up, losses do not."""
+        together, alone = self._pairs(self._batch), [self._pairs(each) for each in self._alone()]
+        for name, (total, weight) in together.items():
+            each = [pairs[name] for pairs in alone if pairs[name][1]]
+            added, counted = math.fsum(one for one, _ in each), math.fsum(count for _, count in each)
+            if not counted or abs(counted - weight) > self._tolerance * weight:
+                continue
+            means = (added / len(each), math.fsum(one * count for one, count in each) / counted)
+            size = self._tolerance * abs(total)
+            if min(abs(total - mean) for mean in means) <= size < abs(total - added):
+                what = f"{name!r}, a loss," if name else "the loss"
+                return (
+                    f"{what} of {self._batch.rows} rows is ({total:.6g}, {weight:g}), and the sum of their losses "
+                    f"one by one is {added:.6g}: it is (mean, weight) where fit expects (sum, weight), so fit divides "
+                    "it by its weight once more: the loss in the history and the steps are too small. Return the sum: "
+                    "(loss * n, n) for a mean over n, or (loss.sum(), n)."
+                )
         return ""
 
     def _explain(self, name: str, value: float, mean: float, *, is_sum: bool) -> str:
@@ -136,6 +160,14 @@ class WeightCheck:
             return {"": float(found.mean)}
         kinds = self._loss.weightings.items()
         return {name: float(found.parts[name].mean) for name, kind in kinds if kind is Weighting.SAMPLES}
+
+    def _pairs(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Returns (sum, weight) of each loss that is a weighted mean."""
+        found = self._loss(self._call.without_graph(self._model, batch), batch)
+        kinds = self._loss.weightings.items()
+        names = [name for name, kind in kinds if kind is Weighting.TERMS]
+        parts = {name: found.parts[name] for name in names} if kinds else {"": found}
+        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts.items()}
 
     def _alone(self) -> Iterator[Batch]:
         return (_part(self._batch, slice(row, row + 1)) for row in range(self._batch.rows))
