@@ -12,6 +12,7 @@ from fitting import CLASSES, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import cyxtrain as cx
 from cyxtrain.training.accuracy import Accuracy
@@ -84,6 +85,46 @@ def measured_tokens() -> list[tuple[float, float]]:
     counted = labels != -100
     found.append((result["accuracy"], float((own(words).argmax(-1) == labels)[counted].double().mean())))
     return found
+
+
+class Whole(Tagger):
+    """It takes its batch as one dictionary."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Output:
+        return super().forward(batch["input_ids"], batch["labels"])
+
+
+def exact(output: Output, target: Tensor) -> Tensor:
+    return ((output.logits.argmax(-1) == target) & (target != -100)).sum(1).double()
+
+
+def measured_in_x() -> list[tuple[list[str], float, float, float]]:
+    """Returns names of a fit's history, accuracy and a function's mean of its evaluation, and accuracy by hand."""
+    words, labels = tokens()
+    arrays = {"input_ids": words, "labels": labels}
+    rows = [{"input_ids": word, "labels": label} for word, label in zip(words, labels, strict=True)]
+    batches = DataLoader(rows, 4)  # type: ignore[arg-type]
+    found = []
+    for model, data in ((Tagger(), batches), (Tagger(), arrays), (Whole(), arrays), (Tagger(shift=True), arrays)):
+        trainer = cx.DistributedTrainer(model, None, torch.optim.SGD(model.parameters(), 0.1), metrics=[exact])
+        history = trainer.fit(data, epochs=1, batch_size=4, verbose=False).history
+        evaluation = trainer.evaluate(data)
+        found.append(([*history], evaluation["accuracy"], evaluation["exact"], by_hand(model)))
+    model = Tagger()
+    assert "accuracy" in measured(
+        model, None, {name: each.numpy() for name, each in arrays.items()}, metrics=["accuracy"]
+    )
+    return found
+
+
+def test_labels_among_the_inputs_of_a_model_with_its_own_loss_are_what_a_loader_gives():
+    with one_process():
+        alone = measured_in_x()
+    for found in (alone, *run_world(2, measured_in_x)):
+        for names, accuracy, mean, expected in found:
+            assert names == ["loss", "accuracy", "exact"]
+            assert accuracy == pytest.approx(expected, abs=1e-12)
+            assert mean > 0
 
 
 def test_accuracy_of_logits_and_labels_counts_no_padding_and_follows_the_models_shift():

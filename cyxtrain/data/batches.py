@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from cyxtrain.data.batching import answers_in
 from cyxtrain.data.moving import Mover
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.tree import Tree, num_rows
@@ -37,6 +38,11 @@ class Batch:
     def rows(self) -> int:
         """How many there are."""
         return num_rows(self.inputs)
+
+    @property
+    def answers(self) -> Tree | None:
+        """What metrics compare outputs with: the targets, or labels among inputs by name."""
+        return answers_in(self.inputs, self.targets)
 
 
 class Share(ABC):

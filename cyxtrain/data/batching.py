@@ -11,11 +11,20 @@ from torch import Tensor
 
 from cyxtrain.data.rows import NAMES, Rows, as_rows
 from cyxtrain.data.texts import fields_of, is_text, texts_in, without_texts
+from cyxtrain.data.tree import Tree
 from cyxtrain.errors import ConfigError
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """What a dictionary that is a batch may call its targets; and a model that computes its own loss of inputs by name."""
 _WEIGHTS = "sample_weight"
+
+
+def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
+    """Return the targets; without any, those that a model which computes its own loss gets among inputs by name."""
+    if targets is not None or not isinstance(inputs, Mapping):
+        return targets
+    found = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
+    return found if isinstance(found, Tensor) else None
 
 
 def as_batch(given: Any) -> Rows:

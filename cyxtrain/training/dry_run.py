@@ -195,7 +195,7 @@ class DryRun:
         own = self._metrics.get(ACCURACY)
         if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
             asked = own is not None
-            self._loss.accuracy = find_accuracy(self._loss, output, batch.targets, value.detach(), asked=asked)
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
         if self._loss.function is None:
             return make_metrics(self._metrics, self._loss, None, None, 0)
         with torch.no_grad():  # they see what they see in training: no graph

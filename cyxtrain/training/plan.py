@@ -16,6 +16,7 @@ from torch import nn
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Share
+from cyxtrain.data.batching import answers_in
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.rows import Rows
@@ -404,7 +405,7 @@ def _tried(
     if not predicting:
         check_targets(source, loss)
     inputs, targets, weights = source.example
-    loss.look_at(targets, are_all=source.is_whole, rows_have_weights=weights is not None)
+    loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
     placement = place_model(model, loss, device)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
     dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()

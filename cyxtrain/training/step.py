@@ -213,8 +213,8 @@ class TrainingStep:
         loss = self._loss(output, batch)
         # Without the graph, which several micro-batches would keep together.
         measures = bool(self.totals.metrics)
-        said = (map_output(Tensor.detach, output), batch.targets, batch.rows) if measures else (None, None, 0)
-        return Result(loss, answers_to(output, batch.targets, self._loss), said)
+        said = (map_output(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
+        return Result(loss, answers_to(output, batch.answers, self._loss), said)
 
     def _counted(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:
         """Returns (number, factor, loss) of each loss that a micro-batch's loss adds up, if something in it counts.
@@ -354,8 +354,8 @@ class EvaluationStep:
             output = self._call.without_graph(self._model, batch)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch)
-            self.totals.add(batch.number, loss, answers_to(output, batch.targets, self._loss))
-            self.totals.metrics.add(output, batch.targets, batch.rows)
+            self.totals.add(batch.number, loss, answers_to(output, batch.answers, self._loss))
+            self.totals.metrics.add(output, batch.answers, batch.rows)
 
 
 class PredictionStep:
