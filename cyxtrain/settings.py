@@ -22,6 +22,7 @@ from typing_extensions import TypeIs, dataclass_transform
 from cyxtrain.errors import ConfigError
 
 _Settings = TypeVar("_Settings")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 _OTHER_NAMES = {
@@ -40,6 +41,7 @@ _OTHER_NAMES = {
     "num_warmup_steps": "warmup_steps",
     "random_seed": "seed",
     "roc_auc": "auc",
+    "x": "X",
 }
 """What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
 
@@ -55,6 +57,7 @@ _PLACES = {
     "DDPConfig": "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))",
     "AMPConfig": "fit(amp=cx.AMPConfig({}=...))",
     "DistributedConfig": "cx.init(cx.DistributedConfig({}=...))",
+    "DistributedTrainingConfig": "fit({}=...)",
 }
 """Where a user gives them."""
 
@@ -150,6 +153,22 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
             raise unknown_name(owner, name, list(named), "setting")
     missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
     require(not missing, f"{owner} needs {' and '.join(missing)}.")
+
+
+def names_checked(function: _Function) -> _Function:
+    """Lets a method refuse an argument that it does not have, with the nearest name that it has."""
+    known = [*inspect.signature(function).parameters][1:]
+    owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        for name in named:
+            if name not in known:
+                raise unknown_name(owner, name, known, "argument")
+        return function(*arguments, **named)
+
+    return call  # type: ignore[return-value]
 
 
 def require(condition: bool, message: str) -> None:

@@ -107,7 +107,18 @@ WRONG: dict[str, tuple[Way, str]] = {
     "a masked array": (lambda: trainer_of().fit(np.ma.array(INPUTS.numpy()), TARGETS), "the mask would be lost"),
     "a sparse tensor": (lambda: trainer_of().fit(INPUTS.to_sparse(), TARGETS), "to_dense"),
     "rows of another width": (lambda: trainer_of().fit(INPUTS[:, :3], TARGETS), "the model cannot take X"),
-    "classes as floats": (lambda: trainer_of().fit(INPUTS, TARGETS.float()), "astype"),
+    "classes as floats": (
+        lambda: trainer_of().fit(INPUTS, TARGETS.float()),
+        r"dtype float32: .* y\.long\(\), or y\.astype",
+    ),
+    "a name that forward does not take": (
+        lambda: trainer_of().fit({"img": INPUTS}, TARGETS),
+        r"\(forward takes input, and X has img, so X is passed whole",
+    ),
+    "a part of y that is missing": (
+        lambda: cx.DistributedTrainer(make_model(), {"a": "mse", "b": "mse"}).fit(INPUTS, {"a": NUMBERS, "B": NUMBERS}),
+        r"has a loss for \['b'\], and y is a dictionary with \['a', 'B'\]",
+    ),
     "classes in a column": (lambda: trainer_of().fit(INPUTS, TARGETS[:, None]), r"y\.reshape\(-1\)"),
     "a class that the model does not know": (
         lambda: trainer_of().fit(INPUTS, torch.where(torch.arange(12) == 9, 7, TARGETS)),
@@ -163,6 +174,29 @@ def test_one_process_refuses(name):
     way, words = WRONG[name]
     with one_process(), pytest.raises(cx.ConfigError, match=words):
         way()
+
+
+def test_arguments_that_trainer_evaluate_and_predict_do_not_have_are_refused_with_a_name(capsys):
+    make: Any = cx.DistributedTrainer
+    trainer: Any = trainer_of()
+    for call, words in (
+        (
+            lambda: make(make_model(), schedular="cosine"),
+            "DistributedTrainer has .*'schedular'. Did you mean 'scheduler'",
+        ),
+        (lambda: make(make_model(), warmup_steps=3), r"'warmup_steps': it belongs to fit\(warmup_steps=\.\.\.\)"),
+        (
+            lambda: trainer.evaluate(INPUTS, TARGETS, batchsize=3),
+            "evaluate has .*'batchsize'. Did you mean 'batch_size'",
+        ),
+        (lambda: trainer.predict(x=INPUTS), "predict has no argument 'x'. Did you mean 'X'"),
+    ):
+        with pytest.raises(cx.ConfigError, match=words):
+            call()
+    with one_process():
+        assert trainer.evaluate(INPUTS, TARGETS, verbose=0) == trainer.evaluate(INPUTS, TARGETS)
+        assert len(trainer.predict(INPUTS, verbose=1)) == len(INPUTS)
+    assert capsys.readouterr().out == ""
 
 
 def right_fit() -> str:
@@ -270,6 +304,7 @@ def test_ranks_that_differ_in_data_settings_model_or_optimizer_are_refused_on_ev
         assert found.pop("no difference") == "trained"  # what a rank shows, and where it writes, is its own
         for name, words in DIFFERENT.items():
             assert found[name].startswith(f"rank 1 differs from rank 0 in {words}"), found[name]
+        assert "torch.manual_seed(0) before torch.randn" in found["X"]
 
 
 class Busy(nn.Module):

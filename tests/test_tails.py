@@ -10,7 +10,7 @@ import torch
 from fitting import CLASSES, FEATURES, everywhere, fingerprint, flat, make_model, make_rows, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import cyxtrain as cx
 from cyxtrain.data.dealing import RowDealing, micro_batches_of
@@ -115,11 +115,19 @@ def test_a_single_row_for_batch_norm_is_refused_before_the_first_step_and_else_t
             assert ("Set drop_last=True" in said) == (expected == SINGLE)
 
 
+class Streamed(IterableDataset[Any]):
+    """Rows one after the other, whose number nobody knows."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(*make_rows(9), strict=True))
+
+
 def test_batches_of_a_single_row_and_steps_of_them_are_refused_too():
     in_one = DataLoader(TensorDataset(*make_rows(9)), batch_sampler=[[0, 1, 2], [3], [4, 5]])  # type: ignore[arg-type]
     thirds = {"effective_batch_size": 3, "accumulation_steps": 2}
     for data, settings, words in (
         ((in_one,), {}, "makes a batch of a single row"),
+        ((DataLoader(Streamed(), batch_size=1),), {}, "Give each of 1 rank at least two rows at once"),
         (make_rows(6), thirds, "a step has 3 rows, so on 1 rank with micro-batches of up to 2 rows one is a single"),
     ):
         trainer = cx.DistributedTrainer(normed("batch")[0], "cross_entropy", "sgd")

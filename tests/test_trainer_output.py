@@ -125,7 +125,31 @@ def test_a_loss_of_ones_own_is_said_to_be_taken_for_a_mean():
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 trainer_of(loss_fn=loss_fn).fit(*ROWS, epochs=1)
             texts.append(out.getvalue())
-    assert ["taken for a mean over samples" in text for text in texts] == [True, False, False]
+    assert ["custom loss: assumed to be a mean over samples" in text for text in texts] == [True, False, False]
+
+
+class TwoOutputs(nn.Module):
+    """Returns its output under two names, or its loss where it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, inputs: Any, targets: Any = None) -> Any:
+        output = self.body(inputs)
+        if targets is not None:
+            return nn.functional.cross_entropy(output, targets)
+        return {"a": output, "b": output}
+
+
+def test_the_header_tells_of_a_models_own_loss_and_of_targets_that_no_loss_takes(capsys):
+    inputs, targets = ROWS
+    with one_process():
+        cx.DistributedTrainer(TwoOutputs()).fit(inputs, targets, epochs=1)
+        assert "the model's own loss: assumed to be a mean over samples" in capsys.readouterr().out
+        trainer = cx.DistributedTrainer(TwoOutputs(), {"a": "cross_entropy"})
+        trainer.fit(inputs, {"a": targets, "c": targets}, epochs=1)
+        assert "parts of y that loss_fn has no loss for: c" in capsys.readouterr().out
 
 
 @contextlib.contextmanager

@@ -125,9 +125,12 @@ def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name in {**first, **other}:
         if not name.startswith("_") and first.get(name) != other.get(name):
             own_rows = " Each rank's own rows go as a DataLoader, with sharded_data=True." * ("training" in name)
+            seed = " Random data need one seed: torch.manual_seed(0) before torch.randn." * (
+                "hash of its values" in name
+            )
             error = ConfigError(
                 f"rank {rank} differs from rank 0 in {name}: {_shown(other.get(name))} on rank {rank}, "
-                f"{_shown(first.get(name))} on rank 0. Every rank must be given the same.{own_rows}",
+                f"{_shown(first.get(name))} on rank 0. Every rank must be given the same.{seed}{own_rows}",
                 rank=rank,
             )
             raise on_all_ranks(error)

@@ -58,6 +58,8 @@ class ModelCall:
         self._way = _way_of(model, inputs)
         self.left_out = _not_taken(model, inputs) if self._way is _Way.NAMED else []
         """Names of inputs, such as ids, that forward does not take."""
+        self.names_differ = _names_differ(model, inputs) if self._way is _Way.WHOLE else ""
+        """Which names forward takes and which the inputs have, for an error; "" where they have none."""
         self._gives_targets = loss is not None and loss.function is None and targets is not None
         if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
             raise ConfigError(
@@ -163,6 +165,13 @@ def _not_taken(model: nn.Module, inputs: Tree) -> list[str]:
     if not isinstance(inputs, dict) or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
     return [name for name in inputs if name not in parameters]
+
+
+def _names_differ(model: nn.Module, inputs: Tree) -> str:
+    if not isinstance(inputs, dict):
+        return ""
+    taken, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
+    return f" (forward takes {taken}, and X has {given}, so X is passed whole: use forward's names to pass its parts)"
 
 
 def _name_of_targets(model: nn.Module) -> str:

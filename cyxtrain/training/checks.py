@@ -105,7 +105,8 @@ def check_targets(source: Source, loss: Loss) -> None:
         missing = [
             name for name in loss.by_output if not isinstance(source.targets, dict) or name not in source.targets
         ]
-        require(not missing, f"loss_fn has a loss for {missing!r}, and y must be a dictionary with these keys.")
+        has = f"a dictionary with {[*source.targets]!r}" if isinstance(source.targets, dict) else "no dictionary"
+        require(not missing, f"loss_fn has a loss for {missing!r}, and y is {has}: y must have the keys of loss_fn.")
     targets = source.targets if isinstance(source.targets, dict) else {}
     for name, each in loss.by_output.items():
         _check_target(targets[name], each)
@@ -123,7 +124,11 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
         return
     name, shape = type(loss.function).__name__, [*targets.shape[1:]]
     if targets.is_floating_point() and not shape:
-        raise ConfigError(f"{name} wants class numbers, and y holds fractions: convert it with y.astype('int64').")
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{name} wants class numbers of an integer dtype, and y has dtype {dtype}: convert it with y.long(), or "
+            "y.astype('int64') in NumPy."
+        )
     if shape == [1] and not targets.is_floating_point():
         raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
 

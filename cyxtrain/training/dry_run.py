@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain import runtime
+from cyxtrain import runtime, torch_compat
 from cyxtrain.data.batches import Batch
 from cyxtrain.data.moving import Placement
 from cyxtrain.data.rows import Rows
@@ -35,6 +35,9 @@ from cyxtrain.training.weight_check import ROWS, WeightCheck, warning_of
 
 _ROWS = 2
 """To try an evaluation or a prediction on."""
+ONE_VALUE = "more than 1 value per channel"
+"""PyTorch's words where batch norm is trained on a single value per channel."""
+_ONE_ROW = "Give each of {} at least two rows at once: set a larger batch_size; or use nn.GroupNorm instead."
 _REENTRANT = "Checkpointing is not compatible"
 """PyTorch's words where gradient checkpointing with use_reentrant=True meets a backward that is asked for gradients."""
 
@@ -88,6 +91,8 @@ class DryRun:
         if batch.rows == 0:
             return self.evaluate(source)
         few = batch if batch.rows >= ROWS else self._placed(source.first(ROWS))
+        if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
+            batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
         check = WeightCheck(self._model, self._loss, self._call, few)
         with self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
@@ -146,7 +151,7 @@ class DryRun:
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Returns what the model gives; finds out whether it needs gradients outside training."""
         shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
-        with _blaming(f"the model cannot take X, tried on shape {shape}"):
+        with _blaming(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -219,7 +224,8 @@ def _blaming(what: str) -> Iterator[None]:
     except Exception as error:
         if is_full(error):
             raise
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+        remedy = f". {_ONE_ROW.format(counted(runtime.get_world_size(), 'rank'))}" if ONE_VALUE in str(error) else ""
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
 
 
 def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:

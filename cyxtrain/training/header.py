@@ -66,8 +66,12 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
     if loss.items is not None and loss.obeys_items:
         facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
+    targets = run.data.source.targets
+    if loss.by_output and isinstance(targets, dict) and (others := targets.keys() - loss.by_output.keys()):
+        facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(map(str, others)))}"))
     if loss.is_assumed_mean:
-        facts.append(("loss", "yours, taken for a mean over samples; a loss_fn may return (sum, weight) instead"))
+        whose, gives = ("the model's own", "the model") if loss.function is None else ("custom", "loss_fn")
+        facts.append(("loss", f"{whose} loss: assumed to be a mean over samples; {gives} may return (sum, weight)"))
     return facts
 
 

@@ -8,12 +8,10 @@ from torch import nn
 from cyxtrain import runtime, torch_compat
 from cyxtrain.data.batches import Batch
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.training.dry_run import ONE_VALUE
 from cyxtrain.training.modes import put_into_training
 from cyxtrain.training.plan import Run, TriedRows
 from cyxtrain.training.untouched import untouched
-
-_SAYS = "more than 1 value per channel"
-"""What PyTorch's batch norm says of a single value per channel."""
 
 
 def check_single_rows(model: nn.Module, run: Run) -> None:
@@ -60,7 +58,7 @@ def _fails_on_one_row(model: nn.Module, data: TriedRows) -> bool:
         try:
             data.call(model, Batch(0, *data.placement.place(data.source.first(1))))
         except ValueError as error:
-            return _SAYS in str(error)
+            return ONE_VALUE in str(error)
         except Exception:
             return False  # what else is wrong shows in the dry run
     return False

@@ -22,7 +22,7 @@ from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import Opened
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.settings import require_choice
+from cyxtrain.settings import names_checked, require_choice
 from cyxtrain.training.agreement import agree_on, on_master, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
@@ -92,6 +92,7 @@ class DistributedTrainer:
         ConfigError: A loss, an optimizer, a scheduler, a callback or a device that cannot be used.
     """
 
+    @names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -263,6 +264,7 @@ class DistributedTrainer:
         leave_for(stopped)
         return self._state.history
 
+    @names_checked
     @by_workers
     def evaluate(
         self,
@@ -272,6 +274,7 @@ class DistributedTrainer:
         batch_size: int | None = None,
         distributed: bool = True,
         sample_weight: Any = None,
+        verbose: object = 0,
     ) -> Evaluation:
         """Returns loss and accuracy over all rows, each counted once; the same on every rank and any number of ranks.
 
@@ -282,6 +285,7 @@ class DistributedTrainer:
             distributed: Share the work with the other ranks, which must call it too; or rank 0 does it alone, while
                 they wait in another call. False: this rank alone.
             sample_weight: How much the loss of each row counts, shape (n,); None: all alike.
+            verbose: Keras's argument; nothing is printed either way.
 
         Raises:
             ConfigError: The input is wrong: two rows of it are tried first.
@@ -293,14 +297,23 @@ class DistributedTrainer:
         assert evaluation is not None
         return evaluation
 
+    @names_checked
     @by_workers
-    def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any:  # noqa: N803
+    def predict(
+        self,
+        X: Any,  # noqa: N803
+        *,
+        batch_size: int | None = None,
+        distributed: bool = True,
+        verbose: object = 0,
+    ) -> Any:
         """Returns the model's output for all rows, in their order, on every rank.
 
         Args:
             X: Rows, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
             distributed: As in `evaluate`.
+            verbose: As in `evaluate`.
 
         Returns:
             Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU; of several outputs, such for each.
