@@ -154,6 +154,8 @@ def test_a_loss_that_comes_near_a_cross_entropy_by_chance_shows_no_accuracy():
             for each in (without_padding, plain)
         )
         assert (padded, exact) == (None, Accuracy("", -1)), seed
+    full = target.clamp_min(1)  # the class that the loss ignores is not among these rows
+    assert find_accuracy(Loss(without_padding), scores, full, without_padding(scores, full), asked=False) is None
     same = torch.zeros_like(scores)  # every layout explains it
     assert find_accuracy(Loss(plain), same, target, plain(same, target), asked=False) is None
     half = scores.bfloat16()

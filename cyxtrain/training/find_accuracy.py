@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,7 @@ def _found(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) 
         fitting = [
             (dim, shift) for dim, shift in fitting if _explains(value, loss, Accuracy("", dim, shift), scores, target)
         ]
+        fitting = [form for form in fitting if _counts_all(loss, Accuracy("", *form), output, scores, target)]
     if len(fitting) != 1:
         return None, "the loss is no plain cross-entropy, and does not show which score is for which target"
     return Accuracy(part, *fitting[0]), ""
@@ -102,6 +104,21 @@ def _explains(value: Tensor, loss: Loss, form: Accuracy, scores: Tensor, target:
     except (IndexError, RuntimeError):  # a target that is no class
         return False
     return any(abs(float(each) - found) <= close * max(abs(found), _SMALL) for each in sums)
+
+
+def _counts_all(loss: Loss, form: Accuracy, output: Any, scores: Tensor, target: Tensor) -> bool:
+    """Returns whether a function is this cross-entropy for other classes too: it may ignore one of them."""
+    if loss.function is None:
+        return True
+    steps = torch.arange(target.numel(), device=target.device)
+    classes = torch.where(steps % 2 == 0, steps // 2, -1 - steps // 2) % scores.shape[form.classes]
+    # 0, the last, 1, and so on, from the end, which a shift keeps.
+    other = classes.flip(0).reshape(target.shape).to(target.dtype)
+    with torch.no_grad(), contextlib.suppress(Exception):  # it may take several targets
+        result = loss.function(output, other)
+        value = result[0] if isinstance(result, tuple) else result.mean()
+        return _explains(value, loss, form, scores, other)
+    return True
 
 
 def _is_one_hot(scores: Tensor, target: Tensor, loss: Loss) -> bool:
