@@ -21,7 +21,7 @@ from cyxtrain.ring import RingProcessGroup
 from cyxtrain.training.stepping import Stepping
 
 PACKAGE = Path(cyxtrain.__file__).parent
-ROOT = PACKAGE.parent
+ROOT = Path(__file__).resolve().parents[1]
 NOT_PYTORCH = {
     "_DYNAMIC_CLASS_TRACKER_BY_CLASS": "cloudpickle",
     "_DYNAMIC_CLASS_TRACKER_BY_ID": "cloudpickle",

@@ -234,7 +234,7 @@ def test_what_cannot_be_weighed_is_refused(loss_fn, loss_weights, words):
 def test_a_name_that_the_model_or_y_does_not_have_is_refused_before_training():
     words, labels = make_texts()
     with one_process():
-        with pytest.raises(cx.ConfigError, match="y must be a dictionary"):
+        with pytest.raises(cx.ConfigError, match="y must have the keys of loss_fn"):
             cx.DistributedTrainer(Tagger(), {"size": "mse"}).fit(words, labels, verbose=False)
         model = PROBLEMS["losses that a model returns"][0]()
         with pytest.raises(cx.ConfigError, match="no loss 'sise'"):
