@@ -327,11 +327,12 @@ def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
 
 _begin_record = find("torch.autograd._record_function_with_args_enter")
 _end_record = find("torch.autograd._record_function_with_args_exit")
+_profiler = torch.autograd.profiler
 
 
 def is_profiling() -> bool:
     """Returns whether a profiler is on that can be told what happens."""
-    return _begin_record is not None and getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    return _begin_record is not None and getattr(_profiler, "_is_profiler_enabled", False)
 
 
 def begin_profiled(name: str, inputs: Sequence[Tensor]) -> Callable[[], None]:

@@ -92,7 +92,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.note_forward()
         given = _first_tensor(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
         self._latest.input, self._latest.output = _reference(given), _reference(output)
-        if self.training:
+        if self._reducer is not None and self.training:
             self._count_rows(given)
         return output
 
@@ -240,7 +240,8 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             return self._reducer.is_finite()
         self._latest.checked = loss
-        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
+        gradients = [p.grad for p in tensors_of(self.module)[0] if p.grad is not None]
+        gradients = [values_of(each) if each.is_sparse else each for each in gradients]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def losses_are_finite(self) -> bool:

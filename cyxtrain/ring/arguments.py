@@ -15,6 +15,7 @@ from cyxtrain.ring.algorithms import Span
 from cyxtrain.ring.frames import Reduction
 from cyxtrain.ring.tensors import check_target, flat_view_of, write
 
+_TENSORS = {Tensor}
 _One = TypeVar("_One")
 _Other = TypeVar("_Other")
 _REDUCTIONS = {
@@ -68,8 +69,11 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
     """
     if isinstance(tensors, Tensor):
         return [tensors]
+    # As nearly always: the rest takes longer.
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
-        return tensors  # as nearly always: the rest takes longer
+        return tensors
+    if type(tensors) is list and count in (None, len(tensors)) and {*map(type, tensors)} == _TENSORS:
+        return tensors
     if not isinstance(tensors, Sequence) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ConfigError(f"{name}: needs a tensor, or a list of tensors, got {_kind(tensors)}.")
     if not tensors or count not in (None, len(tensors)):
@@ -79,7 +83,7 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
 
 def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
     """Returns a list of lists of tensors, also for one list alone."""
-    if not isinstance(lists, Sequence) or not lists:
+    if not isinstance(lists, (list, tuple, Sequence)) or not lists:
         raise ConfigError(f"{name}: needs a list of tensors, got {_kind(lists)}.")
     if isinstance(lists[0], Tensor):
         return [as_list(lists, name)]

@@ -88,6 +88,9 @@ class TrainingStep:
         self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings and not loss.obeys_items
         self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
         self._kinds = [kind for _, kind, _ in loss.added(loss.nothing())]
+        self._always_counts = not loss.weightings and not loss.may_count_nothing
+        self._asks_ranks = loss.counts_terms and not self._weighs_at_end
+        self._world_size = dist.get_world_size()
         self._device = device
         self._parameters = list(ddp.parameters())
         self.totals = Totals(1, device, loss, metrics)
@@ -97,7 +100,7 @@ class TrainingStep:
         self._zero()
         self._guard.before_step()
         if self._scale is not None:
-            self._multiplier = self._scale.of_each(dist.get_world_size())
+            self._multiplier = self._scale.of_each(self._world_size)
             self._ddp.expect_scale(self._multiplier)
         results = self._accumulate(share)
         with self._clock.optimizer:
@@ -221,6 +224,8 @@ class TrainingStep:
 
         A mean over nothing, computed in the model, is 0 / 0: no factor would clear the NaN in its gradients.
         """
+        if self._always_counts:  # asked twice in each step
+            return [(0, 1.0, loss)]
         added = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.added(loss))]
         return [each for each in added if each[2].weight] if self._loss.may_count_nothing else added
 
@@ -238,7 +243,7 @@ class TrainingStep:
             # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even
             # batches.
             divisor = divisors[number]
-            factor = factor * each.terms * dist.get_world_size() / divisor if divisor else 0.0
+            factor = factor * each.terms * self._world_size / divisor if divisor else 0.0
             term = each.value if factor == 1 else each.value * factor
             value = term if value is None else value + term
         if value is None:
@@ -259,17 +264,19 @@ class TrainingStep:
         """Returns what the sum of all ranks' terms of each loss is divided by, in this backward."""
         if known is not None:
             return known
+        if not self._asks_ranks:
+            return self._divisors((), share)
         return self._divisors([each.weight for _, _, each in self._loss.added(loss)], share)
 
     def _divisors(self, weights: Sequence[Tensor | float], share: Share) -> list[float]:
         """Returns the divisor of each loss, the same on every rank.
 
         Args:
-            weights: What this rank has counted of each.
+            weights: What this rank has counted of each; empty: nothing needs to be known of it.
             share: Of this rank.
         """
         divisors = [1.0 if kind is Weighting.NOTHING else share.joined_rows for kind in self._kinds]
-        if self._loss.counts_terms and not self._weighs_at_end:
+        if self._asks_ranks:
             places = [place for place, kind in enumerate(self._kinds) if kind is Weighting.TERMS]
             joined = self._sum_over_ranks([weights[place] for place in places], self._clock.backward)
             for place, weight in zip(places, joined, strict=True):

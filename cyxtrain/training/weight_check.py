@@ -49,7 +49,8 @@ class WeightCheck:
         self._model = model
         self._loss = loss
         self._call = call
-        self._batch = _picked(batch)
+        # A loss of torch.nn needs no comparison: it is not worth the look for rows that differ.
+        self._batch = _part(batch, slice(0, ROWS)) if loss.is_known else _picked(batch)
         is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
