@@ -58,6 +58,8 @@ FORMS = [
     *("coo", "other places", "csr", "more in csr", "csc", "bsr", "expanded", "overlapping", "with gaps"),
     *("of another size", "turned", "empty", "empty coo", "a number", "boolean", "complex", "sixteen bits"),
 ]
+AVERAGED = ("expanded", "overlapping", "with_gaps", "turned", "a_number", "complex", "sixteen_bits", "boolean")
+"""Attributes of a `Holder`; the boolean one is the same on all ranks."""
 
 
 class Holder(nn.Module):
@@ -105,29 +107,11 @@ def test_what_differs_is_averaged_by_rows_where_it_is_floating_point():
     ddp = cx.DistributedDataParallel(model)
     ddp(batch(rank, rows=3 - 2 * rank))
     with torch.no_grad():
-        for form in (
-            "expanded",
-            "overlapping",
-            "with_gaps",
-            "turned",
-            "a_number",
-            "complex",
-            "sixteen_bits",
-            "boolean",
-        ):
+        for form in AVERAGED:
             write(getattr(model, form), make(form.replace("_", " "), 3.0 + 4 * rank))
     ddp(batch(rank))
     expected = Holder(4.0)  # three rows of 3, and one of 7
-    for form in (
-        "expanded",
-        "overlapping",
-        "with_gaps",
-        "turned",
-        "a_number",
-        "complex",
-        "sixteen_bits",
-        "boolean",
-    ):
+    for form in AVERAGED:
         assert torch.equal(getattr(model, form), getattr(expected, form)), form
 
 
