@@ -101,3 +101,14 @@ def everywhere(world_size: int, function: Any, *arguments: Any) -> list[Any]:
 def _in_world(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
     with cx.init():
         return getattr(importlib.import_module(name[0]), name[1])(*arguments)
+
+
+class Trace(cx.callbacks.Callback):
+    """Notes with which rate of the first group each step is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))

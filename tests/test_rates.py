@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fingerprint, make_model, make_rows, one_process, run_world
+from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -30,17 +30,6 @@ ASKED = {
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1),
     },
 }
-
-
-class Trace(cx.callbacks.Callback):
-    """Notes with which rate of the first group each step is taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
 
 
 def make_trainer(scheduler: Any = None) -> cx.DistributedTrainer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fingerprint, make_model, make_rows, one_process, run_world
+from fitting import Trace, fingerprint, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,17 +20,6 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 STEPS = 10  # in two epochs of five
 SETTINGS = {"epochs": 2, "effective_batch_size": 4, "verbose": False}
-
-
-class Trace(cx.callbacks.Callback):
-    """The learning rate of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(float(self.trainer.optimizer.param_groups[0]["lr"]))
 
 
 def make_trainer(scheduler: Any, interval: str = "step") -> cx.DistributedTrainer:
