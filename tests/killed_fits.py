@@ -26,7 +26,8 @@ class Moment:
 
     Attributes:
         victims: Which ranks.
-        where: "training" or "validation": in the n-th forward; "save": at the n-th call of fsync or rename.
+        where: "training": in the n-th forward of a step; "validation": in the first forward of the n-th validation;
+            "save": at the n-th call of fsync or rename.
         count: The n.
     """
 
@@ -43,15 +44,32 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
         self.before = before
         self.seen: list[float] = []
+        self.has_begun = self.validates = False  # what is tried before a fit is no step
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            self.before("training")
-            self.seen += rows[:, 0].tolist()
+            if self.has_begun:
+                self.before("training")
+                self.seen += rows[:, 0].tolist()
             rows = rows + 0.1 * random.random() + 0.1 * np.random.rand()
-        elif not self.training:
+        elif self.validates:
+            self.validates = False
             self.before("validation")
         return self.layers(rows)
+
+
+class Begins(cx.callbacks.Callback):
+    """Tells the model that what comes is no trial."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.own = model
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.own.has_begun = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.own.validates = True
 
 
 def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
@@ -90,6 +108,7 @@ def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
         checkpoint_dir=folder,
         resume="auto",
         verbose=False,
+        callbacks=[Begins(model)],
     )
     return {"bits": fingerprint(model), "history": history.history, "epochs": history.epochs, "seen": model.seen}
 
