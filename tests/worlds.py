@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -254,18 +255,23 @@ def run_processes(
     return results
 
 
+_chance = random.SystemRandom()  # the tests seed the others
 _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Returns a TCP port that nobody uses at the moment, and another one each time: worlds live beside each other."""
+    """Returns a TCP port that nobody uses at the moment, and another one each time: worlds live beside each other.
+
+    It is none of those that the system gives to whoever calls somebody: one of them would be taken by the next caller,
+    here or in another run of the tests.
+    """
     while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = int(sock.getsockname()[1])
-        if port not in _given_ports:
-            _given_ports.add(port)
-            return port
+        port = _chance.randrange(12_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def child_environment(**variables: str) -> dict[str, str]:
