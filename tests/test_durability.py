@@ -55,6 +55,7 @@ def test_a_kill_at_some_system_calls_of_a_save_leaves_this_step_or_the_one_befor
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 def test_a_kill_at_every_system_call_of_a_save_leaves_this_step_or_the_one_before(tmp_path):
     assert check_kills_at_calls(tmp_path, 1) > 100
 
