@@ -13,7 +13,7 @@ import cyxtrain
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
     {"errors", "cores", "allocator"},
-    {"settings", "torch_compat"},
+    {"accelerator", "settings", "torch_compat"},
     {"config", "clusters"},
     {"environment"},
     {"ring"},

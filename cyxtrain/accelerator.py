@@ -1,0 +1,79 @@
+"""What computes beside the CPU, by the names that PyTorch has for all kinds of it: CUDA, ROCm, XPU, and those to come.
+
+Host and accelerator run side by side: an operation returns when it has been asked for. To look at a number stops the
+host until all before it is done; a copy that is looked at later does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NOT_TAKEN = ("mps",)
+"""Kinds that nobody gets without asking: this one has no float64, in which losses are added up."""
+
+
+def visible() -> torch.device | None:
+    """Return the kind of accelerator that training takes by itself, without an index; None: there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in _NOT_TAKEN else torch.device(found.type)
+
+
+def count() -> int:
+    """Return how many of them this process sees."""
+    return 0 if visible() is None else torch.accelerator.device_count()
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether what is asked of a device is done later, beside the host."""
+    return device.type not in ("cpu", "meta")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a device with its number: of an accelerator without one, that of this thread."""
+    if device.index is not None or not is_accelerator(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+@functools.lru_cache(maxsize=64)
+def side_stream(device: torch.device, purpose: str) -> torch.Stream:
+    """Return a stream beside the current one, the same for each purpose: the allocator keeps memory for each stream.
+
+    Args:
+        device: With its number.
+        purpose: Such as "rows".
+    """
+    return torch.Stream(device)
+
+
+class HostCopy:
+    """Numbers on their way to the host.
+
+    Args:
+        tensor: Dense and contiguous. On the CPU it is taken as it is.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: Any = None
+        self._host = tensor
+        if is_accelerator(tensor.device):
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
+
+    def is_there(self) -> bool:
+        """Return whether `read` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """Return the numbers, on the CPU, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._host
