@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import leaks
 import pytest
@@ -35,3 +36,13 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     count: int = request.param
     monkeypatch.setattr("cyxtrain.ring.meeting.rendezvous.count_usable_cores", lambda: count)
     return count
+
+
+@pytest.fixture(scope="session")
+def fakegpu_folder() -> Path:
+    """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see tests/stand_in."""
+    from stand_in import fakegpu
+
+    if reason := fakegpu.why_not():
+        pytest.skip(f"the stand-in for a GPU cannot be built: {reason}")
+    return fakegpu.built()

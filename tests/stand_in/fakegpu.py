@@ -1,18 +1,22 @@
 """The device "fakegpu": a stand-in for a GPU, which knows each operation that stops the host, and who asked for it.
 
-`build` compiles device.cpp; `register` makes PyTorch know the device. What it cannot do: streams that run beside each
-other, NCCL, and speed.
+`built` compiles device.cpp, once for each PyTorch and source; `register` makes PyTorch know the device. A process whose
+PYTHONPATH has the folder (`environment`) registers it as it imports torch: PyTorch's own way for devices of others.
+What it cannot do: streams that run in parallel, and speed.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import traceback
 import types
 from collections.abc import Iterator
@@ -36,6 +40,35 @@ def why_not() -> str:
     return "" if shutil.which("g++") else "there is no g++"
 
 
+def built() -> Path:
+    """Builds the device in a folder of this user's, unless it is there, and returns the folder.
+
+    It is kept from run to run: another source, PyTorch or Python has another folder. One process builds, others wait.
+    """
+    import fcntl  # not on Windows
+
+    parts = [_SOURCE.read_bytes(), Path(__file__).read_bytes(), torch.__version__.encode(), sys.version.encode()]
+    key = hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"cyxtrain-stand-in-{os.getuid()}-{key}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build(folder)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Returns the variables with which a new process has the device, once it has imported torch; so have its children.
+
+    `folder` is what `built` returned. PYTHONPATH is this process's own, after the folders of the tests.
+    """
+    root = Path(__file__).parents[2]
+    path = [str(folder), str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
 def build(folder: Path) -> None:
     """Compiles the device for this Python and this PyTorch, in about half a minute; once for a folder."""
     target, torch_folder = folder / f"{MODULE}.so", Path(torch.__file__).parent
@@ -47,11 +80,25 @@ def build(folder: Path) -> None:
     made = folder / f"{os.getpid()}.so"
     includes = [f"-I{each}" for each in folders]
     subprocess.run(["g++", *options, *includes, str(_SOURCE), "-o", str(made), *libraries], check=True, timeout=300)
+    info = folder / f"{NAME}-1.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{NAME} = stand_in.fakegpu:load\n")
     made.replace(target)  # whole, or not there
 
 
+def load() -> None:
+    """Registers the device of the folder on PYTHONPATH: PyTorch calls it at the end of its import."""
+    module = importlib.util.find_spec(MODULE)
+    assert module is not None
+    assert module.origin is not None
+    register(Path(module.origin).parent)
+
+
 def register(folder: Path) -> Any:
-    """Makes PyTorch know the device that was built in a folder; returns its module."""
+    """Makes PyTorch know the device that was built in a folder; returns its module. Harmless where it knows it."""
+    if MODULE in sys.modules:
+        return sys.modules[MODULE]
     sys.path.insert(0, str(folder))
     device = __import__(MODULE)
     torch.utils.rename_privateuse1_backend(NAME)
