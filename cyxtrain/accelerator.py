@@ -18,13 +18,23 @@ _NOT_TAKEN = ("mps",)
 
 def visible() -> torch.device | None:
     """Return the kind of accelerator that training takes by itself, without an index; None: there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or found.type in _NOT_TAKEN else torch.device(found.type)
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type in _NOT_TAKEN or not torch.accelerator.device_count():
+        return None  # counting asks no driver that a forked child could not ask again, as CUDA's is_available() does
+    return torch.device(found.type)
 
 
 def count() -> int:
     """Return how many of them this process sees."""
     return 0 if visible() is None else torch.accelerator.device_count()
+
+
+def in_use() -> torch.device | None:
+    """Return the accelerator that this thread computes on, with its number; None: this process has used none so far."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type in _NOT_TAKEN or not torch.get_device_module(found).is_initialized():
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def is_accelerator(device: torch.device) -> bool:

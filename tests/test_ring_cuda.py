@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,20 +13,20 @@ from worlds import run_processes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
-def every_collective() -> list[str]:
-    """Does each collective on CUDA and on CPU tensors; returns those that differ in any bit."""
+def every_collective(device: str = "cuda", counts: Sequence[int] = (1, 1000, 100_003, 2_000_003)) -> list[str]:
+    """Does each collective on tensors of a device and of the CPU; returns those that differ in any bit."""
     import cyxtrain as cx
 
     with cx.init():
         rank, n = cx.get_rank(), cx.get_world_size()
         generator = torch.Generator().manual_seed(rank)
         different = []
-        for count in (1, 1000, 100_003, 2_000_003):
+        for count in counts:
             mine = torch.randn(count * n, generator=generator)
-            on = {device: _results(mine.to(device), rank, n) for device in ("cpu", "cuda")}
+            on = {place: _results(mine.to(place), rank, n) for place in ("cpu", device)}
             for name, expected in on["cpu"].items():
-                found = on["cuda"][name]
-                if not (found.is_cuda and torch.equal(found.cpu(), expected)):
+                found = on[device][name]
+                if not (found.device.type == device and torch.equal(found.cpu(), expected)):
                     different.append(f"{name} {count}")
         return different
 

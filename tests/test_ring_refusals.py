@@ -104,7 +104,7 @@ REFUSED = {
     ),
     "a tensor elsewhere": (
         lambda group: group.allreduce([torch.zeros(3, device="meta")]),
-        "carries CPU and CUDA tensors, this one is on meta",
+        "accelerators such as CUDA's; this one is on meta",
     ),
     "a quantised tensor": (
         lambda group: group.allreduce([torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)]),

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from cyxtrain import environment, torch_compat
+from cyxtrain import accelerator, environment, torch_compat
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.process_group import RingOperations
@@ -33,7 +32,7 @@ TORCHS_WORLD = Siblings()
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
-    """A process group of ranks that talk directly, for CPU tensors; CUDA tensors travel by way of pinned memory.
+    """A process group of ranks that talk directly; tensors of an accelerator are copied through pinned host memory.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
@@ -94,8 +93,9 @@ def register() -> None:
 
 
 def _devices() -> list[str]:
-    """Returns the types of device whose tensors the ring carries: "cuda" only where there is one."""
-    return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    """Returns the types of device whose tensors the ring carries: "cuda", say, only where there is one."""
+    visible = accelerator.visible()
+    return ["cpu"] if visible is None else ["cpu", visible.type]
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:

@@ -1,4 +1,4 @@
-"""CUDA tensors on a backend for CPUs: they travel by way of pinned host memory."""
+"""Tensors of an accelerator on a backend for CPUs: they are copied through pinned host memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cyxtrain import accelerator
+
+
+def can_carry(device: torch.device) -> bool:
+    """Return whether the ring can carry tensors of a device that is not the CPU."""
+    visible = accelerator.visible()
+    return visible is not None and device.type == visible.type
+
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Returns the elements of a CUDA tensor in one dimension, in pinned memory, once its stream has made them."""
+    """Returns the elements of an accelerator's tensor, flat, in pinned memory, once its stream has made them."""
     staged = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
     return staged.copy_(tensor.detach().reshape(-1))
 
@@ -23,14 +31,15 @@ def beside(call: Callable[[], Any]) -> Callable[[], Any]:
     caller computes, and are over when the call is.
     """
     call = functools.partial(_in_mode, torch.is_inference_mode_enabled(), call)
-    if not torch.cuda.is_initialized():
+    device = accelerator.in_use()
+    if device is None:
         return call
-    device, before = torch.cuda.current_device(), torch.cuda.Event()
-    before.record()
+    before = torch.Event(device)
+    before.record(torch.accelerator.current_stream(device))
 
     def staged() -> Any:
-        stream = _stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        stream = accelerator.side_stream(device, "ring")
+        with stream:  # and on its device
             stream.wait_event(before)
             result = call()
             stream.synchronize()
@@ -42,8 +51,3 @@ def beside(call: Callable[[], Any]) -> Callable[[], Any]:
 def _in_mode(inference: bool, call: Callable[[], Any]) -> Any:
     with torch.inference_mode(inference):
         return call()
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

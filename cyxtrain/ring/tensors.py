@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import ConfigError, CyxtrainError
-from cyxtrain.ring.staging import host_copy
+from cyxtrain.ring.staging import can_carry, host_copy
 
 
 class _Memory:
@@ -38,7 +38,7 @@ def check_tensor(tensor: Tensor) -> Tensor:
     """Returns a tensor that the ring can carry.
 
     Raises:
-        CyxtrainError: It is sparse, or neither on the CPU nor on a CUDA device.
+        CyxtrainError: It is sparse, or neither on the CPU nor on an accelerator such as CUDA's.
     """
     if tensor.is_cpu and tensor.layout is torch.strided:
         return tensor
@@ -47,8 +47,11 @@ def check_tensor(tensor: Tensor) -> Tensor:
             f"the ring carries dense tensors, and sparse COO tensors in all_reduce; this one is {tensor.layout}. "
             "Call to_dense() first."
         )
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise CyxtrainError(f"the ring carries CPU and CUDA tensors, this one is on {tensor.device}; call cpu() first.")
+    if not tensor.is_cpu and not can_carry(tensor.device):
+        raise CyxtrainError(
+            f"the ring carries tensors of CPUs and of accelerators such as CUDA's; this one is on {tensor.device}. "
+            "Call cpu() first."
+        )
     return tensor
 
 
@@ -79,7 +82,7 @@ def _shares_memory(tensor: Tensor) -> bool:
 
 def flat_copy_of(tensor: Tensor) -> Tensor:
     """Returns a new one-dimensional CPU tensor with the same elements."""
-    if check_tensor(tensor).device.type == "cuda":
+    if not check_tensor(tensor).is_cpu:
         return host_copy(tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
