@@ -87,3 +87,23 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._host
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that tensors have had at once on an accelerator, since `reset_peak_memory`.
+
+    None: it is none, or its kind does not count.
+    """
+    count = getattr(_module_of(device), "max_memory_allocated", None)
+    return None if count is None else int(count(device))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to look for the largest use of an accelerator's memory anew."""
+    reset = getattr(_module_of(device), "reset_peak_memory_stats", None)
+    if reset is not None:
+        reset(device)
+
+
+def _module_of(device: torch.device) -> Any:
+    return torch.get_device_module(device) if is_accelerator(device) else None

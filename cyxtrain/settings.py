@@ -34,13 +34,18 @@ _OTHER_NAMES = {
     "gradient_clip_val": "clip_norm",
     "growth_interval": "dynamic_history_size",
     "init_scale": "initial_scale",
+    "float32_matmul_precision": "float32_precision",
+    "jit_compile": "compile",
     "max_epochs": "epochs",
     "max_grad_norm": "clip_norm",
+    "matmul_precision": "float32_precision",
     "max_time": "max_time_seconds",
+    "memory_format": "channels_last",
     "mixed_precision": "precision",
     "num_warmup_steps": "warmup_steps",
     "random_seed": "seed",
     "roc_auc": "auc",
+    "torch_compile": "compile",
     "x": "X",
 }
 """What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""

@@ -66,6 +66,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module:_buffers", "refused: what reads it"),
     PrivateName("torch.nn.Module:_modules", "refused: what reads it"),
     PrivateName("torch.nn.Module._compiled_call_impl", "refused: compile=True"),
+    PrivateName("torch._inductor.cudagraph_trees.MarkStepBox", "CUDA graphs in a loop of your own need marks, too"),
     PrivateName("torch.nn.utils.parametrize._inject_new_class", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.nn.utils.parametrize._inject_property", "refused: a model with parametrizations in a notebook"),
     PrivateName("torch.utils.data.DataLoader:_iterator", "nothing: there is no iterator to take from a copy"),
@@ -295,6 +296,13 @@ def compiled_call(model: nn.Module) -> Any:
 def set_compiled_call(model: nn.Module, call: Any) -> None:
     """Put back what `compiled_call` returned."""
     model._compiled_call_impl = call
+
+
+def unmark_cuda_graph_steps() -> None:
+    """Let PyTorch find out by itself again where a step begins: once it has been told, it waits to be told."""
+    box = find("torch._inductor.cudagraph_trees.MarkStepBox")
+    if box is not None:
+        box.mark_step_counter = 0
 
 
 def inject_parametrizations(module: nn.Module, names: Sequence[str]) -> None:

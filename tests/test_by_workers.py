@@ -20,7 +20,7 @@ import leaks
 import numpy as np
 import pytest
 import torch
-from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world
+from fitting import CLASSES, FEATURES, fingerprint, flat, make_model, make_rows, one_process, run_world, seeded
 from launching import SECONDS, runs, wait_until
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
@@ -125,6 +125,22 @@ def test_numbers_are_those_of_launched_ranks_to_the_bit():
     assert fingerprint(model) == launched[0]
     assert (list(trainer.evaluate(X, Y)), trainer.step) == (launched[2], launched[4])
     assert (trainer.predict(X).numpy() == launched[3]).all()
+
+
+def test_a_fit_without_workers_goes_on_from_weights_that_workers_have_laid_out_anew():
+    images = torch.randn(20, 3, 6, 6)
+    found = []
+    for settings in ({}, {"num_processes": RANKS, "channels_last": True, "float32_precision": "high"}):
+        with seeded():
+            model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 3))
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.Adam(model.parameters(), 1e-3))
+        given = {"epochs": 1, "effective_batch_size": 10, "verbose": False}
+        with contextlib.nullcontext() if settings else one_process():
+            trainer.fit(images, Y[:20], **given, **settings)
+        with one_process():
+            trainer.fit(images, Y[:20], **given)
+        found.append(flat(model.parameters()))
+    assert abs(found[0] - found[1]).max() < 1e-5
 
 
 def test_everything_comes_back_into_the_callers_objects():

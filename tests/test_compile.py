@@ -1,8 +1,10 @@
-"""`compile=True` runs the model by torch.compile, trains as without it, and hands the model back as it was."""
+"""`compile=` runs the model by torch.compile, trains as without it, and hands the model back as it was."""
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from fitting import adam, flat, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from test_recomputing import make_deep
-from torch import nn
+from torch import Tensor, nn
 
 import cyxtrain as cx
 from cyxtrain.errors import ConfigError
@@ -93,7 +95,7 @@ def gradients_of_recomputed() -> tuple[float, int]:
     """How far a gradient is from the one that the output shows, and how often running means have changed in 3 steps."""
     block, rows = Block(), torch.randn(16, 8)
     model = nn.Sequential(block)
-    with recomputed(layers_of(model, [])), compiling.compiled(model):
+    with recomputed(layers_of(model, [])), compiling.compiled(model, True):
         for _ in range(3):
             model.zero_grad()
             output = model(rows)
@@ -146,6 +148,213 @@ def test_what_the_user_has_compiled_stays_compiled():
     model = make_model()
     model.compile()  # nothing is compiled before it runs
     own = model._compiled_call_impl
-    with compiling.compiled(model):
+    with compiling.compiled(model, True):
         assert model._compiled_call_impl is own
     assert model._compiled_call_impl is own
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The mode of each call of torch.compile, which compiles nothing."""
+    found: list[object] = []
+
+    def take(function: Any, mode: object = None) -> Any:
+        found.append(mode)
+        return function
+
+    monkeypatch.setattr(torch, "compile", take)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "words"), [(True, None, ""), ("max-autotune", "max-autotune", " (max-autotune)")]
+)
+def test_a_mode_is_passed_on_and_the_header_tells_it(modes, capsys, asked, mode, words):
+    model = make_model()
+    with one_process():
+        cx.DistributedTrainer(model, nn.CrossEntropyLoss(), "sgd").fit(*make_rows(4), epochs=1, compile=asked)
+    assert modes == [None, mode]  # the first one was a try
+    assert f"parameters, compiled{words}\n" in capsys.readouterr().out
+    assert model._compiled_call_impl is None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Deep(nn.Module):
+    """A stem, three layers in a list, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers, self.head = nn.Linear(4, 4), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def nodes_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of a backward, each once."""
+    seen, queue = set(), [tensor.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            queue += [following for following, _ in node.next_functions]
+            yield node
+
+
+def backward_of_compiled(by_layer: bool) -> dict[str, Any]:
+    """How far gradients are from those of the model as it is, and in which order they and compiled backwards came."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    torch.manual_seed(0)
+    model, rows, events = Deep(), torch.randn(16, 4), []
+    model(rows).square().sum().backward()
+    usual = [parameter.grad for parameter in model.parameters()]
+    with compiling.compiled(model, True, by_layer=by_layer):
+        compiled = [name for name, part in model.named_modules() if part._compiled_call_impl is not None]
+        model.zero_grad()
+        loss = model(rows).square().sum()
+        for node in nodes_of(loss):
+            if "Compiled" in node.name():
+                node.register_prehook(lambda _: events.append("backward"))
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda _: events.append("gradient")) for p in model.layers.parameters()
+        ]
+        loss.backward()
+    assert all(part._compiled_call_impl is None for part in model.modules())
+    assert len(hooks) == events.count("gradient")
+    pairs = zip(usual, model.parameters(), strict=True)
+    return {
+        "error": max(float((one - two.grad).abs().max()) for one, two in pairs),
+        "events": events,
+        "compiled": compiled,
+    }
+
+
+def test_gradients_of_layers_that_are_compiled_one_by_one_arrive_while_backward_runs():
+    whole, by_layer = (run_world(1, backward_of_compiled, each, seconds=100)[0] for each in (False, True))
+    assert whole["compiled"] == [""]
+    assert by_layer["compiled"] == ["layers.0", "layers.1", "layers.2"]
+    assert max(whole["error"], by_layer["error"]) < 1e-5
+    assert whole["events"] == ["backward", *["gradient"] * 12]
+    assert by_layer["events"] == ["backward", *["gradient"] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "device", "world_size", "expected"),
+    [
+        (Deep(), True, "cuda", 2, True),
+        (Deep(), "max-autotune-no-cudagraphs", "cuda", 2, True),
+        (Deep(), "reduce-overhead", "cuda", 2, False),  # one graph of all is what is asked for
+        (Deep(), False, "cuda", 2, False),
+        (Deep(), True, "cuda", 1, False),
+        (Deep(), True, "cpu", 2, False),
+        (make_model(), True, "cuda", 2, False),  # single operations, which are fused with each other
+    ],
+)
+def test_layers_are_compiled_one_by_one_where_gradients_travel_from_accelerators(
+    monkeypatch, model, mode, device, world_size, expected
+):
+    monkeypatch.setattr(compiling, "check_compiler", lambda _: None)
+    assert compiling.compiles_by_layer(model, mode, torch.device(device), world_size) is expected
+
+
+class Graphs:
+    """A stand-in for CUDA graphs: when a step begins, what the one before gave is overwritten."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+        self.marks = self.ends = 0
+
+    def mark(self) -> None:
+        self.marks += 1
+        for tensor in self.given:
+            tensor.fill_(float("nan"))
+        self.given.clear()
+
+    def end(self) -> None:
+        self.ends += 1
+
+    def give(self, tensor: Tensor) -> None:
+        self.given.append(tensor.data)
+
+
+class Replayed(nn.Module):
+    """A model of whose outputs and gradients a graph keeps the memory; it may give its own loss."""
+
+    def __init__(self, graphs: Graphs, outputs: int, own_loss: bool) -> None:
+        super().__init__()
+        self.net, self._graphs, self._own_loss = make_model(outputs=outputs), graphs, own_loss
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: graphs.give(each.grad))
+
+    def forward(self, x, y=None):
+        output = self.net(x)
+        if self._own_loss and y is not None:
+            loss, weight = (
+                nn.functional.cross_entropy(output, y, reduction="sum"),
+                (output[:, 0].detach() * 0 + 1).sum(),
+            )
+            self._graphs.give(loss)
+            self._graphs.give(weight)
+            return loss, weight
+        self._graphs.give(output)
+        return output
+
+
+def history_of(graphs: Graphs, kind: str) -> list[Any]:
+    """What a fit and an evaluation of the same model come to; what is predicted leaves a GPU at once."""
+    x, y = make_rows(40)
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 4, "accumulation_steps": 2, "verbose": False}
+    if kind == "binary":
+        y = (y > 0).float().reshape(-1, 1)
+    outputs = 1 if kind == "binary" else 3
+    loss = {"own": None, "classes": "cross_entropy", "binary": "bce_with_logits"}[kind]
+    metrics = ["auc"] if kind == "binary" else None
+    trainer = cx.DistributedTrainer(Replayed(graphs, outputs, kind == "own"), loss, "sgd", metrics=metrics)
+    history = trainer.fit(x, y, validation_data=(x, y), **settings)
+    values = [history.history[name] for name in sorted(history.history)]
+    return [*values, trainer.evaluate(x, y).loss]
+
+
+@pytest.mark.parametrize("kind", ["own", "classes", "binary"])
+def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
+    if kind == "binary":
+        pytest.importorskip("torchmetrics")
+    with one_process():
+        usual = history_of(Graphs(), kind)
+        graphs = Graphs()
+        for owner in ("compiling", "totals"):
+            monkeypatch.setattr(f"cyxtrain.training.{owner}.may_use_cuda_graphs", lambda _: True)
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", graphs.mark)
+        monkeypatch.setattr("cyxtrain.torch_compat.unmark_cuda_graph_steps", graphs.end)
+        found = history_of(graphs, kind)
+    assert found == usual
+    # 5 steps of 2 micro-batches and 10 batches of validation in each of 2 epochs, then an evaluation.
+    assert graphs.marks == 2 * (5 + 10) + 10
+    assert graphs.ends == 5
+
+
+def marks_after(device: str) -> list[int]:
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    found = []
+    with compiling.steps_marked(torch.device(device)) as mark:
+        if mark is not None:
+            mark()
+        found.append(MarkStepBox.mark_step_counter)
+    return [*found, MarkStepBox.mark_step_counter]
+
+
+def test_pytorch_is_told_of_steps_on_cuda_alone_and_finds_them_by_itself_afterwards():
+    assert run_world(1, marks_after, "cuda") == [[-1, 0]]
+    assert run_world(1, marks_after, "cpu") == [[0, 0]]

@@ -105,7 +105,11 @@ def test_a_resumed_fit_equals_the_uninterrupted_one(world_size, backend, tmp_pat
         assert len(set(found.value)) == 1
 
 
-@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"precision": "bf16"}, {"compile": True}], ids=str)
+COMPILED = [{"compile": True}, {"compile": "reduce-overhead", "accumulation_steps": 2}]
+ROUNDED = [{"precision": "fp16"}, {"precision": "bf16"}, {"float32_precision": "high"}]
+
+
+@pytest.mark.parametrize("settings", [*ROUNDED, *COMPILED], ids=str)
 def test_16_bits_and_a_compiled_model_train_as_well(settings):
     if settings.get("compile"):
         pytest.importorskip("triton", reason="PyTorch compiles for GPUs by Triton, which is not here")
@@ -125,3 +129,51 @@ def test_rows_that_travel_ahead_are_the_rows_that_were_asked_for():
             for found, expected in zip(ahead(indices, following), here(indices, None), strict=True):
                 assert (found is None) == (expected is None)
                 assert found is None or (found.is_cuda and torch.equal(found, expected))
+
+
+def fit_convnet(settings: dict[str, Any]) -> dict[str, Any]:
+    """A fit of a convnet on the GPU: its losses, where its weights lie, and what it used."""
+    with seeded():
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 3))
+        images, classes = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 3
+    with cx.init():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", "adam", device=GPU)
+        history = trainer.fit(images, classes, epochs=3, effective_batch_size=STEP, verbose=False, **settings)
+    is_last = model[2].weight.is_contiguous(memory_format=torch.channels_last)
+    return {"losses": history.train_losses, "is_last": is_last, "usage": trainer.device_usage}
+
+
+def test_channels_last_changes_no_number_and_a_fit_tells_what_it_used():
+    plain, last = (
+        run_processes(1, fit_convnet, settings, env={"DISTRIBUTED_BACKEND": "cpu"})[0].value
+        for settings in ({}, {"channels_last": True})
+    )
+    assert (plain["is_last"], last["is_last"]) == (False, True)
+    np.testing.assert_allclose(last["losses"], plain["losses"], rtol=1e-2)
+    assert last["usage"]["peak_memory"] > 4 * (3 * 16 * 9 + 16 * 8 * 9 + 128 * 3)
+    assert last["usage"]["flops_per_second"] > 0
+    assert 0 <= last["usage"].get("mfu", 0) < 1
+
+
+def fit_with_graphs(compiles: bool) -> list[float]:
+    """The losses and metrics of a model that its user has compiled so that CUDA graphs run it, in two micro-batches."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 1)).to(GPU)
+    if compiles:
+        model.compile(mode="reduce-overhead")
+    rows, classes = make_rows(ROWS)
+    with cx.init():
+        trainer = cx.DistributedTrainer(model, "bce_with_logits", "adam", metrics=["mae"], device=GPU)
+        given = {"epochs": 3, "batch_size": 5, "accumulation_steps": 2, "verbose": False, "drop_last": True}
+        targets = (classes > 0).float().reshape(-1, 1)
+        history = trainer.fit(rows, targets, validation_data=(rows, targets), **given)
+        return [value for name in sorted(history.history) for value in history.history[name]]
+
+
+def test_a_model_that_its_user_runs_by_cuda_graphs_is_fitted_as_without():
+    pytest.importorskip("triton", reason="PyTorch compiles for GPUs by Triton, which is not here")
+    plain, graphs = (
+        run_processes(1, fit_with_graphs, each, env={"DISTRIBUTED_BACKEND": "cpu"}, seconds=200.0)[0].value
+        for each in (False, True)
+    )
+    np.testing.assert_allclose(graphs, plain, rtol=0, atol=1e-3)

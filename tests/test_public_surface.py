@@ -100,7 +100,7 @@ SIGNATURES = {
     "warmup_steps=0, fused_optimizer='auto', validation_freq=1, steps_per_epoch=None, "
     "fast_dev_run=False, sharded_data=None, profile=False, "
     "validation_steps=None, validation_batch_size=None, num_processes=None, "
-    "scheduler_interval=None, drop_last=False)",
+    "scheduler_interval=None, drop_last=False, float32_precision=None, channels_last=False)",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",

@@ -7,6 +7,9 @@ import os
 
 from cyxtrain.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Of `torch.compile`."""
+
 
 @settings
 class AMPConfig:
@@ -114,8 +117,9 @@ class DistributedTrainingConfig:
     """What the model computes in: "fp32", as its parameters are; "bf16" or "fp16", by autocast, where that is safe."""
     amp: AMPConfig | None = None
     """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
-    compile: bool = False
-    """Run the model by `torch.compile`, while it is fitted. The first steps take longer, by seconds or minutes."""
+    compile: bool | str = False
+    """Run the model by `torch.compile`, while it is fitted: True, or a mode of PyTorch's such as "reduce-overhead" or
+    "max-autotune". The first steps take longer, by seconds or minutes."""
     sync_batchnorm: bool = False
     """Let batch norm take its statistics from the samples of all ranks: the model's layers become PyTorch's
     SyncBatchNorm, and stay so. On GPUs alone."""
@@ -156,6 +160,12 @@ class DistributedTrainingConfig:
     drop_last: bool = False
     """Leave out the rows that do not fill the last effective batch of an epoch, so that all steps have as many. A new
     order leaves out others."""
+    float32_precision: str | None = None
+    """Precision of float32 matrix products and convolutions, as `torch.set_float32_matmul_precision` takes it:
+    "highest"; "high" (TF32 on NVIDIA GPUs); "medium". None: as your program has set it."""
+    channels_last: bool = False
+    """Keep convolution weights and their 4-d and 5-d inputs in PyTorch's `channels_last` memory format, which GPUs with
+    tensor cores compute faster; the weights stay so."""
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether there is a validation after `epoch`, counted from 1."""
@@ -184,6 +194,7 @@ class DistributedTrainingConfig:
         self._validate_rates(owner)
         require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
         require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"))
+        self._validate_speedups(owner)
         if self.amp is not None:
             right = isinstance(self.amp, AMPConfig)
             require(right, f"{owner}.amp must be an AMPConfig or None, got {self.amp!r}.")
@@ -193,7 +204,7 @@ class DistributedTrainingConfig:
         require_integer(owner, "seed", self.seed, 0)
         require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}.")
         require_integer(owner, "log_every_n_batches", self.log_every_n_batches, 0)
-        for name in ("shuffle", "verbose", "save_on_master_only", "compile", "sync_batchnorm", "drop_last"):
+        for name in ("shuffle", "verbose", "save_on_master_only", "channels_last", "sync_batchnorm", "drop_last"):
             require_boolean(owner, name, getattr(self, name))
         limit = self.max_time_seconds
         right = limit is None or (is_number(limit) and limit > 0)
@@ -211,6 +222,16 @@ class DistributedTrainingConfig:
         self._validate_processes(owner)
         self._validate_epochs(owner)
         self._validate_checkpoints(owner)
+
+    def _validate_speedups(self, owner: str) -> None:
+        right, asked = (None, "highest", "high", "medium"), self.float32_precision
+        hint = " TF32 is 'high'." if "tf32" in str(asked).lower() else ""
+        require(asked in right, f"{owner}.float32_precision must be one of {right}, got {asked!r}.{hint}")
+        known = isinstance(self.compile, bool) or self.compile in COMPILE_MODES
+        modes = ", ".join(map(repr, COMPILE_MODES))
+        require(
+            known, f"{owner}.compile must be True, False or a mode of torch.compile ({modes}), got {self.compile!r}."
+        )
 
     def _validate_clipping(self, owner: str) -> None:
         asked = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]

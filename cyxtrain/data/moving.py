@@ -26,17 +26,20 @@ class Placement:
             truths among several inputs. Other whole numbers stay whole; unsigned ones become int64, because no layer
             takes them.
         prepare_target: Gives targets the type that the loss wants.
+        channels_last: Whether inputs of four and five dimensions get that memory format.
     """
 
     device: torch.device
     dtype: torch.dtype
     prepare_target: PrepareTarget
+    channels_last: bool = False
 
     def place(self, rows: Rows) -> Rows:
         """Returns a batch's tensors on the device, converted."""
         inputs, targets, weights = rows
+        placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
-            self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs),
+            map_tree(as_channels_last, placed) if self.channels_last else placed,
             None if targets is None else map_tree(self._target, targets),
             None if weights is None else self._moved(weights).to(self.dtype),
         )
@@ -59,6 +62,13 @@ class Placement:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+
+
+def as_channels_last(tensor: Tensor) -> Tensor:
+    """Returns a tensor of four or five dimensions in PyTorch's `channels_last` memory format; others as they are."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    found = formats.get(tensor.dim())
+    return tensor if found is None else tensor.contiguous(memory_format=found)
 
 
 class Mover(ABC):

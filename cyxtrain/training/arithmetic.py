@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.config import DDPConfig
+from cyxtrain.training.compiling import explain_compiled
 from cyxtrain.training.plan import Run
+from cyxtrain.training.precision import float32_products
 
 
 def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, Any]:
@@ -26,20 +28,21 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
         "the precision": run.config.precision,
-        "the model": "compiled" if run.config.compile else "run as it is",
+        "the model": explain_compiled(run.config.compile, run.compiles_layers) or "run as it is",
         "the optimizer's kernel": "fused" if run.fuses else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
         "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
-        "the precision of float32 products": _product_precision(device),
+        "the precision of float32 products": _product_precision(device, run.config.float32_precision),
         **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
     }
 
 
-def _product_precision(device: torch.device) -> str:
+def _product_precision(device: torch.device, asked: str | None) -> str:
     """Returns how matrices of float32 are multiplied, whichever of PyTorch's two ways has set it."""
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    return str(backend.fp32_precision)
+    with float32_products(asked):
+        return str(backend.fp32_precision)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

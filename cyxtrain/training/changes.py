@@ -22,7 +22,7 @@ _DONE = ("learning_rate_scaling", "warmup_steps")
 """What a fit does once to its rates: a checkpoint has the rates themselves."""
 _EACH_STEP = (
     *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
-    "scheduler_interval",
+    *("scheduler_interval", "channels_last"),
 )
 """What a fit does in each step; precision and compilation are told with the arithmetic."""
 _NO_OPTIONS = {"params", "lr", "initial_lr"}

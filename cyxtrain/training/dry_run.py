@@ -25,6 +25,7 @@ from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_classes
 from cyxtrain.training.find_accuracy import find_accuracy
+from cyxtrain.training.flops import flops_of_step
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.memory import is_full, memory_explained
 from cyxtrain.training.metrics import Metrics
@@ -70,15 +71,18 @@ class DryRun:
         self._placement = placement
         self._metrics = metrics
         self._is_of_fit = is_of_fit
+        self.flops_per_row: float | None = None
+        """Of forward and backward, where they have been counted."""
 
-    def train(self, source: Source, rows: Rows) -> Metrics:
+    def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
         """Tries a step of training: forward, loss and backward, in training mode.
 
-        Cost: that of one micro-batch, and a copy of what is trained.
+        Cost: that of one micro-batch, and a copy of what is trained; twice that where operations are counted.
 
         Args:
             source: Whose rows they are.
             rows: Of one micro-batch, as copies: a model may change its input.
+            counts_flops: Whether to count what it computes, too.
 
         Returns:
             What measures the metrics; it has seen nothing.
@@ -103,10 +107,17 @@ class DryRun:
             with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
+            if counts_flops:
+                self._count_flops(source, batch)
             with torch.no_grad(), gathering_alone():
                 self._put_into_evaluation()
                 self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
             return measures
+
+    def _count_flops(self, source: Source, batch: Batch) -> None:
+        """Counts what the model computes; what cannot be counted is no reason not to train."""
+        with contextlib.suppress(Exception):
+            self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
 
     def evaluate(self, source: Source) -> Metrics:
         """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
@@ -187,14 +198,20 @@ class DryRun:
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
                 "operations, without detach(), item() or argmax()."
             )
-        modules = (self._model, *self._loss.modules)
-        trained = [each for module in modules for each in module.parameters() if each.requires_grad]
-        _warn_of_others(value, trained)
+        _warn_of_others(value, self._trained)
         try:
-            torch.autograd.grad(value, trained, allow_unused=True)
+            self._gradients(value)
         except RuntimeError as error:
             if _REENTRANT not in str(error):
                 raise
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        modules = (self._model, *self._loss.modules)
+        return [each for module in modules for each in module.parameters() if each.requires_grad]
+
+    def _gradients(self, value: Tensor) -> None:
+        torch.autograd.grad(value, self._trained, allow_unused=True)
 
     def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
         own = self._metrics.get(ACCURACY)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from cyxtrain import runtime
 from cyxtrain.data.batches import Batch
 from cyxtrain.training.agreement import raise_together
+from cyxtrain.training.compiling import steps_marked
 from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.modes import modes_kept
 from cyxtrain.training.plan import TriedRows
@@ -18,17 +20,23 @@ _Batch = TypeVar("_Batch")
 
 
 def run_epoch(
-    batches: Iterable[_Batch], step: Callable[[_Batch], object], give_up: Callable[[], bool] = lambda: False
+    batches: Iterable[_Batch],
+    step: Callable[[_Batch], object],
+    device: torch.device,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Takes a step with each batch, in training and in evaluation alike; returns whether it took them all.
 
     Args:
         batches: Of this rank; in training, its shares of them.
         step: What is done with each.
+        device: That computes.
         give_up: Asked after each whether to leave the others.
     """
-    with memory_explained():
+    with memory_explained(), steps_marked(device) as mark:
         for batch in batches:
+            if mark is not None:
+                mark()
             step(batch)
             if give_up():
                 return False
@@ -62,7 +70,7 @@ def run_whole_batches(
             for module in (model, *rows.loss.modules):
                 module.eval()
             batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)
-            complete = run_epoch(batches, step, give_up)
+            complete = run_epoch(batches, step, rows.placement.device, give_up)
     except Exception as error:
         problem = error
     if distributed:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain import runtime
+from cyxtrain.accelerator import reset_peak_memory
 from cyxtrain.allocator import freed_memory_kept
 from cyxtrain.data.batches import Share
 from cyxtrain.data.randomness import generators_kept, seed_generators
@@ -24,6 +25,7 @@ from cyxtrain.training.display import numbers
 from cyxtrain.training.epoch import run_epoch
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.facts import trained_facts
+from cyxtrain.training.flops import explain_usage, usage_of
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
 from cyxtrain.training.modes import put_into_training
@@ -156,6 +158,7 @@ class Fit:
         if run.fuses:
             fuse(self._state.optimizer)
         steps = run.steps_per_epoch
+        reset_peak_memory(self._device)
         run.display.begin_epoch(epoch + 1, self._last_epoch, None if steps is None else steps - position.epoch_steps)
         before = position.samples
         clock = Clock(self._device, profiles=bool(run.config.profile))
@@ -259,7 +262,8 @@ class Fit:
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
             with contextlib.closing(run.shares(position)) as shares:
-                run_epoch(clock.data.each(shares), step_and_listen, give_up=lambda: bool(position.stopped))
+                given = (clock.data.each(shares), step_and_listen, self._device)
+                run_epoch(*given, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read
             position.stopped |= int(run.feed.is_over)
         return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()
@@ -351,7 +355,10 @@ class Fit:
         run.training_rows += rows
         history.total_time_seconds = total_seconds
         history.samples_per_second = run.training_rows / run.training_seconds
-        run.display.end_epoch("  ".join(filter(None, (text, f"{rows / epoch_seconds:,.0f} samples/s", note))))
+        flops = run.data.flops_per_row and run.data.flops_per_row * rows / epoch_seconds / dist.get_world_size()
+        self._state.device_usage = usage_of(self._device, flops, run.dtype)
+        said = (f"{rows / epoch_seconds:,.0f} samples/s", *explain_usage(self._state.device_usage), note)
+        run.display.end_epoch("  ".join(filter(None, (text, *said))))
 
 
 @contextlib.contextmanager

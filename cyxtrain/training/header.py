@@ -17,6 +17,8 @@ from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.training.compiling import explain_compiled
+from cyxtrain.training.flops import in_words, peak_flops, tf32_speedup
 from cyxtrain.training.modes import explain_modes
 from cyxtrain.training.optimizers import spares_norms_and_biases
 from cyxtrain.training.plan import Run
@@ -28,6 +30,13 @@ _BACKENDS = {
     "gloo": "gloo (PyTorch's, on CPUs)",
     "nccl": "nccl (NVIDIA's, on GPUs)",
 }
+
+_PRODUCTS = {
+    "highest": "products of matrices and convolutions have all bits of float32",
+    "high": "products of matrices and convolutions may use TF32, 10 bits of mantissa",
+    "medium": "products of matrices and convolutions may use TF32 or bfloat16",
+}
+"""By `float32_precision`."""
 
 
 def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple[str, str]]:
@@ -55,8 +64,9 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
         *_parts_of_batches(run.data.source, run.data.call.left_out),
         ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
-        *([] if run.config.precision == "fp32" else [("precision", f"{run.config.precision}, by autocast")]),
-        ("model", f"{type(model).__name__}, {_parameters(model)}" + (", compiled" if run.config.compile else "")),
+        *_precision(model, run),
+        ("model", _model(model, run)),
+        *_flops(run),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
         ("optimizer", _optimizer(state, run)),
         *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
@@ -73,6 +83,38 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
         whose, gives = ("the model's own", "the model") if loss.function is None else ("custom", "loss_fn")
         facts.append(("loss", f"{whose} loss: assumed to be a mean over samples; {gives} may return (sum, weight)"))
     return facts
+
+
+def _model(model: nn.Module, run: Run) -> str:
+    how = explain_compiled(run.config.compile, run.compiles_layers)
+    layout = "channels_last" if run.config.channels_last else ""
+    return ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))
+
+
+def _precision(model: nn.Module, run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what is computed in which precision, where it is not PyTorch's usual one, or a GPU could be much faster."""
+    config, device = run.config, run.data.placement.device
+    if config.precision != "fp32":
+        yield "precision", f"{config.precision}, by autocast"
+    if config.float32_precision is not None:
+        yield "precision", f"float32_precision={config.float32_precision!r}: {_PRODUCTS[config.float32_precision]}"
+    uses_float32 = config.precision == "fp32" and any(each.dtype is torch.float32 for each in model.parameters())
+    if device.type != "cuda" or config.float32_precision is not None or not uses_float32:
+        return
+    times = tf32_speedup(device)
+    if times is not None:
+        yield (
+            "hint",
+            f"float32_precision='high' lets matrix products use TF32: {times}as fast on this GPU, 10 bits of mantissa",
+        )
+
+
+def _flops(run: Run) -> Iterator[tuple[str, str]]:
+    flops, device = run.data.flops_per_row, run.data.placement.device
+    if flops:
+        peak = peak_flops(device, run.dtype)
+        known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(run.dtype).removeprefix('torch.')}"
+        yield "flops", f"{in_words(flops)} per row, forward and backward{known}"
 
 
 def _optimizer(state: TrainingState, run: Run) -> str:

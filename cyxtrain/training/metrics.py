@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime, torch_compat
 from cyxtrain.errors import ConfigError
+from cyxtrain.training.compiling import own_copy
 
 
 class Metric(ABC):
@@ -188,7 +189,7 @@ class LibraryMetric(Metric):
         prediction, answer = self._prepare(output, target)
         if isinstance(prediction, Tensor) and self._metric.device != prediction.device:
             self._metric.to(prediction.device)
-        self._metric.update(prediction, answer)
+        self._metric.update(own_copy(prediction) if isinstance(prediction, Tensor) else prediction, answer)
         self._has_seen = True
 
     def here(self) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
+from cyxtrain.training.memory_format import match_layout
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
@@ -150,6 +151,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
     """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    match_layout(optimizer)
     new = [group for group in optimizer.param_groups if group["fused"] is None]
     if _reason_against(optimizer, new) is None:
         _set_fused(optimizer, new, True)

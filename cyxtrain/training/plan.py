@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain import environment, runtime
+from cyxtrain.accelerator import is_accelerator
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Share
 from cyxtrain.data.batching import answers_in
@@ -34,11 +35,12 @@ from cyxtrain.training.checks import (
     check_precision,
     check_targets,
 )
-from cyxtrain.training.compiling import check_compiler
+from cyxtrain.training.compiling import compiles_by_layer
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.dry_run import DryRun
 from cyxtrain.training.facts import model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.memory_format import put_channels_last
 from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.opening import about
 from cyxtrain.training.optimizers import can_fuse
@@ -60,6 +62,7 @@ class TriedRows:
         loss: For these rows.
         call: How the model is called.
         metrics: What is measured beside loss and accuracy.
+        flops_per_row: Operations of forward and backward; None: not counted.
     """
 
     source: Source
@@ -68,13 +71,15 @@ class TriedRows:
     loss: Loss
     call: ModelCall
     metrics: Metrics
+    flops_per_row: float | None = None
 
 
 @dataclass
 class Run:
     """One call of `fit`.
 
-    `fuses`: whether the optimizer steps by the fused kernel; `initial_epoch`: epochs that count as complete, or None:
+    `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
+    and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
     end the fit in good order; `attempt`: how often a launcher has started ranks again, at most.
     """
@@ -87,11 +92,17 @@ class Run:
     resume: str | None
     callbacks: Callbacks
     fuses: bool
+    compiles_layers: bool
     initial_epoch: int | None = None
     ends_on_nan: bool = False
     attempt: int = 0
     training_seconds: float = 0.0
     training_rows: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which matrices are multiplied."""
+        return self.data.call.precision.dtype or self.data.placement.dtype
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Returns what callbacks are told.
@@ -273,10 +284,9 @@ def plan_fit(
     }
     display = make_display(config.verbose and rank == 0)
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
-    if config.compile:
-        check_compiler(data.placement.device)
     fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
-    run = Run(config, data, validation, feed, display, arguments.resume, callbacks, fuses, arguments.initial_epoch)
+    ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
+    run = Run(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
     _check_best(run)
     return run, facts
 
@@ -372,7 +382,7 @@ def plan_rows(
     }
 
 
-def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Placement:
+def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
     """Puts model and loss on their device; returns where their batches go, and in which types."""
     parameters = list(model.parameters())
     chosen = parameters[0].device if parameters else torch.device("cpu")
@@ -384,7 +394,9 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device) -> Pla
     for module in loss.modules:
         module.to(chosen)  # it may have class weights
     floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
-    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target)
+    if channels_last:
+        put_channels_last(model)
+    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
 
 
 def _tried(
@@ -406,11 +418,14 @@ def _tried(
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    placement = place_model(model, loss, device)
+    placement = place_model(model, loss, device, channels_last=config.channels_last)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
     dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
     if predicting:
         dry_run.predict(source)
+    elif trains_on is None:
+        measures = dry_run.evaluate(source)
     else:
-        measures = dry_run.evaluate(source) if trains_on is None else dry_run.train(source, trains_on)
-    return TriedRows(source, batch_size, placement, loss, call, measures)
+        counts_flops = is_accelerator(placement.device) or bool(config.profile)
+        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
+    return TriedRows(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)

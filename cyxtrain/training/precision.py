@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,18 +31,48 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._dtype = _HALVES.get(name)
+        self.dtype = _HALVES.get(name)
+        """What autocast computes in; None: it does not."""
         self._device_type = device.type
-        self.is_full = self._dtype is None
+        self.is_full = self.dtype is None
         """Whether models compute in what they are made of."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Within, PyTorch calculates in this precision, where it is not full."""
-        return torch.autocast(self._device_type, self._dtype)
+        return torch.autocast(self._device_type, self.dtype)
 
     def widened(self, output: Any) -> Any:
         """Returns what a model gave, its 16-bit numbers as float32: losses and metrics are not made of 16 bits."""
-        return map_output(lambda tensor: tensor.float() if tensor.dtype is self._dtype else tensor, output)
+        return map_output(lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, output)
+
+
+@contextlib.contextmanager
+def float32_products(precision: str | None) -> Iterator[None]:
+    """Within, float32 matrices are multiplied, and convolved by cuDNN, in a precision; then as before.
+
+    Args:
+        precision: As `torch.set_float32_matmul_precision` takes it; None: as the program has set it.
+    """
+    if precision is None:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    owners: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+    by_name = [(owner, owner.fp32_precision) for owner in owners]
+    products: str | None = None
+    convolutions: bool | None = None
+    with contextlib.suppress(RuntimeError):  # set by the new names alone, which PyTorch does not mix with the old ones
+        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    cudnn.allow_tf32 = precision != "highest"
+    try:
+        yield
+    finally:
+        if products is not None:
+            torch.set_float32_matmul_precision(products)
+            cudnn.allow_tf32 = convolutions
+        for owner, value in by_name:
+            owner.fp32_precision = value
 
 
 class LossScale:

@@ -39,7 +39,8 @@ def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list
         classes = tuple(each for each in wanted if isinstance(each, type))
         found = [layer for name, layer in named.items() if name in wanted or isinstance(layer, classes)]
     else:
-        found = [layer for layer in _stacked(model) or model.children() if next(layer.parameters(), None) is not None]
+        stacked = stacked_layers(model) or model.children()
+        found = [layer for layer in stacked if next(layer.parameters(), None) is not None]
     if not found:
         raise ConfigError("enable_gradient_checkpointing: the model has no such layers; give their classes or names.")
     inner = {id(part) for layer in found for part in layer.modules() if part is not layer}
@@ -48,11 +49,11 @@ def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list
     return found
 
 
-def _stacked(module: nn.Module) -> list[nn.Module]:
+def stacked_layers(module: nn.Module) -> list[nn.Module]:
     """Returns what stands in the outermost containers."""
     if isinstance(module, _CONTAINERS):
         return list(module)
-    return [layer for child in module.children() for layer in _stacked(child)]
+    return [layer for child in module.children() for layer in stacked_layers(child)]
 
 
 @contextlib.contextmanager

@@ -105,6 +105,7 @@ class TrainingState:
         complete_fits: Calls of `fit` in this program that are complete.
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
+        device_usage: What the latest epoch used of this rank's device, as `usage_of` gives it.
         metadata: What its user keeps in checkpoints.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
         loss: Of the trainer; None: it has nothing to learn.
@@ -129,6 +130,7 @@ class TrainingState:
     complete_fits: int = 0
     runs: set[object] = field(default_factory=set)
     step_seconds: list[dict[str, float]] = field(default_factory=list)
+    device_usage: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     data: Callable[[], dict[str, Any]] = dict
     loss: Loss | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.data.tree import Tree
+from cyxtrain.training.compiling import may_use_cuda_graphs, own_copy
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.metrics import Metrics
 
@@ -58,6 +59,7 @@ class Totals:
         self.metrics = metrics.copy()
         self._sums = torch.zeros(rows, _COLUMNS + 2 * len(loss.shown), dtype=torch.float64, device=device)
         self._loss = loss
+        self._copies = may_use_cuda_graphs(device)
         self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
 
     def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
@@ -66,7 +68,10 @@ class Totals:
         for name in self._loss.shown:
             part = loss.parts[name]
             numbers += (part.value.detach().double() * part.terms, part.weight)
-        self._pending.append((row, loss.value.detach(), numbers, answers))
+        value = loss.value.detach()
+        if self._copies:
+            value, numbers, answers = own_copy(value), _copied(numbers), Answers(*_copied(answers))
+        self._pending.append((row, value, numbers, answers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
 
@@ -155,6 +160,11 @@ class Totals:
         table = self.table.clone()
         dist.all_reduce(table, group=group)
         return exact_sums(table)
+
+
+def _copied(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns values of which no later step overwrites any."""
+    return tuple(own_copy(value) if isinstance(value, Tensor) else value for value in values)
 
 
 def exact_sums(table: Tensor) -> list[float]:

@@ -41,6 +41,7 @@ from cyxtrain.training.notebook.calls import by_workers
 from cyxtrain.training.opening import open_fit, open_rows
 from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.training.plan import LossLike, Run, TriedRows, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.precision import float32_products
 from cyxtrain.training.prediction import predict_rows
 from cyxtrain.training.rates import Rates, check_rates
 from cyxtrain.training.recomputing import layers_of, recomputed
@@ -170,6 +171,15 @@ class DistributedTrainer:
         return self._state.step_seconds
 
     @property
+    def device_usage(self) -> dict[str, float]:
+        """What the latest epoch used of this rank's GPU: "peak_memory" (bytes), "flops_per_second" and "mfu".
+
+        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their part of what the GPU
+        reaches by its datasheet, where that is known. On CPUs it is empty, but with `profile=True`.
+        """
+        return self._state.device_usage
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """What checkpoints keep for whoever reads them, JSON values by name; `load_checkpoint` brings them back."""
         return self._state.metadata
@@ -240,11 +250,11 @@ class DistributedTrainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes_kept(self.model, *run.data.loss.modules))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(float32_products(run.config.float32_precision))
             if run.fuses:
                 stack.enter_context(fused(self.optimizer))
             stack.enter_context(recomputed(self._recomputed))
-            if run.config.compile:
-                stack.enter_context(compiled(self.model))
+            stack.enter_context(compiled(self.model, run.config.compile, by_layer=run.compiles_layers))
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
@@ -293,7 +303,8 @@ class DistributedTrainer:
         """
         distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
         rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
-        evaluation = evaluate_rows(self.model, rows, distributed=distributed)
+        with float32_products(self.config.float32_precision):
+            evaluation = evaluate_rows(self.model, rows, distributed=distributed)
         assert evaluation is not None
         return evaluation
 
@@ -326,7 +337,8 @@ class DistributedTrainer:
         """
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
-        return predict_rows(self.model, rows, distributed=distributed)
+        with float32_products(self.config.float32_precision):
+            return predict_rows(self.model, rows, distributed=distributed)
 
     def _rows(
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False

@@ -17,13 +17,21 @@ from cyxtrain.training.rates import rates_of
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_USAGE = {
+    "peak_memory": ("peak memory (GiB)", 2**30),
+    "flops_per_second": ("TFLOP per second", 1e12),
+    "mfu": ("MFU", 1),
+}
+"""What curves of `trainer.device_usage` are called, and in which unit they are."""
+
 
 class TensorBoard(Callback):
     """Writes what TensorBoard shows, on rank 0: `tensorboard --logdir logs`.
 
     Losses and metrics of each epoch, training and validation as two curves in one picture; the learning rate, samples
-    per second and the norm of the gradients (averaged over ranks, not clipped); the settings, as a table. The
-    horizontal axis is that of optimizer steps. A fit that goes on from a checkpoint goes on with its curves.
+    per second and the norm of the gradients (averaged over ranks, not clipped); on GPUs peak memory, FLOP/s and MFU, as
+    in `trainer.device_usage`; the settings, as a table. The horizontal axis is that of optimizer steps. A fit that goes
+    on from a checkpoint goes on with its curves.
 
     Args:
         log_dir: Folder; each training has one of its own. In it, as Keras has it, "train" and "validation".
@@ -91,6 +99,9 @@ class TensorBoard(Callback):
             self._validation = self._validation or self._open("validation")
             self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
         self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
+        for name, value in self.trainer.device_usage.items():
+            shown, unit = _USAGE[name]
+            self._writer.add_scalar(f"epoch/{shown}", value / unit, step)
         if not self._every:
             self._steps_numbers(step)
         for writer in filter(None, (self._writer, self._validation)):
