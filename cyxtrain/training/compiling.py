@@ -62,7 +62,8 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
     if not mode:
         return False
     check_compiler(device)
-    return world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
+    is_free = torch_compat.compiled_call(model) is None
+    return is_free and world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
 
 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:

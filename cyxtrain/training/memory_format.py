@@ -21,7 +21,8 @@ def put_channels_last(model: nn.Module) -> None:
             "5 dimensions: leave it out."
         )
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = as_channels_last(tensor.data)
+        if tensor.dim() in (4, 5):
+            tensor.data = as_channels_last(tensor.data)
 
 
 def match_layout(optimizer: torch.optim.Optimizer) -> None:

@@ -59,7 +59,7 @@ class Totals:
         self.metrics = metrics.copy()
         self._sums = torch.zeros(rows, _COLUMNS + 2 * len(loss.shown), dtype=torch.float64, device=device)
         self._loss = loss
-        self._copies = may_use_cuda_graphs(device)
+        self._may_be_overwritten = may_use_cuda_graphs(device)
         self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
 
     def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
@@ -69,7 +69,7 @@ class Totals:
             part = loss.parts[name]
             numbers += (part.value.detach().double() * part.terms, part.weight)
         value = loss.value.detach()
-        if self._copies:
+        if self._may_be_overwritten:
             value, numbers, answers = own_copy(value), _copied(numbers), Answers(*_copied(answers))
         self._pending.append((row, value, numbers, answers))
         if len(self._pending) >= _FOLD_BATCHES:
