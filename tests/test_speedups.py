@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.training import flops
+from cyxtrain.training import flops, header
 from cyxtrain.training.memory_format import put_channels_last
 from cyxtrain.training.precision import float32_products
 
@@ -249,6 +250,33 @@ def test_flops_of_a_step_are_those_of_its_products():
 def test_peaks_are_found_by_a_gpu_s_name_and_by_nothing_like_it(name, dtype, tflops):
     found = flops.peak_of(name, dtype, uses_tf32=True)
     assert found == (None if tflops is None else pytest.approx(1e12 * tflops))
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "times"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "about 7 times "),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), "about 8 times "),
+        ("NVIDIA A10G", (8, 6), "several times "),  # not in the table
+        ("NVIDIA GeForce RTX 4090", (8, 9), None),  # as fast in float32
+        ("Tesla T4", (7, 5), None),
+    ],
+)
+def test_the_header_hints_at_tf32_where_it_is_off_and_much_faster(monkeypatch, name, capability, times):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu = SimpleNamespace(placement=SimpleNamespace(device=torch.device("cuda")))
+
+    def hints(device: Any = gpu, dtype: torch.dtype = torch.float32, **settings: Any) -> list[str]:
+        run: Any = SimpleNamespace(config=cx.DistributedTrainingConfig(**settings), data=device)
+        return [how for what, how in header._precision(make_model().to(dtype), run) if what == "hint"]
+
+    words = f"float32_precision='high' lets matrix products use TF32: {times}as fast on this GPU, 10 bits of mantissa"
+    assert hints() == ([] if times is None else [words])
+    assert hints(SimpleNamespace(placement=SimpleNamespace(device=torch.device("cpu")))) == []
+    assert hints(dtype=torch.bfloat16) == hints(precision="bf16") == hints(float32_precision="highest") == []
+    with float32_products("high"):
+        assert hints() == []
 
 
 def test_a_profiled_fit_on_cpus_tells_its_flops_and_another_counts_none(tmp_path, capsys, monkeypatch):
