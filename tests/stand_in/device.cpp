@@ -293,13 +293,23 @@ void check_devices(const std::string& name, const torch::jit::Stack& stack, size
               "devices, ", *device, " and cpu! (in ", name, ")");
 }
 
+// Kernels that CPUs have and CUDA has not.
+void check_dtypes(const std::string& name, const torch::jit::Stack& stack, size_t arguments) {
+  if (name != "aten::_amp_foreach_non_finite_check_and_unscale_") return;
+  for (const Tensor& each : stack[stack.size() - arguments].toTensorVector())
+    TORCH_CHECK(each.scalar_type() != at::kBFloat16,
+                "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!inside) {
     const std::string& name = op.schema().operator_name().name;
     std::string overload = op.schema().overload_name();
     std::string whole = overload.empty() ? name : name + "." + overload;
     check_devices(TAKES_HOST_INDICES.count(whole) ? whole : name, *stack, op.schema().arguments().size());
-    if (STOPS.count(name) || STOPS.count(whole)) stop(name);
+    check_dtypes(name, *stack, op.schema().arguments().size());
+    bool knows_size = whole == "aten::repeat_interleave.Tensor" && !stack->back().isNone();
+    if ((STOPS.count(name) || STOPS.count(whole)) && !knows_size) stop(name);
     std::lock_guard<std::mutex> lock(guard);
     counts[name]++;
   }
@@ -312,6 +322,25 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     throw;
   }
   inside--;
+}
+
+// Its schema does not say that it changes the running statistics, so a fallback would not bring them back.
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
+                                              const std::optional<Tensor>& variance, bool training, double momentum,
+                                              double epsilon) {
+  auto host = [](const std::optional<Tensor>& tensor) {
+    TORCH_CHECK(!tensor || !tensor->defined() || !tensor->is_cpu(), "Expected all tensors to be on the same device");
+    return tensor && tensor->defined() ? std::optional<Tensor>(on_host(*tensor)) : std::nullopt;
+  };
+  launched++;
+  inside++;
+  auto [output, saved_mean, saved_inverse] = at::native_batch_norm(
+      on_host(input), host(weight), host(bias), host(mean), host(variance), training, momentum, epsilon);
+  std::tuple<Tensor, Tensor, Tensor> result{output.to(input.device()), saved_mean.to(input.device()),
+                                            saved_inverse.to(input.device())};
+  inside--;
+  return result;
 }
 
 Tensor strided_view(const Tensor& tensor, IntArrayRef sizes, IntArrayRef strides, std::optional<int64_t> offset) {
@@ -336,6 +365,11 @@ Tensor& set_(Tensor& tensor, c10::Storage source, int64_t offset, IntArrayRef si
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(source);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
+}
+
+Tensor& set_all_(Tensor& tensor, c10::Storage source) {
+  auto size = static_cast<int64_t>(source.nbytes() / tensor.itemsize());
+  return set_(tensor, std::move(source), 0, {size}, {1});
 }
 
 const Tensor& resize_(const Tensor& tensor, IntArrayRef sizes, std::optional<at::MemoryFormat>) {
@@ -364,7 +398,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &strided_view);
   m.impl("view", &view);
   m.impl("_reshape_alias", &reshape_alias);
+  m.impl("set_.source_Storage", &set_all_);
   m.impl("set_.source_Storage_storage_offset", &set_);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("resize_", &resize_);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
@@ -381,6 +417,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 }  // namespace at::autocast
 
+void define_fakenccl(pybind11::module& module);  // fakenccl.cpp
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   module.def("listen", [](const pybind11::object& given) { listener = given.is_none() ? nullptr : given.inc_ref().ptr(); });
@@ -391,6 +429,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("clear", [] {
     std::lock_guard<std::mutex> lock(guard);
     counts.clear();
+  });
+  module.def("define_fakenccl", [] {
+    auto self = pybind11::module::import("fakedev");
+    define_fakenccl(self);
   });
   module.def("device_count", [] { return static_cast<int>(num_devices()); });
   module.def("current_device", [] { return static_cast<int>(current); });

@@ -2,7 +2,8 @@
 
 `built` compiles device.cpp, once for each PyTorch and source; `register` makes PyTorch know the device. A process whose
 PYTHONPATH has the folder (`environment`) registers it as it imports torch: PyTorch's own way for devices of others.
-What it cannot do: streams that run in parallel, and speed.
+The backend "fakenccl" carries its tensors between processes. What they cannot do: streams that run in parallel, and
+speed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import sysconfig
 import tempfile
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 NAME = "fakegpu"
 MODULE = "fakedev"
-_SOURCE = Path(__file__).with_name("device.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "fakenccl.cpp")]
 stops: collections.Counter[tuple[str, str]] = collections.Counter()
 """How often each (kind, place in the package) has been told, while `counting`."""
 _active = [False]
@@ -47,7 +50,8 @@ def built() -> Path:
     """
     import fcntl  # not on Windows
 
-    parts = [_SOURCE.read_bytes(), Path(__file__).read_bytes(), torch.__version__.encode(), sys.version.encode()]
+    files = [each.read_bytes() for each in (*_SOURCES, Path(__file__))]
+    parts = [*files, torch.__version__.encode(), sys.version.encode()]
     key = hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cyxtrain-stand-in-{os.getuid()}-{key}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -76,10 +80,19 @@ def build(folder: Path) -> None:
         return
     folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     libraries = ["-L", str(torch_folder / "lib"), "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    options = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}"]
+    options = ["-O0", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}", *(f"-I{each}" for each in folders)]
+    objects = [str(folder / f"{os.getpid()}-{source.stem}.o") for source in _SOURCES]
+    compiling = [
+        subprocess.Popen(["g++", *options, "-c", str(source), "-o", made])
+        for source, made in zip(_SOURCES, objects, strict=True)
+    ]
+    codes = [each.wait(timeout=300) for each in compiling]
+    if any(codes):
+        raise RuntimeError(f"g++ exited with {codes}: see above")
     made = folder / f"{os.getpid()}.so"
-    includes = [f"-I{each}" for each in folders]
-    subprocess.run(["g++", *options, *includes, str(_SOURCE), "-o", str(made), *libraries], check=True, timeout=300)
+    subprocess.run(["g++", "-shared", *objects, "-o", str(made), *libraries], check=True, timeout=300)
+    for each in objects:
+        Path(each).unlink()
     info = folder / f"{NAME}-1.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
@@ -121,9 +134,38 @@ def register(folder: Path) -> Any:
     )
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.nn.Module._apply = _swapping(torch.nn.Module._apply)  # type: ignore[method-assign]
     device.listen(_hear)
+    dist.Backend.register_backend("fakenccl", _make_fakenccl, devices=[NAME])
     return device
+
+
+def _swapping(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `nn.Module._apply` as it keeps parameters the same objects, where they change to or from this device.
+
+    For CUDA it does so by itself. PyTorch's setting for devices of others would also change what never moves.
+    """
+
+    def apply_by_swapping(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        parameters = list(module.parameters(recurse=False))
+        moves = any(fn(torch.empty(0, dtype=p.dtype, device=p.device)).device != p.device for p in parameters[:1])
+        if not moves:
+            return apply(module, fn, recurse)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(module, fn, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return apply_by_swapping
+
+
+def _make_fakenccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Makes the backend "fakenccl" of a process group: over Gloo, for this device alone."""
+    device = sys.modules[MODULE]
+    if "FakeNCCL" not in vars(device):
+        device.define_fakenccl()
+    return device.FakeNCCL(dist.ProcessGroupGloo(store, rank, world_size, timeout))
 
 
 @contextlib.contextmanager
