@@ -139,6 +139,18 @@ def test_checkpoints_of_all_ways_and_fits_are_compared(tmp_path):
     assert printed.splitlines()[-1] == checkpoint.verdict(results["fits"])
 
 
+def test_fit_and_loops_are_compared_on_what_is_here(tmp_path):
+    printed, results = run_benchmark("gpu_vs_loop.py", tmp_path, "--tiny", "--precisions", "float32", "bf16")
+    assert [row["way"] for row in results["rows"]] == ["fit", "loop", "ddp"] * 4
+    for row in results["rows"]:
+        [seconds] = row["seconds_per_step"]
+        assert row["samples_per_second"] == pytest.approx(2 / seconds)
+        assert row["tokens_per_second"] == (pytest.approx(64 / seconds) if row["model"] == "gpt2" else None)
+        assert row["way"] in printed
+        fit = next(r for r in results["rows"] if all(r[k] == row[k] for k in ("model", "precision")))
+        assert row["fit_times_faster"] == pytest.approx(seconds / fit["seconds_per_step"][0])
+
+
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
