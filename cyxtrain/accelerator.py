@@ -37,6 +37,12 @@ def in_use() -> torch.device | None:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def name_of(device: torch.device) -> str:
+    """Return what its maker calls a device, such as "NVIDIA H100"; of a kind that does not tell, the kind."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if named is None else str(named(device))
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Return whether what is asked of a device is done later, beside the host."""
     return device.type not in ("cpu", "meta")

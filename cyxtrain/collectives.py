@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from cyxtrain import runtime
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.talking import backends_of
 
 
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -44,7 +46,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("all_reduce")
-    return dist.all_reduce(tensor, op, group, async_op)
+    return dist.all_reduce(tensor, op, _carrier(group, tensor), async_op)
 
 
 def broadcast(
@@ -70,7 +72,7 @@ def broadcast(
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("broadcast")
-    return dist.broadcast(tensor, _named_or_0(src, group_src), group, async_op, group_src)
+    return dist.broadcast(tensor, _named_or_0(src, group_src), _carrier(group, tensor), async_op, group_src)
 
 
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -92,7 +94,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, asy
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("all_gather")
-    return dist.all_gather(tensor_list, tensor, group, async_op)
+    return dist.all_gather(tensor_list, tensor, _carrier(group, tensor), async_op)
 
 
 def reduce_scatter(
@@ -117,7 +119,7 @@ def reduce_scatter(
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("reduce_scatter")
-    return dist.reduce_scatter(output, input_list, op, group, async_op)
+    return dist.reduce_scatter(output, input_list, op, _carrier(group, output), async_op)
 
 
 def scatter(
@@ -148,7 +150,7 @@ def scatter(
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("scatter")
-    return dist.scatter(tensor, scatter_list, _named_or_0(src, group_src), group, async_op, group_src)
+    return dist.scatter(tensor, scatter_list, _named_or_0(src, group_src), _carrier(group, tensor), async_op, group_src)
 
 
 def gather(
@@ -179,7 +181,7 @@ def gather(
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("gather")
-    return dist.gather(tensor, gather_list, _named_or_0(dst, group_dst), group, async_op, group_dst)
+    return dist.gather(tensor, gather_list, _named_or_0(dst, group_dst), _carrier(group, tensor), async_op, group_dst)
 
 
 def reduce(
@@ -211,7 +213,7 @@ def reduce(
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("reduce")
-    return dist.reduce(tensor, _named_or_0(dst, group_dst), op, group, async_op, group_dst)
+    return dist.reduce(tensor, _named_or_0(dst, group_dst), op, _carrier(group, tensor), async_op, group_dst)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
@@ -223,7 +225,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     Args:
         group: One of `torch.distributed`'s; None: all ranks.
         async_op: Go on at once: what is returned has a `wait()`.
-        device_ids: The GPU that NCCL shall use.
+        device_ids: The GPU that NCCL uses; None: this rank's.
 
     Returns:
         The work to wait for, where `async_op`; else None.
@@ -240,6 +242,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
         and isinstance(runtime.cpu_group(), RingProcessGroup)
     ):
         runtime.roll_call("barrier")
+    if group is None and device_ids is None and "nccl" in backends_of().values():
+        device_ids = [torch.accelerator.current_device_index()]  # NCCL would take one by the rank
     return dist.barrier(group, async_op, device_ids)
 
 
@@ -258,7 +262,7 @@ def send(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("send")
-    dist.send(tensor, dst, group, tag, group_dst)
+    dist.send(tensor, dst, _carrier(group, tensor), tag, group_dst)
 
 
 def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> int:
@@ -279,7 +283,14 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
         CyxtrainError: Another rank is lost, silent or late, or calls something else.
     """
     runtime.require_rank("recv")
-    return dist.recv(tensor, src, group, tag, group_src)
+    return dist.recv(tensor, src, _carrier(group, tensor), tag, group_src)
+
+
+def _carrier(group: Any, tensor: Tensor) -> Any:
+    """Returns the group that carries a tensor: of all ranks, the default one or, for the CPU, the ring beside NCCL."""
+    if group is not None or runtime._beside is None:  # a small call takes microseconds
+        return group
+    return runtime.group_for(tensor.device)
 
 
 def _named_or_0(rank: int | None, group_rank: int | None) -> int | None:

@@ -3,7 +3,7 @@
     RANK, WORLD_SIZE              who this process is, and of how many
     LOCAL_RANK                    among those of its machine; default: RANK
     MASTER_ADDR, MASTER_PORT      where rank 0 waits; default 127.0.0.1 and 29500
-    DISTRIBUTED_BACKEND           cpu, nccl or gloo
+    DISTRIBUTED_BACKEND           cpu, nccl or gloo; unset, the ranks decide: see DistributedConfig.backend
     DISTRIBUTED_TIMEOUT_MS        milliseconds until joining gives up
     CYXTRAIN_SECRET               what every rank must know to be let in; the launcher makes one for each run
     CYXTRAIN_HEARTBEAT_TIMEOUT_MS milliseconds of silence after which a rank on another machine counts as gone; 30000
@@ -84,7 +84,7 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
     for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
         if getattr(config, name) == getattr(DistributedConfig, name) and variables.get(variable):
             setattr(config, name, _number(variables, variable))
-    config.backend = _backend(variables) if config.backend is None else BackendType.parse(config.backend)
+    config.backend = backend(variables) if config.backend is None else BackendType.parse(config.backend)
     try:
         config.validate()
     except ConfigError as error:
@@ -129,7 +129,7 @@ def _one_of(variables: Mapping[str, str], name: str, known: tuple[str, ...]) -> 
 
 def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> None:
     """Refuses to join where strangers would be let in."""
-    if config.backend is not BackendType.CPU:
+    if config.backend not in (None, BackendType.CPU):
         raise ConfigError(
             f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in whoever "
             "reaches its port. Use backend='cpu', cyxtrain's own ring."
@@ -140,6 +140,23 @@ def _check_secret(config: DistributedConfig, variables: Mapping[str, str]) -> No
             "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
             "does so."
         )
+
+
+def backend(variables: Mapping[str, str] | None = None) -> BackendType | None:
+    """Returns what DISTRIBUTED_BACKEND says; None: it is not set.
+
+    Args:
+        variables: The environment; None: this process's.
+
+    Raises:
+        ConfigError: There is no such backend.
+    """
+    variables = os.environ if variables is None else variables
+    asked = variables.get("DISTRIBUTED_BACKEND")
+    try:
+        return BackendType.parse(asked) if asked else None
+    except ConfigError as error:
+        raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 def own_identity(variables: Mapping[str, str] | None = None) -> dict[str, int]:
@@ -327,13 +344,6 @@ def _complete_identity(config: DistributedConfig, variables: Mapping[str, str]) 
         config.world_size = _number(variables, "WORLD_SIZE")
     if config.local_rank is None and config.rank is not None:
         config.local_rank = local_rank(config.rank, variables)
-
-
-def _backend(variables: Mapping[str, str]) -> BackendType:
-    try:
-        return BackendType.parse(variables.get("DISTRIBUTED_BACKEND") or BackendType.CPU)
-    except ConfigError as error:
-        raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

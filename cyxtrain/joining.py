@@ -7,16 +7,17 @@ import functools
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment, torch_compat
+from cyxtrain import devices, environment, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.cores import cgroup_quota
+from cyxtrain.devices import Seen
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.backend import TORCHS_WORLD
@@ -42,14 +43,20 @@ class Joined:
 
     Attributes:
         group: The default group that was made.
-        config: Complete.
-        cpu_group: For small agreements.
+        config: Complete, but for the backend where nobody asked for one.
+        cpu_group: For CPU tensors and small agreements.
+        seen: What each rank sees of accelerators, by rank; over Gloo this rank alone.
+        backend: The one that users asked for; None: the ranks have decided.
+        why_ring: Why they use the ring, where they have decided so.
         store: Kept open for groups that are made later; on rank 0 it holds the port.
     """
 
     group: Any
     config: DistributedConfig
     cpu_group: Any
+    seen: list[Seen]
+    backend: BackendType | None
+    why_ring: str
     store: dist.Store
 
 
@@ -60,20 +67,26 @@ def join(config: DistributedConfig) -> Joined:
         config: Complete.
 
     Raises:
-        ConfigError: A local rank without a GPU.
+        ConfigError: A local rank without a GPU; or ranks were asked for different backends.
         RendezvousError: The ranks did not find each other within `timeout_ms`.
         BackendUnavailableError: The backend is not on this machine.
     """
     deadline = Deadline(config.timeout_ms / 1000)
-    backend = BackendType.parse(config.backend or BackendType.CPU)
     _warn_of_untested_torch(config.rank or 0)
-    _require_backend(backend, config)
-    options = environment.ring_options()  # what cannot be is refused before anything starts
+    if config.backend is not None:
+        _require_backend(BackendType.parse(config.backend), config)
+    seen = devices.look(config)
+    # What cannot be is refused before anything starts.
+    options = replace(environment.ring_options(), devices=seen.to_text())
     while True:
         store = _store_of_this_life(config, deadline)
         try:
             _watch_store(store, config, deadline)
-            _make_group(backend, store, config, options, deadline)
+            if config.backend is BackendType.GLOO:
+                _make_gloo(store, config, options, deadline)
+                joined = Joined(dist.group.WORLD, config, dist.group.WORLD, [seen], BackendType.GLOO, "", store)
+            else:
+                joined = _make_groups(store, config, options, deadline)
         except StoreLostError:
             # Rank 0 of the life before went away just now; its next life opens the store again.
             if config.rank == 0 or deadline.passed():
@@ -82,12 +95,12 @@ def join(config: DistributedConfig) -> Joined:
         break
     if config.world_size != 1:  # not when it failed: a rank that tries again must look where the others are
         _lives[config.master_addr, config.master_port] += 1
-    store.set_timeout(timedelta(milliseconds=config.timeout_ms))
+    # Groups that are made later meet there: over NCCL at their first collective, to which a rank may come late.
+    is_nccl = joined.cpu_group is not joined.group
+    store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
     if not environment.sets_threads():
         _share_cores(environment.ranks_that_share_cores(), environment.cores_left())
-    group = dist.group.WORLD
-    small = group if backend is not BackendType.NCCL else dist.new_group(backend="ring")
-    return Joined(group, config, small, store)
+    return joined
 
 
 def open_store(config: DistributedConfig, seconds: float) -> dist.Store:
@@ -148,32 +161,72 @@ def forget_parent() -> None:
     _lives.clear()
 
 
-def _make_group(
-    backend: BackendType, store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline
-) -> None:
-    """Makes the default group; joining has one deadline, collectives another."""
+def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
+    """Makes a ring, over which the ranks tell what they see; then NCCL's group, if each has a GPU of its own.
+
+    Joining has one deadline, collectives another.
+    """
     rank, world_size = config.rank or 0, config.world_size or 1
     timeout = timedelta(milliseconds=config.collective_timeout_ms)
-    if backend is BackendType.CPU:
-        # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
-        # a rank that tries again would look for the others in another place.
-        ring = RingProcessGroup(
-            store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=TORCHS_WORLD
-        )
-        dist.init_process_group("ring", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=ring)
-        return
+    # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
+    # a rank that tries again would look for the others in another place.
+    ring = RingProcessGroup(
+        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=TORCHS_WORLD
+    )
+    try:
+        told = ring.told or [("", options.devices)]
+        seen = [Seen.from_text(text) for _, text in told]
+        asked = devices.asked_backend(seen)
+        why_ring = "" if asked else devices.why_ring(seen, [machine for machine, _ in told])
+        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
+        if asked is BackendType.CPU or why_ring:
+            dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
+        devices.check_nccl(seen)
+        _make_nccl(group, config, deadline)
+        beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
+        return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
+    except BaseException as error:
+        ring.fail(f"{type(error).__name__}: {error}")
+        ring.shutdown()
+        raise
+
+
+def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
+    """Makes NCCL's group the default one, connected, on the GPU of this rank."""
+    device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl", **group, timeout=_left(deadline), device_id=device)
+    except RuntimeError as error:
+        raise _not_joined("nccl", config, error) from error
+    torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
+
+
+def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> None:
+    """Makes Gloo's group the default one."""
+    rank, world_size = config.rank or 0, config.world_size or 1
     waits = options.comes_again
     roll = RollCall(dist.PrefixStore("roll", store), rank, range(world_size), deadline, waits_for_next_store=waits)
     with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
         roll.answer(Entry(world_size))
         roll.table()
     try:
-        dist.init_process_group(backend.value, store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
-        raise RendezvousError(
-            f"rank {rank} could not make a {backend.value} group: {error}. Look at the output of the other ranks."
-        ) from error
-    torch_compat.set_timeout(timeout)
+        raise _not_joined("gloo", config, error) from error
+    torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
+
+
+def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
+    """Returns the error for a group that PyTorch could not make."""
+    hint = "Look at the output of the other ranks."
+    if "Duplicate GPU" in str(error):
+        hint = (
+            "Two ranks use one GPU, which NCCL refuses: start at most one rank per GPU, or set DISTRIBUTED_BACKEND=cpu "
+            "and device='cuda' to share it over the ring."
+        )
+    return RendezvousError(f"rank {config.rank} could not make a {backend} group: {error}. {hint}")
 
 
 def _left(deadline: Deadline) -> timedelta:
@@ -186,18 +239,17 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
         raise BackendUnavailableError("This PyTorch has no Gloo. Use backend='cpu', cyxtrain's own ring.")
     if backend is not BackendType.NCCL:
         return
-    missing = why_no_nccl()
+    missing = devices.why_no_nccl()
     if missing:
         raise BackendUnavailableError(
             f"NCCL library not available: {missing}. "
             "Use backend='cpu' (DISTRIBUTED_BACKEND=cpu), cyxtrain's own ring, which carries CPU tensors."
         )
-    devices, local_rank = torch.cuda.device_count(), config.local_rank or 0
-    if devices > 1 and local_rank >= devices:
+    count, local_rank = torch.cuda.device_count(), config.local_rank or 0
+    if count > 1 and local_rank >= count:
         raise ConfigError(
-            f"LOCAL_RANK {local_rank} has no GPU: {devices} are visible. Start at most {devices} ranks per machine."
+            f"LOCAL_RANK {local_rank} has no GPU: {count} are visible. Start at most {count} ranks per machine."
         )
-    torch.cuda.set_device(local_rank if devices > 1 else 0)
 
 
 def _share_cores(ranks: int, own_cores: int | None = None) -> None:
@@ -215,16 +267,6 @@ def _share_cores(ranks: int, own_cores: int | None = None) -> None:
     most = min(cores // ranks, own_cores or cores)
     if torch.get_num_threads() > max(most, 1):
         torch.set_num_threads(max(int(most), 1))
-
-
-def why_no_nccl() -> str:
-    """Returns why NCCL cannot be used here; "": it can."""
-    reasons = []
-    if not dist.is_nccl_available():
-        reasons.append("this PyTorch was built without it")
-    if not torch.cuda.is_available():
-        reasons.append("no CUDA device is visible")
-    return " and ".join(reasons)
 
 
 def _warn_of_untested_torch(rank: int) -> None:

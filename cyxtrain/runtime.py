@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment, talking
+from cyxtrain import devices, environment, talking
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import (
     CollectiveMismatchError,
@@ -36,12 +36,16 @@ from cyxtrain.settings import require
 
 _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""
+_beside: tuple[Any, Any, bool] | None = None
+"""A default group such as NCCL's, the ring beside it, and whether CPU tensors go over that."""
 _asked: DistributedConfig | None = None
 """With what `init` was called last, until `finalize`: to join anew is to do it again."""
 _inherited: Any = None
 """The default group of this process's parent, if this is a forked child of a rank."""
 _parent: DistributedConfig | None = None
 """Who that parent is, if `init` has made its group."""
+_OF_CPUS = {"ring", "gloo"}
+"""Backends that carry CPU tensors best."""
 _leave_first: list[Callable[[], None]] = []
 """What ends with the world, such as worker processes."""
 
@@ -69,7 +73,7 @@ def init(config: DistributedConfig | None = None) -> World:
     """Joins the world: from `config`, else from the environment, else a world of one.
 
     Twice with the same config is harmless. A default `torch.distributed` group that is there already is adopted,
-    and left alone by `finalize`.
+    and left alone by `finalize`; if it carries no CPU tensors, as NCCL's, all ranks make a ring beside it.
 
     Args:
         config: Who this process is; None: the environment says.
@@ -91,6 +95,7 @@ def init(config: DistributedConfig | None = None) -> World:
     if dist.is_initialized():
         if config is not None:
             _check_same(environment.complete(config))
+        _adopt(config)
         return World()
     _asked = dataclasses.replace(config or DistributedConfig())
     _join()
@@ -99,20 +104,39 @@ def init(config: DistributedConfig | None = None) -> World:
 
 def _join() -> None:
     """Joins with what `init` was asked for last."""
-    global _joined
+    global _joined, _beside
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
     config = environment.complete(_asked or DistributedConfig())
     try:
         _joined = join(config)
     except RendezvousError as error:
         raise environment.with_disagreement(error, config) from error.__cause__
+    group, beside = _joined.group, _joined.cpu_group
+    _beside = None if beside is group else (group, beside, "cpu" not in talking.backends_of())
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # anew, so that it runs before what was registered earlier
 
 
+def _adopt(config: DistributedConfig | None) -> None:
+    """Makes a ring beside a default group of PyTorch's that carries no CPU tensors. All ranks call it.
+
+    Args:
+        config: Says how long its collectives may take; None: the default.
+    """
+    global _beside
+    world = dist.group.WORLD
+    is_ours = _joined is not None and _joined.group is world
+    if is_ours or world is _inherited or cpu_group() is not world or "cpu" in talking.backends_of():
+        return
+    milliseconds = (config or DistributedConfig()).collective_timeout_ms
+    _beside = (world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)), True)
+
+
 def join_if_nobody_has() -> None:
     """Joins from the environment where nobody has: training is never silently unsynchronised."""
-    if not is_initialized():
+    if is_initialized():
+        _adopt(None)
+    else:
         _join()
 
 
@@ -131,8 +155,7 @@ def join_for_all(*, works_alone: bool = False) -> None:
     """
     if dist.is_initialized():
         _leave_what_is_not_true(None, refuses=not works_alone)
-    if not dist.is_initialized():
-        _join()
+    join_if_nobody_has()
     group = cpu_group()
     failure = group.raised_failure if isinstance(group, RingProcessGroup) else None
     if failure is None:
@@ -170,7 +193,7 @@ def finalize() -> None:
 
 
 def _leave(*, calls_roll: bool) -> None:
-    global _joined, _asked
+    global _joined, _beside, _asked
     _asked = None
     for function in _leave_first:
         function()
@@ -187,7 +210,7 @@ def _leave(*, calls_roll: bool) -> None:
             raise
     finally:
         dist.destroy_process_group()
-        is_host, joined = joined.config.rank == 0, None  # nobody holds the store any more
+        is_host, joined, _beside = joined.config.rank == 0, None, None  # nobody holds the store any more
         if is_host:
             forget_store()  # tells the others that they may look for the next one
 
@@ -284,9 +307,36 @@ def is_master() -> bool:
 def cpu_group() -> Any:
     """Returns the group over which small agreements go: the default one, or a ring beside NCCL."""
     require_world("cpu_group")
-    if _joined is not None and _is_default(_joined):
-        return _joined.cpu_group
-    return dist.group.WORLD
+    world = dist.group.WORLD
+    return _beside[1] if _beside is not None and _beside[0] is world else world
+
+
+def group_for(device: torch.device) -> Any:
+    """Returns the group of all ranks that carries tensors of a device: a ring beside NCCL those of the CPU."""
+    if _beside is None or device.type != "cpu" or not _beside[2]:
+        return dist.group.WORLD
+    return cpu_group()
+
+
+def why_cpus() -> str:
+    """Returns why a model that is on no accelerator, and for which no device was asked, stays on CPUs; "": it does not.
+
+    Users who ask for a backend of CPUs want to train on them.
+    """
+    require_world("why_cpus")
+    if _joined is None or not _is_default(_joined):
+        found = talking.backends_of()
+        of_cpus = "cpu" in found and set(found.values()) <= _OF_CPUS
+        return f"the process group is {found['cpu']}'s" if of_cpus else ""
+    if _joined.backend in (BackendType.CPU, BackendType.GLOO):
+        by_program = _asked is not None and _asked.backend is not None
+        return f"{'backend' if by_program else 'DISTRIBUTED_BACKEND'}={_joined.backend.value}"
+    return devices.why_cpus(_joined.seen)
+
+
+def why_ring() -> str:
+    """Returns why the ranks, which were asked for no backend, have decided against NCCL; "": they have not."""
+    return _joined.why_ring if _joined is not None and _is_default(_joined) else ""
 
 
 def gather_texts(text: str, group: Any = None) -> list[str]:
@@ -429,10 +479,10 @@ def _at_exit() -> None:
 
 def _forget() -> None:
     """Lets a forked child end without leaving in its parent's name, and join by itself."""
-    global _joined, _asked, _inherited, _parent
+    global _joined, _beside, _asked, _inherited, _parent
     if dist.is_initialized() and dist.group.WORLD is not _inherited:
         _inherited, _parent = dist.group.WORLD, None if _joined is None else _joined.config
-    _joined = _asked = None
+    _joined = _beside = _asked = None
     forget_parent()
 
 

@@ -14,6 +14,16 @@ ROLL_CALL = "roll call"
 """What errors call it."""
 
 
+def backends_of(group: Any = None) -> dict[str, str]:
+    """Return what carries tensors of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
+
+    Args:
+        group: A process group; None: the default one.
+    """
+    found = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in found}
+
+
 def gather_texts(text: str, group: Any) -> list[str]:
     """Returns the text of every rank, by rank: how ranks compare what they know.
 

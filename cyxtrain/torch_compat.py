@@ -360,6 +360,13 @@ def set_timeout(timeout: timedelta) -> None:
         require("torch.distributed.distributed_c10d._set_pg_timeout", "a backend but the ring")(timeout)
 
 
+def identity_of_gpu(index: int) -> tuple[str, str]:
+    """Return (UUID, PCI address) of a visible CUDA device; "" for what this version of PyTorch does not tell."""
+    properties = torch.cuda.get_device_properties(index)
+    address = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    return str(getattr(properties, "uuid", "")), ":".join(map(str, address)).strip(":")
+
+
 Backend: Any = find("torch._C._distributed_c10d.Backend") or object
 """What a backend written in Python subclasses; `torch.distributed.Backend` is a list of names."""
 

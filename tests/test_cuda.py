@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fitting import fingerprint, flat, make_rows, seeded
 from torch import nn
 from worlds import run_processes
@@ -177,3 +178,56 @@ def test_a_model_that_its_user_runs_by_cuda_graphs_is_fitted_as_without():
         for each in (False, True)
     )
     np.testing.assert_allclose(graphs, plain, rtol=0, atol=1e-3)
+
+
+def meet() -> dict[str, Any]:
+    """Joins without a backend, and fits; returns what was chosen."""
+    with cx.init():
+        found = fit("auto")
+        cx.barrier()
+        mine = torch.ones(2)
+        cx.all_reduce(mine)  # of the CPU, also over NCCL
+        return {"backend": dist.get_backend(), "devices": found["devices"], "sum": mine.tolist()}
+
+
+def adopt_nccl() -> dict[str, Any]:
+    """Fits over a group of PyTorch's own, which carries no CPU tensors."""
+    dist.init_process_group("nccl")
+    cx.init()
+    found = fit("auto")
+    dist.destroy_process_group()
+    return found
+
+
+def refuse_another_gpu() -> str:
+    with cx.init(), pytest.raises(cx.ConfigError) as error:
+        fit(f"cuda:{(cx.get_rank() + 1) % 2}")
+    return str(error.value)
+
+
+def test_without_a_backend_a_visible_gpu_is_used_over_nccl_where_each_rank_has_one():
+    several = torch.cuda.device_count() > 1
+    for world_size in (1, 2):
+        backend = "nccl" if several and world_size == 2 else "ring"
+        for found in run_processes(world_size, meet, seconds=100.0):
+            assert found.value == {"backend": backend, "devices": [GPU], "sum": [float(world_size)] * 2}
+            assert "barrier()" not in found.stderr
+
+
+def test_a_group_of_nccl_is_adopted_and_trains_on_its_gpu():
+    [alone] = fits(1, "cpu")
+    [found] = run_processes(1, adopt_nccl, seconds=100.0)
+    assert found.value["devices"] == [GPU]
+    assert_close(found.value, alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU of its own")
+def test_two_ranks_of_nccl_on_one_gpu_are_refused_when_they_join():
+    found = run_processes(2, meet, env={"DISTRIBUTED_BACKEND": "nccl"}, seconds=100.0, succeed=False)
+    assert all("RendezvousError" in each.stderr and "Two ranks use one GPU" in each.stderr for each in found)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_the_gpu_of_another_rank_is_refused_over_nccl():
+    for rank, found in enumerate(run_processes(2, refuse_another_gpu, seconds=100.0)):
+        assert f"local rank {rank}, is connected over NCCL on cuda:{rank}" in found.value

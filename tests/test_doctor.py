@@ -304,7 +304,7 @@ def test_a_pytorch_that_nobody_has_tested_is_called_untested(capsys, monkeypatch
 
 
 def test_a_backend_that_was_asked_for_and_is_not_here_is_broken(capsys, monkeypatch):
-    monkeypatch.setattr("cyxtrain.joining.why_no_nccl", lambda: "no CUDA device is visible")
+    monkeypatch.setattr("cyxtrain.devices.why_no_nccl", lambda: "no CUDA device is visible")
     assert examine(dataclasses.replace(config_of(), backend="nccl")) == 1
     out = capsys.readouterr().out
     assert "nccl BROKEN no CUDA device is visible. DISTRIBUTED_BACKEND asks for it" in squeezed(out)

@@ -40,7 +40,7 @@ def test_empty_environment_is_a_world_of_one():
     config = environment.read_config({})
     assert identity(config) == (0, 1, 0)
     assert (config.master_addr, config.master_port) == ("127.0.0.1", 29500)
-    assert config.backend is cx.BackendType.CPU
+    assert config.backend is None
     assert config.timeout_ms == 30_000
 
 

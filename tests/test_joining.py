@@ -436,7 +436,7 @@ def test_rank_0_that_loses_its_own_store_does_not_open_it_again(monkeypatch):
         tries.append(arguments)
         raise StoreLostError("rank 0 lost the store.")
 
-    monkeypatch.setattr(joining, "_make_group", lose)
+    monkeypatch.setattr(joining, "_make_groups", lose)
     with pytest.raises(StoreLostError):
         cx.init(cx.DistributedConfig(rank=0, world_size=1))
     assert len(tries) == 1

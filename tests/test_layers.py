@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "cores", "allocator"},
     {"accelerator", "settings", "torch_compat"},
     {"config", "clusters"},
-    {"environment"},
+    {"devices", "environment"},
     {"ring"},
     {"joining", "talking"},
     {"runtime"},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import cyxtrain as cx
-from cyxtrain import environment
+from cyxtrain import accelerator, environment
 from cyxtrain.training.notebook import calls, keeping
 from cyxtrain.training.notebook.failures import Failed, WorkerTraceback, raised
 from cyxtrain.training.notebook.mirroring import Marks, parts_of, take_in
@@ -370,18 +370,32 @@ def test_workers_are_others_where_a_file_was_edited_or_the_environment_is_anothe
     assert "because the environment has another A;" in kept.pool(2, trainer)[1]
 
 
-def test_workers_that_compute_on_gpus_are_told_of_nccl_and_may_be_more_than_cores(kept, recwarn):
+def test_workers_that_compute_on_gpus_decide_the_backend_and_may_be_more_than_cores(kept, recwarn):
     trainer = trainer_of()
     trainer._device = "cuda"
     pool, _ = kept.pool(3, trainer)
-    assert pool.variables == {"A": "1", "DISTRIBUTED_BACKEND": "nccl"}
+    assert pool.variables == {"A": "1"}
     assert not recwarn.list
+
+
+def test_workers_compute_on_visible_gpus_unless_the_cpu_is_asked_for(kept, monkeypatch):
+    trainer = trainer_of()
+    assert not keeping.is_on_gpu(trainer)
+    monkeypatch.setattr(accelerator, "visible", lambda: torch.device("cuda"))
+    assert keeping.is_on_gpu(trainer)
+    monkeypatch.setenv("DISTRIBUTED_BACKEND", "cpu")
+    assert not keeping.is_on_gpu(trainer)
+    monkeypatch.delenv("DISTRIBUTED_BACKEND")
+    trainer._device = "cpu"
+    assert not keeping.is_on_gpu(trainer)
+    pool, _ = kept.pool(2, trainer)
+    assert pool.variables == {"A": "1", "DISTRIBUTED_BACKEND": "cpu"}
 
 
 @pytest.mark.parametrize(("device", "count"), [("auto", 5), ("cuda", 7)])
 def test_auto_is_as_many_workers_as_the_cores_allow_or_as_there_are_gpus(monkeypatch, device, count):
     monkeypatch.setattr(calls, "ranks_by_cores", lambda variables: 5)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    monkeypatch.setattr(accelerator, "count", lambda: 7)
     trainer = trainer_of()
     trainer._device = device
     assert calls._num_workers(trainer, "predict", (), {"num_processes": "auto"}) == count

@@ -11,6 +11,7 @@ from torch import nn
 from worlds import run_processes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+RING = {"DISTRIBUTED_BACKEND": "cpu"}
 
 
 def every_collective(device: str = "cuda", counts: Sequence[int] = (1, 1000, 100_003, 2_000_003)) -> list[str]:
@@ -91,17 +92,17 @@ def train(device: str) -> list[float]:
 @pytest.mark.parametrize("communication", ["inline", "thread"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_collective_gives_the_bits_of_cpu_tensors(world_size, communication):
-    found = run_processes(world_size, every_collective, env={"CYXTRAIN_COMMUNICATION": communication})
+    found = run_processes(world_size, every_collective, env=RING | {"CYXTRAIN_COMMUNICATION": communication})
     assert [result.value for result in found] == [[]] * world_size
 
 
 @pytest.mark.parametrize("communication", ["inline", "thread"])
 def test_a_collective_sees_what_its_stream_was_asked_for_before(communication):
-    found = run_processes(2, streams_in_order, env={"CYXTRAIN_COMMUNICATION": communication})
+    found = run_processes(2, streams_in_order, env=RING | {"CYXTRAIN_COMMUNICATION": communication})
     assert [result.value for result in found] == [True, True]
 
 
 def test_training_on_cuda_over_the_ring_is_the_same_on_every_rank_and_close_to_cpus():
-    on_cuda, on_cpu = (run_processes(2, train, device) for device in ("cuda", "cpu"))
+    on_cuda, on_cpu = (run_processes(2, train, device, env=RING) for device in ("cuda", "cpu"))
     assert on_cuda[0].value == on_cuda[1].value
     assert on_cuda[0].value == pytest.approx(on_cpu[0].value, abs=1e-5)

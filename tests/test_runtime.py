@@ -6,6 +6,7 @@ import os
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import cyxtrain as cx
 from cyxtrain import joining, runtime
+from cyxtrain.ring.link import Deadline
 
 ALONE = cx.DistributedConfig(rank=0, world_size=1)
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND", "NCCL_TIMEOUT")
@@ -213,7 +215,7 @@ def test_init_method_that_is_none_is_refused(method):
 )
 def test_tcp_init_method_says_where_rank_0_is(method, address, monkeypatch):
     configs = []
-    monkeypatch.setattr(runtime, "join", lambda config: configs.append(config))
+    monkeypatch.setattr(runtime, "join", lambda config: configs.append(config) or SimpleNamespace(group=0, cpu_group=0))
     cx.init_process_group("gloo", method, timedelta(seconds=7), 3, 1)
     found = configs[0]
     assert (found.master_addr, found.master_port) == address
@@ -243,13 +245,24 @@ def test_local_rank_beyond_the_gpus_is_an_error_that_names_both(monkeypatch):
 
 @pytest.mark.parametrize(("visible", "local_rank", "device"), [(1, 3, 0), (4, 3, 3)])
 def test_where_one_gpu_is_visible_it_is_device_0(visible, local_rank, device, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen, bound = [], []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    joining._require_backend(cx.BackendType.NCCL, cx.DistributedConfig(rank=3, world_size=4, local_rank=local_rank))
-    assert chosen == [device]
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, device_id, **__: bound.append(device_id))
+    monkeypatch.setattr(joining.torch_compat, "set_timeout", lambda _: None)
+    joining._make_nccl({}, cx.DistributedConfig(rank=3, world_size=4, local_rank=local_rank), Deadline(1.0))
+    assert chosen == bound == [torch.device("cuda", device)]
+
+
+def test_two_ranks_on_one_gpu_are_named_by_what_nccl_says(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(cx.RendezvousError, match=r"rank 1 could not make a nccl group: .* Two ranks use one GPU"):
+        joining._make_nccl({}, cx.DistributedConfig(rank=1, world_size=2, local_rank=1), Deadline(1.0))
 
 
 def test_nccl_timeout_gets_a_warning_at_init(monkeypatch):

@@ -52,7 +52,8 @@ class DistributedConfig:
     master_port: int = 29500
     """TCP port on which rank 0 waits for the others; it must be free there."""
     backend: BackendType | str | None = None
-    """What carries the collectives; None: as the environment says, else CPU."""
+    """What carries the collectives; None: as DISTRIBUTED_BACKEND says; else NCCL where each rank has a CUDA GPU of its
+    own, and the ring otherwise."""
     timeout_ms: int = 30_000
     """Milliseconds until joining gives up."""
     collective_timeout_ms: int = 1_800_000
@@ -142,3 +143,5 @@ class RingOptions:
     communication: str = "auto"
     """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
     auto: in a thread where there are several machines, or cores that are free."""
+    devices: str = ""
+    """What this rank tells the others of its accelerators while they meet (`cyxtrain.devices`)."""

@@ -76,7 +76,7 @@ def _average(tensors: Sequence[Tensor], share: float) -> None:
     """Make tensors their weighted mean over ranks; `share` is this rank's weight, all weights make up 1."""
     flat = torch.cat([_real(tensor).reshape(-1).to(torch.float64) for tensor in tensors])
     total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is no number
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=runtime.group_for(total.device))
     for tensor, part in zip(tensors, total.split([_real(tensor).numel() for tensor in tensors]), strict=True):
         mean = part.view(_real(tensor).shape)
         write(tensor, (torch.view_as_complex(mean.clone()) if tensor.is_complex() else mean).to(tensor.dtype))
@@ -88,7 +88,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _broadcast(tensors: Sequence[Tensor]) -> None:
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, 0)
+    dist.broadcast(flat, 0, group=runtime.group_for(flat.device))
     if dist.get_rank() == 0:
         return
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -105,7 +105,7 @@ def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
         if not is_first:
             parts = [part.new_empty(shape) for part, shape in zip(parts, of_parts, strict=True)]
         for part in parts:
-            dist.broadcast(part, 0)
+            dist.broadcast(part, 0, group=runtime.group_for(part.device))
         if not is_first:
             write(tensor, parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts))
 

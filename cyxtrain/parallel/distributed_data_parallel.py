@@ -151,7 +151,7 @@ class DistributedDataParallel(nn.Module):
             unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
             dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
             if unsynced.item():
-                self._reducer.synchronize(dist.group.WORLD)
+                self._reducer.synchronize(runtime.group_for(self._reducer.device))
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module):
     def backward_without_batch(self) -> None:
         """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
         if self._reducer is not None:
-            self._reducer.synchronize(dist.group.WORLD, absent=not self._reducer.unsynced)
+            self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -161,7 +161,7 @@ class _Gather(torch.autograd.Function):
         ctx.rows, most = layout.rows, max(layout.rows)
         own = _padded(tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape), most)
         parts = [torch.empty_like(own) for _ in layout.rows]
-        dist.all_gather(parts, own)
+        dist.all_gather(parts, own, group=runtime.group_for(own.device))
         return torch.cat([part[:rows] for part, rows in zip(parts, layout.rows, strict=True)])
 
     @staticmethod
@@ -169,7 +169,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = [_padded(part, max(ctx.rows)) for part in gradient.split(ctx.rows)]
         own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
+        dist.reduce_scatter(own, parts, group=runtime.group_for(own.device))
         return own[: ctx.rows[dist.get_rank()]], None
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import torch_compat
+from cyxtrain import runtime, torch_compat
 from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
@@ -66,7 +65,7 @@ class Reducer:
         """The gradients that travel as thin matrices, by name."""
         self._is_compressing = config.compression is not None
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
-        self._group: Any = dist.group.WORLD
+        self._group: Any = runtime.group_for(self.device)
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
@@ -85,6 +84,11 @@ class Reducer:
         self._handles: list[Any] = []
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._trained[0].device if self._trained else torch.device("cpu")
 
     def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
         for other in _open:
@@ -223,7 +227,7 @@ class Reducer:
         self._finish(check=not self._allow_unused)
 
     def _begin_backward(self) -> None:
-        self._use(dist.group.WORLD)
+        self._use(runtime.group_for(self.device))
         if self._versions is None:  # the loss is not from the wrapper's forward
             self._check_module()
             self.note_forward()
@@ -322,7 +326,8 @@ def _layout(
 
 def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
     """Returns memory for each bucket, where all ranks have some in common and it goes as it is. All ranks call it."""
-    group, are_here = dist.group.WORLD, all(spec.device.type == "cpu" for spec in layout)
+    are_here = all(spec.device.type == "cpu" for spec in layout)
+    group = runtime.group_for(torch.device("cpu"))
     if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
         return [None] * len(layout)
     return group.make_shared_means([(spec.count, spec.dtype) for spec in layout])

@@ -18,6 +18,7 @@ from torch import Tensor
 from cyxtrain.parallel.finite import all_finite
 from cyxtrain.ring.shared import SharedMean
 from cyxtrain.ring.work import CallOptions
+from cyxtrain.talking import backends_of
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
 
@@ -38,7 +39,10 @@ class Mean:
     """
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
-        averages = dist.get_backend(group) in ("ring", "nccl")  # Gloo, say, has no AVG
+        backend: str = dist.get_backend(group)
+        if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or none that was named
+            backend = backends_of(group).get(tensor.device.type, backend)
+        averages = backend in ("ring", "nccl")  # Gloo, say, has no AVG
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._tensor = tensor
         self._divisor = 1 if averages else dist.get_world_size(group)

@@ -71,6 +71,11 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         self._at_exit = multiprocessing.util.Finalize(None, _leave, (weakref.ref(self._group),), exitpriority=1)
         self.register_for(_devices(), self._group)
 
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        return self._group.told
+
     def get_group_store(self) -> dist.Store:
         """Returns the store that the group was made with."""
         return self._store

@@ -138,6 +138,11 @@ class Group:
         return courier
 
     @property
+    def told(self) -> list[tuple[str, str]]:
+        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        return [] if self._ring is None else [(entry.machine, entry.devices) for entry in self._ring.meeting.table]
+
+    @property
     def transport(self) -> str:
         """How collectives travel from this rank; see `Connections`. Alone: "none"."""
         return "none" if self._ring is None else self._ring.transport

@@ -22,6 +22,7 @@ class NamedGroup(dist.ProcessGroup):
     _name = "ring"
     _description = "ring"
     _devices: Sequence[str] = ()
+    supports_splitting = False  # PyTorch asks where the default group is bound to a device, as NCCL's is
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]

@@ -178,23 +178,6 @@ def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) ->
         )
 
 
-def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
-    """Returns the device that a user named, "auto" as it is.
-
-    Raises:
-        ConfigError: There is no such device, or the model cannot be trained there.
-    """
-    try:
-        found = torch.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device must be 'auto', or one of torch's such as 'cpu', got {device!r}.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}: no CUDA device is visible. Use 'auto' or 'cpu'.")
-    if device == "cpu" or not torch.cuda.is_available():
-        check_batch_norm(model, torch.device("cpu"), wanted=False)
-    return device
-
-
 def check_precision(model: nn.Module, precision: str) -> None:
     """Refuses parameters of 16 bits where the loss is scaled: their gradients could not be divided again.
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from cyxtrain import environment, runtime
+from cyxtrain import accelerator, environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.arguments import parse_fit
@@ -49,6 +47,6 @@ def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
     rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
     if asked is None or world_size > 1 or environment.is_launched():
         return rank, world_size
-    if asked == "auto" and torch.cuda.is_available():
+    if asked == "auto" and accelerator.visible() is not None:
         raise ConfigError('num_processes="auto" depends on where the model is: give count_steps a number of processes.')
     return rank, ranks_by_cores(environment.to_pass_on()) if asked == "auto" else int(asked)

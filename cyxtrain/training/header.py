@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cyxtrain import environment
+from cyxtrain import environment, runtime
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.data.source import Source
 from cyxtrain.data.tree import leaves
@@ -17,6 +17,7 @@ from cyxtrain.parallel.compression import COMPRESSIBLE
 from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.talking import backends_of
 from cyxtrain.training.compiling import explain_compiled
 from cyxtrain.training.flops import in_words, peak_flops, tf32_speedup
 from cyxtrain.training.modes import explain_modes
@@ -49,21 +50,21 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     """
     model, rates, position = state.model, state.rates, state.position
     effective = run.feed.effective_batch_size
-    loss, device = run.data.loss, run.data.placement.device
+    loss = run.data.loss
     validation = "" if run.validation is None else f", and {run.validation.source.describe()} for validation"
-    world_size, threads = dist.get_world_size(), counted(torch.get_num_threads(), "thread")
+    world_size = dist.get_world_size()
     epochs = f"epochs {position.epoch + 1} to {position.first_epoch + run.config.epochs}"
     left = "no epoch left" if run.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
         ("world", _world(run.config.num_processes)),
-        ("backend", _backend() if world_size > 1 else "none needed"),
+        ("backend", _backend(run.data.placement.device) if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
         ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
         ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
         ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
         *_parts_of_batches(run.data.source, run.data.call.left_out),
-        ("device", str(device) + (f", {threads} per rank" if device.type == "cpu" else "")),
+        ("device", run.devices),
         *_precision(model, run),
         ("model", _model(model, run)),
         *_flops(run),
@@ -154,10 +155,12 @@ def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tupl
         yield "weights", f"of rows (sample_weight), from {weights.min():g} to {weights.max():g}{first}"
 
 
-def _backend() -> str:
-    name, group = dist.get_backend(), dist.group.WORLD
+def _backend(device: torch.device) -> str:
+    group = runtime.group_for(device)
+    name = backends_of(group)[device.type]
     transport = group.transport if isinstance(group, RingProcessGroup) else ""
-    return _BACKENDS.get(name, name).format(transport=transport)
+    not_nccl = f"; not NCCL: {runtime.why_ring()}" if device.type == "cuda" and runtime.why_ring() else ""
+    return _BACKENDS.get(name, name).format(transport=transport) + not_nccl
 
 
 def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cyxtrain import environment, runtime
@@ -36,6 +35,7 @@ from cyxtrain.training.checks import (
     check_targets,
 )
 from cyxtrain.training.compiling import compiles_by_layer
+from cyxtrain.training.device import check_devices, choose_device, device_facts, explain_device
 from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.dry_run import DryRun
 from cyxtrain.training.facts import model_facts, optimizer_facts, value_facts
@@ -81,7 +81,8 @@ class Run:
     `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
     and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
-    end the fit in good order; `attempt`: how often a launcher has started ranks again, at most.
+    end the fit in good order; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that
+    are used, and those that are visible, in words.
     """
 
     config: DistributedTrainingConfig
@@ -96,6 +97,7 @@ class Run:
     initial_epoch: int | None = None
     ends_on_nan: bool = False
     attempt: int = 0
+    devices: str = ""
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -103,6 +105,20 @@ class Run:
     def dtype(self) -> torch.dtype:
         """In which matrices are multiplied."""
         return self.data.call.precision.dtype or self.data.placement.dtype
+
+    def take_facts(self, everyone: Sequence[dict[str, Any]]) -> None:
+        """Take over what the ranks have told each other; every rank calls it.
+
+        Args:
+            everyone: The facts of all ranks, by rank.
+
+        Raises:
+            ConfigError: Ranks use one GPU over NCCL.
+        """
+        check_devices(everyone, self.data.placement.device)
+        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
+        self.attempt = max(facts["_attempt"] for facts in everyone)
+        self.devices = explain_device(self.data.placement.device, everyone)
 
     def params(self, last_epoch: int) -> dict[str, Any]:
         """Returns what callbacks are told.
@@ -274,7 +290,7 @@ def plan_fit(
         with about("validation"):
             validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
-        **_facts(arguments, source, validation_source),
+        **_facts(arguments, source, validation_source, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
         "the metrics": data.metrics.names,
@@ -301,10 +317,11 @@ def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
     return source.first(feed.rows_at_once) if first is None else first
 
 
-def _facts(arguments: FitArguments, source: Source, validation: Source | None) -> dict[str, Any]:
-    """Returns what of the arguments and the data must be the same on every rank, and what in the data is not finite."""
+def _facts(arguments: FitArguments, source: Source, validation: Source | None, device: torch.device) -> dict[str, Any]:
+    """Returns what of arguments, data and device must be the same on every rank, and what in the data is not finite."""
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     return {
+        **device_facts(device),
         **source.facts("training"),
         **({} if validation is None else validation.facts("validation")),
         "resume": arguments.resume,
@@ -385,11 +402,7 @@ def plan_rows(
 def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
     """Puts model and loss on their device; returns where their batches go, and in which types."""
     parameters = list(model.parameters())
-    chosen = parameters[0].device if parameters else torch.device("cpu")
-    if device != "auto":
-        chosen = torch.device(device)
-    elif chosen.type != "cuda" and dist.get_backend() == "nccl":
-        chosen = torch.device("cuda", torch.cuda.current_device())
+    chosen = choose_device(device, model)
     model.to(chosen)
     for module in loss.modules:
         module.to(chosen)  # it may have class weights

@@ -27,8 +27,9 @@ from cyxtrain.training.agreement import agree_on, on_master, telling
 from cyxtrain.training.arguments import FitArguments, parse_fit
 from cyxtrain.training.arithmetic import arithmetic
 from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
-from cyxtrain.training.checks import check_own_steps, checked_ddp_config, checked_device
+from cyxtrain.training.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.compiling import compiled
+from cyxtrain.training.device import checked_device
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.facts import value_facts
 from cyxtrain.training.fitting import Fit
@@ -80,7 +81,8 @@ class DistributedTrainer:
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
         callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
         ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
-        device: "auto": where the model is on CUDA; else the rank's GPU under NCCL; else the CPU.
+        device: "auto": where the model is, if that is a GPU or the like; else the visible one of this rank, unless a
+            backend of CPUs was asked for (DISTRIBUTED_BACKEND=cpu); else the CPU. "cuda" is this rank's own.
 
     Attributes:
         model: Not wrapped.
@@ -239,8 +241,7 @@ class DistributedTrainer:
         self._call_roll("fit", works_alone=False)
         arguments, opened = open_fit(lambda: self._parsed(data, keywords), self._loss, self.epoch)
         run, everyone = agree_on(lambda: self._plan(arguments, opened))
-        run.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
-        run.attempt = max(facts["_attempt"] for facts in everyone)
+        run.take_facts(everyone)
         with telling():
             warn_of_data(everyone)
             resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))

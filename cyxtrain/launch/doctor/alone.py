@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cyxtrain import environment, joining, torch_compat
+from cyxtrain import devices, environment, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.launch import tables
@@ -118,7 +118,7 @@ def _backends(config: DistributedConfig) -> list[Fact]:
     for backend, failure, text in (
         (BackendType.CPU, "", "cyxtrain's own ring"),
         (BackendType.GLOO, gloo, "PyTorch's, for CPU tensors"),
-        (BackendType.NCCL, joining.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
+        (BackendType.NCCL, devices.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
     ):
         state = _OK if not failure else _BROKEN if backend is asked else _NO
         hint = ". DISTRIBUTED_BACKEND asks for it: cpu works everywhere" if state == _BROKEN else ""

@@ -40,6 +40,7 @@ class Entry:
         has_secret: Whether it knows one from its environment.
         checksums: Whether its frames carry checksums.
         heartbeat_timeout_seconds: How long it lets others say nothing.
+        devices: What it sees of accelerators, as text.
         run: Rank 0 only: the name of this meeting, in hexadecimal.
         key: Rank 0 only, where it has no secret: the one that it made, in hexadecimal.
         protocol: The version that it speaks.
@@ -58,6 +59,7 @@ class Entry:
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0
+    devices: str = ""
     run: str = ""
     key: str = dataclasses.field(default="", repr=False)
     protocol: int = PROTOCOL_VERSION

@@ -356,6 +356,7 @@ def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions
         has_secret=options.secret is not None,
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
+        devices=options.devices,
         run=secrets.token_hex(16) if rank == 0 else "",
         key=secrets.token_hex(32) if rank == 0 and options.secret is None else "",
     )

@@ -16,9 +16,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from cyxtrain import environment, runtime
+from cyxtrain import accelerator, environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.arguments import parse_fit
@@ -68,7 +66,7 @@ def _num_workers(
     asked = keywords.get("num_processes", given[0].num_processes)
     if asked == "auto":
         on_gpus = is_on_gpu(trainer)
-        return torch.cuda.device_count() if on_gpus else ranks_by_cores(environment.to_pass_on())
+        return accelerator.count() if on_gpus else ranks_by_cores(environment.to_pass_on())
     return asked if type(asked) is int else 1  # what else there is, the call itself refuses
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cyxtrain import environment, runtime
+from cyxtrain import accelerator, environment, runtime
+from cyxtrain.config import BackendType
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.workers.machine import usable_cores
 from cyxtrain.workers.pool import Pool
@@ -54,8 +55,8 @@ class Workers:
     def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
         """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
         variables, sources = environment.to_pass_on(), _own_sources()
-        if is_on_gpu(trainer):
-            variables.setdefault("DISTRIBUTED_BACKEND", "nccl")
+        if accelerator.visible() is not None and not is_on_gpu(trainer):
+            variables.setdefault("DISTRIBUTED_BACKEND", "cpu")  # else the workers would connect their GPUs
         pool, why = self._pool, self._why_others(count, variables, sources)
         if pool is None or why:
             self.end()
@@ -121,11 +122,13 @@ def _own_sources() -> dict[str, int]:
 
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
-    """Returns whether a trainer computes on GPUs."""
-    device = trainer._device
-    parameter = next(trainer.model.parameters(), None)
-    on_gpu = parameter is not None and parameter.is_cuda
-    return on_gpu if device == "auto" else torch.device(device).type == "cuda"
+    """Returns whether a trainer's workers compute on GPUs or their like."""
+    device, parameter = trainer._device, next(trainer.model.parameters(), None)
+    if device != "auto":
+        return accelerator.is_accelerator(torch.device(device))
+    if parameter is not None and accelerator.is_accelerator(parameter.device):
+        return True
+    return accelerator.visible() is not None and environment.backend() in (None, BackendType.NCCL)
 
 
 workers = Workers()
