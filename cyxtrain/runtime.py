@@ -13,22 +13,25 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cyxtrain import devices, environment, talking
+from cyxtrain import devices, environment, talking, torch_compat
+from cyxtrain.aborting import AbortOnFailure
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import (
     CollectiveMismatchError,
     ConfigError,
+    CyxtrainError,
     DistributedTrainingError,
     NotInitializedError,
     PeerLostError,
     PeerSilentError,
     RendezvousError,
     error_from_facts,
+    warn,
 )
 from cyxtrain.joining import Joined, forget_parent, forget_store, join
 from cyxtrain.ring import RingProcessGroup
@@ -36,8 +39,22 @@ from cyxtrain.settings import require
 
 _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""
-_beside: tuple[Any, Any, bool] | None = None
-"""A default group such as NCCL's, the ring beside it, and whether CPU tensors go over that."""
+
+
+class _Beside(NamedTuple):
+    """A ring beside a default group such as NCCL's.
+
+    `aborting`: ends the default group when the ring fails; `carries_cpu`: whether CPU tensors go over the ring.
+    """
+
+    group: Any
+    ring: Any
+    aborting: AbortOnFailure
+    carries_cpu: bool
+
+
+_beside: _Beside | None = None
+"""The ring beside the default group, if there is one."""
 _asked: DistributedConfig | None = None
 """With what `init` was called last, until `finalize`: to join anew is to do it again."""
 _inherited: Any = None
@@ -46,6 +63,10 @@ _parent: DistributedConfig | None = None
 """Who that parent is, if `init` has made its group."""
 _OF_CPUS = {"ring", "gloo"}
 """Backends that carry CPU tensors best."""
+_ABORT_SECONDS = 10.0
+"""How long leaving waits for the abort of an accelerator's groups."""
+_CAUSE_SECONDS = 1.0
+"""How long an error of an accelerator's group waits for its cause, which the ring hears."""
 _leave_first: list[Callable[[], None]] = []
 """What ends with the world, such as worker processes."""
 
@@ -59,9 +80,13 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        cause = None
         if error is not None:
+            cause = cause_of(error)
             tell(error)
         _leave(calls_roll=error is None)
+        if cause is not None:
+            raise cause from error
 
     def __repr__(self) -> str:
         if not is_initialized():
@@ -73,7 +98,7 @@ def init(config: DistributedConfig | None = None) -> World:
     """Joins the world: from `config`, else from the environment, else a world of one.
 
     Twice with the same config is harmless. A default `torch.distributed` group that is there already is adopted,
-    and left alone by `finalize`; if it carries no CPU tensors, as NCCL's, all ranks make a ring beside it.
+    and left alone by `finalize`; if NCCL, say, is part of it, all ranks make a ring beside it.
 
     Args:
         config: Who this process is; None: the environment says.
@@ -112,13 +137,13 @@ def _join() -> None:
     except RendezvousError as error:
         raise environment.with_disagreement(error, config) from error.__cause__
     group, beside = _joined.group, _joined.cpu_group
-    _beside = None if beside is group else (group, beside, "cpu" not in talking.backends_of())
+    _beside = None if beside is group else _put_beside(group, beside)
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # anew, so that it runs before what was registered earlier
 
 
 def _adopt(config: DistributedConfig | None) -> None:
-    """Makes a ring beside a default group of PyTorch's that carries no CPU tensors. All ranks call it.
+    """Makes a ring beside a default group of PyTorch's in which not all goes over CPUs. All ranks call it.
 
     Args:
         config: Says how long its collectives may take; None: the default.
@@ -126,10 +151,17 @@ def _adopt(config: DistributedConfig | None) -> None:
     global _beside
     world = dist.group.WORLD
     is_ours = _joined is not None and _joined.group is world
-    if is_ours or world is _inherited or cpu_group() is not world or "cpu" in talking.backends_of():
+    if is_ours or world is _inherited or cpu_group() is not world:
+        return
+    backends = talking.backends_of()
+    if "cpu" in backends and len({*backends.values()}) == 1:
         return
     milliseconds = (config or DistributedConfig()).collective_timeout_ms
-    _beside = (world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)), True)
+    _beside = _put_beside(world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)))
+
+
+def _put_beside(group: Any, ring: Any) -> _Beside:
+    return _Beside(group, ring, AbortOnFailure(ring), "cpu" not in talking.backends_of())
 
 
 def join_if_nobody_has() -> None:
@@ -209,10 +241,25 @@ def _leave(*, calls_roll: bool) -> None:
         if isinstance(error, CollectiveMismatchError) and error.during == talking.ROLL_CALL:
             raise
     finally:
-        dist.destroy_process_group()
+        _destroy_groups()
         is_host, joined, _beside = joined.config.rank == 0, None, None  # nobody holds the store any more
         if is_host:
             forget_store()  # tells the others that they may look for the next one
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups; after an error abort those of an accelerator, whose kernels may wait for ever."""
+    if _beside is None or _beside.ring.failure("finalize") is None:
+        dist.destroy_process_group()
+        return
+    _beside.ring.shutdown()
+    if _beside.aborting.is_done(_ABORT_SECONDS):
+        torch_compat.abort_process_groups()
+    else:
+        warn(
+            f"{dist.get_backend()} could not be aborted within {_ABORT_SECONDS:.0f} s after an error, so this process "
+            "may not end by itself. End it with SIGKILL, and look at the GPU with nvidia-smi."
+        )
 
 
 def init_process_group(
@@ -308,12 +355,12 @@ def cpu_group() -> Any:
     """Returns the group over which small agreements go: the default one, or a ring beside NCCL."""
     require_world("cpu_group")
     world = dist.group.WORLD
-    return _beside[1] if _beside is not None and _beside[0] is world else world
+    return _beside.ring if _beside is not None and _beside.group is world else world
 
 
 def group_for(device: torch.device) -> Any:
     """Returns the group of all ranks that carries tensors of a device: a ring beside NCCL those of the CPU."""
-    if _beside is None or device.type != "cpu" or not _beside[2]:
+    if _beside is None or device.type != "cpu" or not _beside.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
 
@@ -463,6 +510,50 @@ def tell(error: BaseException, *, in_training: bool = False) -> None:
     if isinstance(group, RingProcessGroup) and not ended_well:
         text = ": ".join(filter(None, (type(error).__name__, str(error))))
         group.fail(DistributedTrainingError.because_of(error, dist.get_rank()) if in_training else text)
+
+
+def _ring_beside() -> RingProcessGroup | None:
+    """Return the ring beside the default group; None: that is a ring itself, or there is none."""
+    group = cpu_group() if dist.is_initialized() else None
+    return group if isinstance(group, RingProcessGroup) and group is not dist.group.WORLD else None
+
+
+def cause_of(error: BaseException) -> CyxtrainError | None:
+    """Return the error of another rank that has ended the default group, if it explains an error of a collective.
+
+    NCCL names neither the rank nor what happened there; the ring beside it does.
+
+    Args:
+        error: What was raised on this rank.
+
+    Returns:
+        What to raise instead; None: the error has another cause.
+    """
+    ring = _ring_beside()
+    if ring is None or not isinstance(error, RuntimeError) or isinstance(error, CyxtrainError):
+        return None
+    # The backend may have noticed first.
+    seconds = _CAUSE_SECONDS if isinstance(error, dist.DistError) else 0.0
+    failure = ring.failure(_default_call(), seconds)
+    return None if failure is None or failure.rank == dist.get_rank() else failure
+
+
+def check_default_group() -> None:
+    """Refuse to go on with results of the default group if it was aborted: they are wrong, and NCCL does not tell.
+
+    To call after the host has waited for such results.
+
+    Raises:
+        CyxtrainError: What has ended the ring beside it.
+    """
+    ring = _ring_beside()
+    failure = None if ring is None else ring.failure(_default_call())
+    if failure is not None:
+        raise failure
+
+
+def _default_call() -> str:
+    return f"a collective of {dist.get_backend()}"
 
 
 def _at_exit() -> None:

@@ -76,6 +76,8 @@ PRIVATE_NAMES = (
     PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "torch.compiler.disable does the same, slower"),
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "torch.compiler.disable does the same, slower"),
     PrivateName("torch.distributed.distributed_c10d._set_pg_timeout", "torch.distributed.set_timeout, from 2.14 on"),
+    PrivateName("torch.distributed.distributed_c10d._abort_process_group", "aborted groups are destroyed"),
+    PrivateName("torch.distributed.distributed_c10d._world", "after an error only the default group is aborted"),
     PrivateName("torch._C._distributed_c10d.Backend", "the way of 2.13: a process group without a backend in C++"),
     PrivateName("torch.distributed.ProcessGroup._register_backend", "refused: the ring", ("2.14", "2.15")),
     PrivateName("torch.distributed.ProcessGroup._set_default_backend", "refused: the ring", ("2.14", "2.15")),
@@ -365,6 +367,26 @@ def identity_of_gpu(index: int) -> tuple[str, str]:
     properties = torch.cuda.get_device_properties(index)
     address = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
     return str(getattr(properties, "uuid", "")), ":".join(map(str, address)).strip(":")
+
+
+_abort_process_group = find("torch.distributed.distributed_c10d._abort_process_group")
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups of this process that PyTorch knows."""
+    world = find("torch.distributed.distributed_c10d._world")
+    names = getattr(world, "pg_names", None)
+    return [dist.group.WORLD] if names is None else [*names]
+
+
+def abort_process_groups() -> None:
+    """Leave all process groups without waiting for what was begun in them, as `destroy_process_group` does."""
+    if _abort_process_group is not None:
+        _abort_process_group()
+        return
+    for group in process_groups():
+        group.abort()
+    dist.destroy_process_group()
 
 
 Backend: Any = find("torch._C._distributed_c10d.Backend") or object

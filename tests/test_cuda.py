@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import fingerprint, flat, make_rows, seeded
+from test_aborting import FailsInStep3
 from torch import nn
 from worlds import run_processes
 
@@ -231,3 +232,20 @@ def test_two_ranks_of_nccl_on_one_gpu_are_refused_when_they_join():
 def test_the_gpu_of_another_rank_is_refused_over_nccl():
     for rank, found in enumerate(run_processes(2, refuse_another_gpu, seconds=100.0)):
         assert f"local rank {rank}, is connected over NCCL on cuda:{rank}" in found.value
+
+
+def fail_in_step_3(how: str) -> None:
+    with cx.init():
+        model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 3))
+        trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd", callbacks=[FailsInStep3(how)])
+        trainer.fit(*make_rows(ROWS), epochs=1, batch_size=4, verbose=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
+@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1 has failed: KeyError"), ("killed", "rank 1 is lost")])
+def test_ranks_of_nccl_end_with_the_error_of_the_one_that_failed(how, words):
+    env = {"DISTRIBUTED_BACKEND": "nccl"}
+    first, last = run_processes(2, fail_in_step_3, how, env=env, seconds=60.0, succeed=False)
+    assert first.returncode == 1, first.stderr  # neither killed by the helper nor by PyTorch's watchdog
+    assert words in first.stderr
+    assert last.returncode == (1 if how == "raises" else -9), last.stderr

@@ -17,6 +17,7 @@ LAYERS = [
     {"config", "clusters"},
     {"devices", "environment"},
     {"ring"},
+    {"aborting"},
     {"joining", "talking"},
     {"runtime"},
     {"data", "parallel", "models", "workers"},

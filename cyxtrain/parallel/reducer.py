@@ -260,6 +260,13 @@ class Reducer:
                 self._launch_next()
             self._check_versions()
             unused = self._receive()
+            if not isinstance(self._group, RingProcessGroup):
+                runtime.check_default_group()
+        except RuntimeError as error:
+            cause = runtime.cause_of(error)
+            if cause is None:
+                raise
+            raise cause from error
         finally:
             self._backward = self.loss = self._versions = None
         self.unsynced = False

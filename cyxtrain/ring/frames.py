@@ -203,7 +203,11 @@ class Numbered(Protocol):
 
 def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
     """Returns a copy of a group's error that says what this rank was doing."""
-    here = operation.describe()
+    return in_call(error, operation.describe())
+
+
+def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
+    """Return a copy of a group's error that names the call in which this rank was."""
     message = str(error)
     if here not in message:
         gap = "" if message.endswith("\n") else " " if message.endswith(".") else ". "  # a traceback ends its last line

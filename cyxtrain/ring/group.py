@@ -10,7 +10,7 @@ import functools
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from cyxtrain.ring.algorithms import Span, Step, even_spans
 from cyxtrain.ring.combining import Combiner, Scratch
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.courier import Courier
-from cyxtrain.ring.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, Reduction, at_operation, dtype_code
+from cyxtrain.ring.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, Reduction, at_operation, dtype_code, in_call
 from cyxtrain.ring.link import Deadline
 from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.meeting.rendezvous import meet
@@ -411,6 +411,25 @@ class Group:
         """The error that ended this group, once this rank's program has seen it; else None."""
         watch = None if self._ring is None else self._ring.watch
         return watch.failure if watch is not None and watch.is_raised else None
+
+    def call_on_failure(self, function: Callable[[], None]) -> None:
+        """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
+        if self._ring is not None:
+            self._ring.watch.call_on_failure(function)
+
+    def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
+        """Return the error that has ended this group, as this rank raises it; None: none has.
+
+        Args:
+            during: What this rank was in.
+            seconds: How long to wait for the error, which may be on its way.
+        """
+        watch = None if self._ring is None else self._ring.watch
+        failure = None if watch is None else watch.await_failure(seconds) if seconds else watch.failure
+        if watch is None or failure is None:
+            return None
+        watch.is_raised = True
+        return in_call(failure, during)
 
     def leave(self) -> None:
         """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""

@@ -70,12 +70,20 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Within, what fails on this rank alone ends the group: the others would wait for it."""
+    """Within, what fails on this rank alone ends the group: the others would wait for it.
+
+    Raises:
+        CyxtrainError: The error of another rank, if what failed here is a collective that ended because of it.
+    """
     try:
         yield
     except BaseException as error:
-        if not is_on_all_ranks(error):
-            runtime.tell(error, in_training=True)
+        if is_on_all_ranks(error):
+            raise
+        cause = runtime.cause_of(error)
+        runtime.tell(error, in_training=True)
+        if cause is not None:
+            raise cause from error
         raise
 
 

@@ -89,6 +89,7 @@ class Watch:
         self._describe = describe
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
+        self._on_failure: Callable[[], None] | None = None
         self._departed: dict[int, int] = {}
         self._waits = Waits(rank)
         self._heard = {peer: bytearray() for peer in controls}
@@ -127,7 +128,23 @@ class Watch:
             finally:  # also where Ctrl-C comes just then
                 self._stop_links()
                 self._changed.notify_all()
+            on_failure = self._on_failure
+        if on_failure is not None:
+            on_failure()
         return error
+
+    def call_on_failure(self, function: Callable[[], None]) -> None:
+        """Set what is called once, in any thread, when the group fails; if it has failed already, call it now."""
+        with self._changed:
+            self._on_failure, failure = function, self._failure
+        if failure is not None:
+            function()
+
+    def await_failure(self, seconds: float) -> CyxtrainError | None:
+        """Return the first error of the group, for which this waits; None: there was none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, seconds)
+            return self._failure
 
     def explain(self, peer: int, reason: str) -> CyxtrainError:
         """Returns why the link to `peer` broke: the cause somebody told, or that the peer is lost.

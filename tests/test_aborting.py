@@ -1,0 +1,80 @@
+"""A rank that fails beside NCCL: all ranks end within seconds, each with the error that names the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import fake_nccl
+import pytest
+import torch
+import torch.distributed as dist
+from fitting import make_model, make_rows
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+
+import cyxtrain as cx
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+X, Y = make_rows(48)
+
+
+class FailsInStep3(cx.callbacks.Callback):
+    """Ends the last rank in its third step: by an error of its own, or by SIGKILL."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and cx.get_rank() == cx.get_world_size() - 1:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise KeyError("broken in step 3")
+
+
+def fit(how, tells):
+    with fake_nccl.joined(tells=tells):
+        assert dist.get_backend() == fake_nccl.NAME
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", callbacks=[FailsInStep3(how)])
+        return trainer.fit(X, Y, epochs=1, batch_size=4, verbose=False).train_losses
+
+
+def fit_over_the_ring():
+    with cx.init():
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
+        return trainer.fit(X, Y, epochs=1, batch_size=4, verbose=False).train_losses
+
+
+def own_loop(how):
+    """As `fit`, without a trainer; the error leaves by `with cx.init()`."""
+    with fake_nccl.joined(tells=True):
+        for step in range(4):
+            if step == 2 and cx.get_rank() == cx.get_world_size() - 1:
+                raise KeyError("broken in step 3")
+            cx.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_end_with_the_error_of_the_one_that_failed(world_size, how, tells):
+    *others, last = run_ranks(world_size, fit, how, tells, seconds=20)
+    if how == "raises":
+        assert (last.kind, last.message) == ("KeyError", "'broken in step 3'")
+    for ended in others:
+        assert ended.kind == ("DistributedTrainingError" if how == "raises" else "PeerLostError"), ended.traceback
+        assert ended.error["rank"] == world_size - 1
+        assert ended.error["during"] == "a collective of fakenccl"
+        assert ("broken in step 3" in ended.message) == (how == "raises")
+
+
+def test_error_in_a_loop_of_ones_own_is_the_cause_too():
+    first, last = run_ranks(2, own_loop, "raises", seconds=20)
+    assert last.kind == "KeyError"
+    assert (first.kind, first.error["rank"]) == ("PeerLostError", 1), first.traceback
+    assert "rank 1 has ended: KeyError" in first.message
+
+
+def test_without_an_error_all_train_and_leave_as_over_the_ring():
+    assert values(run_ranks(2, fit, "well", True)) == values(run_ranks(2, fit_over_the_ring))
