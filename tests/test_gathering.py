@@ -72,6 +72,7 @@ class Contrast(nn.Module):
         super().__init__()
         with seeded():
             self.body, self.temperature = make_model("float64"), nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.register_buffer("constant", torch.ones(2))  # ranks share buffers before a step's first forward
 
     def forward(self, inputs: Tensor) -> Tensor:
         views = [functional.normalize(self.body(inputs + shift), dim=1) for shift in (0.0, 0.3)]
@@ -134,7 +135,8 @@ def test_one_rank_trains_on_the_loss_over_all_pairs():
             model.zero_grad()
             model(inputs[first : first + 8].double()).backward()
             torch.optim.SGD(model.parameters(), 0.1).step()
-    np.testing.assert_allclose(alone()["all rows, 21 rows, 1"]["parameters"], flat(model.parameters()), atol=1e-12)
+    tensors = [*model.parameters(), *model.buffers()]
+    np.testing.assert_allclose(alone()["all rows, 21 rows, 1"]["parameters"], flat(tensors), atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

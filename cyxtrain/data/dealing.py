@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cyxtrain.data.sampler import Indices
@@ -39,22 +40,66 @@ class SingleRow(NamedTuple):
     is_tail: bool
 
 
+class UnevenStep(NamedTuple):
+    """A step in which ranks have different numbers of micro-batches.
+
+    Attributes:
+        joined_rows: Its rows, over all ranks; 0: nobody knows.
+        counts: Micro-batches by rank; empty: nobody knows.
+        is_tail: Whether only the last step of an epoch is such.
+    """
+
+    joined_rows: int = 0
+    counts: Sequence[int] = ()
+    is_tail: bool = False
+
+
 class Dealing(ABC):
     """All steps of an epoch.
 
     Attributes:
         steps: How many there are.
+        rank: Whose deals these are.
+        world_size: How many ranks there are.
     """
 
     steps: int
+    rank: int
+    world_size: int
 
-    @abstractmethod
     def deal(self, step: int) -> Deal:
         """Returns what the rank gets in a step."""
+        return self.deal_to(self.rank, step)
 
     @abstractmethod
-    def single_row(self) -> SingleRow | None:
-        """Return whether any rank gets a micro-batch of a single row; the same on every rank."""
+    def deal_to(self, rank: int, step: int) -> Deal:
+        """Return what another rank gets in a step."""
+
+    @abstractmethod
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
+        """Return whether any rank gets a micro-batch of a single row; the same on every rank.
+
+        Args:
+            together: Whether the micro-batches that all ranks have at the same time count as one.
+        """
+
+    def uneven_step(self) -> UnevenStep | None:
+        """Return the first step in which ranks have different numbers of micro-batches; the same on every rank."""
+        for step in self._kinds_of_steps():
+            deals = [self.deal_to(rank, step) for rank in range(self.world_size)]
+            counts = [len(deal.pieces) for deal in deals]
+            if len(set(counts)) > 1:
+                return UnevenStep(deals[0].joined_rows, counts, is_tail=step > 0)
+        return None
+
+    def _kinds_of_steps(self) -> list[int]:
+        """Return a step of each kind: all but the last one are dealt alike."""
+        return sorted({0, self.steps - 1}) if self.steps else []
+
+    def _rounds(self, step: int) -> list[list[int]]:
+        """Return how many rows each rank has in each micro-batch of a step, by micro-batch and rank."""
+        pieces = [self.deal_to(rank, step).pieces for rank in range(self.world_size)]
+        return [[*map(len, each)] for each in itertools.zip_longest(*pieces, fillvalue=range(0))]
 
 
 def dealt_to(rows: int, effective_batch_size: int, world_size: int) -> int:
@@ -101,27 +146,25 @@ class RowDealing(Dealing):
     ) -> None:
         self._effective_batch_size = effective_batch_size
         self._rows_at_once = rows_at_once
-        self._rank, self._world_size = rank, world_size
+        self.rank, self.world_size = rank, world_size
         self.steps = rows // effective_batch_size if drop_last else -(-rows // effective_batch_size)
         self._rows = rows
 
-    def deal(self, step: int) -> Deal:
+    def deal_to(self, rank: int, step: int) -> Deal:
         """As `Dealing`."""
-        return self._deal(step, self._rank)
-
-    def _deal(self, step: int, rank: int) -> Deal:
         first = step * self._effective_batch_size
         end = min(first + self._effective_batch_size, self._rows)
-        ranks = dealt_to(end - first, self._effective_batch_size, self._world_size)
+        ranks = dealt_to(end - first, self._effective_batch_size, self.world_size)
         own = range(first + rank, end, ranks) if rank < ranks else range(0)
         return Deal(micro_batches_of(own, self._rows_at_once), end - first)
 
-    def single_row(self) -> SingleRow | None:
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
         """As `Dealing`."""
-        for step in sorted({0, self.steps - 1}):
-            deals = [self._deal(step, rank) for rank in range(self._world_size)]
-            if any(len(piece) == 1 for deal in deals for piece in deal.pieces):
-                return SingleRow(deals[0].joined_rows, is_tail=deals[0].joined_rows < self._effective_batch_size)
+        for step in self._kinds_of_steps():
+            rounds = self._rounds(step)
+            if any(sum(each) == 1 if together else 1 in each for each in rounds):
+                joined_rows = self.deal(step).joined_rows
+                return SingleRow(joined_rows, is_tail=joined_rows < self._effective_batch_size)
         return None
 
 
@@ -138,20 +181,23 @@ class BatchDealing(Dealing):
 
     def __init__(self, ends: Indices, batches_per_step: int, rank: int, world_size: int, *, drop_last: bool) -> None:
         self._ends = [0, *ends.tolist()]
-        self._batches_per_step, self._rank, self._world_size = batches_per_step, rank, world_size
+        self._batches_per_step, self.rank, self.world_size = batches_per_step, rank, world_size
         self.steps = len(ends) // batches_per_step if drop_last else -(-len(ends) // batches_per_step)
 
-    def deal(self, step: int) -> Deal:
+    def deal_to(self, rank: int, step: int) -> Deal:
         """As `Dealing`."""
         first = step * self._batches_per_step
         end = min(first + self._batches_per_step, len(self._ends) - 1)
-        own = range(first + self._rank, end, self._world_size)
+        own = range(first + rank, end, self.world_size)
         return Deal(
             [range(self._ends[batch], self._ends[batch + 1]) for batch in own], self._ends[end] - self._ends[first]
         )
 
-    def single_row(self) -> SingleRow | None:
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
         """As `Dealing`."""
+        if together:
+            found = [step for step in range(self.steps) if any(sum(each) == 1 for each in self._rounds(step))]
+            return SingleRow(0, is_tail=found == [self.steps - 1]) if found else None
         dealt = self._ends[: min(self.steps * self._batches_per_step, len(self._ends) - 1) + 1]
         singles = [number for number, first in enumerate(dealt[:-1]) if dealt[number + 1] - first == 1]
         return SingleRow(0, is_tail=singles == [len(dealt) - 2]) if singles else None

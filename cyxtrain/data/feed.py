@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import GatheredShare, Share
-from cyxtrain.data.dealing import Dealing, RowDealing, SingleRow
+from cyxtrain.data.dealing import Dealing, RowDealing, SingleRow, UnevenStep
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.moving import Placement, make_mover
 from cyxtrain.data.rows import Rows
@@ -102,9 +102,17 @@ class Feed(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Give the data the state of a checkpoint, before the fit continues from it."""
 
-    def single_row(self) -> SingleRow | None:
-        """Return whether any rank is given a micro-batch of a single row; None: no, or nobody knows."""
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
+        """Return whether any rank is given a micro-batch of a single row; None: no, or nobody knows.
+
+        Args:
+            together: Whether the micro-batches that all ranks have at the same time count as one.
+        """
         return None
+
+    def uneven_step(self) -> UnevenStep | None:
+        """Return a step in which ranks may have different numbers of micro-batches; None: there is none."""
+        return UnevenStep()
 
     def go_on(self, effective_batch_size: int) -> None:  # noqa: B027
         """Goes on with a fit whose steps have so many rows, over all ranks."""
@@ -203,9 +211,13 @@ class ArrayFeed(NumberedFeed):
         """As `Feed`."""
         return self._accumulation_steps
 
-    def single_row(self) -> SingleRow | None:
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
         """As `Feed`."""
-        return self._dealing.single_row()
+        return self._dealing.single_row(together=together)
+
+    def uneven_step(self) -> UnevenStep | None:
+        """As `Feed`."""
+        return self._dealing.uneven_step()
 
     def rows_of(self, steps: int | None) -> int | None:
         """As `Feed`."""

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Batch, Share, share_of_batches
 from cyxtrain.data.batching import as_batch, left_out
-from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow
+from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow, UnevenStep
 from cyxtrain.data.drawing import row_keys, tell_epoch
 from cyxtrain.data.feed import NumberedFeed, Place, check_steps
 from cyxtrain.data.fetching import Fetcher, KeyedRows
@@ -263,9 +263,14 @@ class LoadedFeed(NumberedFeed):
         found = order.to_evaluate() if order.is_drawn else order.of(epoch)
         return self._source.fetch(found, self._dealing_of(found, 0).deal(0).pieces[0], epoch)
 
-    def single_row(self) -> SingleRow | None:
+    def single_row(self, *, together: bool = False) -> SingleRow | None:
         """As `Feed`, in the order of the first epoch."""
-        return self._dealing_of(self._source.order.to_evaluate()).single_row()
+        return self._dealing_of(self._source.order.to_evaluate()).single_row(together=together)
+
+    def uneven_step(self) -> UnevenStep | None:
+        """As `Feed`: later epochs may have other lengths."""
+        found = self._dealing_of(self._source.order.to_evaluate()).uneven_step()
+        return UnevenStep() if found is None and not self._drop_last else found
 
     def rows_of(self, steps: int | None) -> int | None:
         """As `Feed`."""

@@ -284,6 +284,7 @@ class Fit:
             clock,
             self._callbacks.on_before_optimizer_step,
             accumulates=self._run.feed.micro_batches > 1,
+            without_rows=self._run.without_rows,
         )
 
     def _make_guard(self) -> FiniteGuard:

@@ -47,6 +47,7 @@ from cyxtrain.training.optimizers import can_fuse
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.trained import trained_with
+from cyxtrain.training.without_rows import WithoutRows
 
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
@@ -82,7 +83,8 @@ class Run:
     and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
     end the fit in good order; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that
-    are used, and those that are visible, in words.
+    are used, and those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or
+    None: no rank does, or the others do not need it.
     """
 
     config: DistributedTrainingConfig
@@ -98,6 +100,7 @@ class Run:
     ends_on_nan: bool = False
     attempt: int = 0
     devices: str = ""
+    without_rows: WithoutRows | None = None
     training_seconds: float = 0.0
     training_rows: int = 0
 

@@ -25,7 +25,7 @@ from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.names import plain_parameters
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
 from cyxtrain.training.schedule_length import check_schedule, warn_of_length
-from cyxtrain.training.single_rows import check_single_rows
+from cyxtrain.training.single_rows import check_single_rows, part_without_rows
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.totals import Totals
 
@@ -168,7 +168,7 @@ def _begin_or_go_on(
     found = find_checkpoint(run, state)
     data = run.digests()
     if found is None:
-        check_single_rows(state.model, run)
+        _check_batch_norm(state, run)
         scheduled = run.schedule_steps(run.warmup_steps if state.rates.warms_up_first else 0)
         _check_schedule(run, state.rates.tried(scheduled), scheduled, run.steps_per_epoch)
         _warn_of_warmup(run)
@@ -238,7 +238,13 @@ def _check_schedule(
 def _go_on_in_data(run: Run, state: TrainingState, checkpoint: CheckpointState) -> None:
     run.go_on(state, checkpoint.world_size)
     run.feed.load_state_dict(checkpoint.others.get("data", {}))
+    _check_batch_norm(state, run)
+
+
+def _check_batch_norm(state: TrainingState, run: Run) -> None:
+    """Refuse rows that batch norm cannot be trained on, once it is known how many each rank has in a step."""
     check_single_rows(state.model, run)
+    run.without_rows = part_without_rows(state.model, run)
 
 
 def _warn_of_warmup(run: Run) -> None:

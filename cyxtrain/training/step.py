@@ -35,6 +35,7 @@ from cyxtrain.training.precision import LossScale
 from cyxtrain.training.rates import Rates
 from cyxtrain.training.stepping import Stepping
 from cyxtrain.training.totals import Answers, Totals, answers_to
+from cyxtrain.training.without_rows import WithoutRows
 
 
 class TrainingStep:
@@ -54,6 +55,7 @@ class TrainingStep:
         clock: Takes the time of its parts.
         before_update: Called with the number of the step in its epoch, when its gradients are there.
         accumulates: Whether a step may have several micro-batches, on any rank.
+        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TrainingStep:
         before_update: Callable[[int], object],
         *,
         accumulates: bool,
+        without_rows: WithoutRows | None = None,
     ) -> None:
         self._ddp = ddp
         self._loss = loss
@@ -93,6 +96,7 @@ class TrainingStep:
         self._world_size = dist.get_world_size()
         self._device = device
         self._parameters = list(ddp.parameters())
+        self._without_rows = without_rows
         self.totals = Totals(1, device, loss, metrics)
 
     def __call__(self, share: Share) -> None:
@@ -136,7 +140,7 @@ class TrainingStep:
         """
         results: list[Result] = []
         clock = self._clock
-        if self._loss.gathers:
+        if self._loss.gathers or self._without_rows is not None:
             rounds, fewest = self._most_and_fewest(len(share))
             if rounds != fewest:
                 return self._accumulate_unevenly(share, rounds)
@@ -161,31 +165,35 @@ class TrainingStep:
         return results
 
     def _accumulate_unevenly(self, share: Share, rounds: int) -> list[Result]:
-        """As `_accumulate`, for a loss that gathers rows, if ranks have different numbers of micro-batches.
+        """As `_accumulate`, if ranks have different numbers of micro-batches, and all must run equally many.
 
-        Each rank gathers equally often, also without rows; so gradients are averaged when all backwards are complete.
+        Because the loss gathers rows, or a layer such as SyncBatchNorm needs all ranks in each forward and backward. So
+        gradients are averaged when all backwards are complete.
 
         Args:
             share: Of this rank.
             rounds: The largest number of micro-batches of any rank.
         """
         results: list[Result] = []
-        items, divisors = self._counted_first(share)
+        items, divisors = self._counted_first(share, rounds)
         self._ddp.forward_without_batch()
         with self._ddp.no_sync():
             batches = iter(share)
             for _ in range(rounds):
                 batch = next(batches, None)
+                value: Tensor | None = None
                 with gathers_kept() as kept:
                     if batch is not None:
                         batch.items = items
                         results.append(self._forward(batch))
+                    elif self._without_rows is not None:
+                        self._ddp.expect_rows(0)
+                        value = self._without_rows(self._ddp.forward)
                     else:
                         gather_nothing(self._loss.gathers, self._device)
                 loss = self._loss.nothing() if batch is None else results[-1].loss
                 known = self._divisors_of(loss, share, divisors)
-                value = None if batch is None else self._to_average(loss, known)
-                backward_alike(value, kept)
+                backward_alike(value if batch is None else self._to_average(loss, known), kept)
         self._ddp.backward_without_batch()
         self._clock.communicated(self._clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
@@ -202,12 +210,13 @@ class TrainingStep:
         """Makes this rank's own gradients of a share; returns its losses."""
         self._zero()
         losses = []
-        for batch in share:
-            with gathering_alone():
+        apart = contextlib.nullcontext() if self._without_rows is None else self._without_rows.apart(self._ddp)
+        with apart, gathering_alone():
+            for batch in share:
                 counted = self._counted(self._forward(batch).loss)
-            for _, _, loss in counted:
-                self._scaled(loss.value).backward(retain_graph=loss is not counted[-1][2])
-                losses.append(loss.value.detach())
+                for _, _, loss in counted:
+                    self._scaled(loss.value).backward(retain_graph=loss is not counted[-1][2])
+                    losses.append(loss.value.detach())
         return losses
 
     def _forward(self, batch: Batch) -> Result:
@@ -283,18 +292,23 @@ class TrainingStep:
                 divisors[place] = weight
         return divisors
 
-    def _counted_first(self, share: Share) -> tuple[int | None, Sequence[float] | None]:
-        """Returns (items, divisors) of a step, if they are asked for before its first forward."""
+    def _counted_first(self, share: Share, rounds: int = 0) -> tuple[int | None, Sequence[float] | None]:
+        """Returns (items, divisors) of a step, if they are asked for before its first forward.
+
+        Args:
+            share: Of this rank.
+            rounds: How many micro-batches each rank runs, if it has fewer; all that it has.
+        """
         items, divisors = None, None
         if self._loss.items is not None:
             count = sum(map(self._loss.items.count, share))
             (joined,) = self._sum_over_ranks([count], self._clock.forward)
             items, divisors = max(int(joined), 1), [joined] if self._loss.obeys_items else None
         elif self._weighs_first:
-            divisors = self._divisors(self._weights_of(share), share)
+            divisors = self._divisors(self._weights_of(share, rounds), share)
         return items, divisors
 
-    def _weights_of(self, share: Share) -> list[float]:
+    def _weights_of(self, share: Share, rounds: int) -> list[float]:
         """Returns what this rank counts of each loss in a share, by a forward of each micro-batch without gradients.
 
         Of several losses, each is divided by a weight of its own, which must be known before the first backward.
@@ -305,6 +319,9 @@ class TrainingStep:
                 loss = self._loss(self._call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.added(loss)):
                     weights[number] += float(each.weight)
+            for _ in range(rounds - len(share)):
+                if self._without_rows is not None:
+                    self._without_rows.forward(self._ddp.forward)
         self._guard.bring_back()
         return weights
 

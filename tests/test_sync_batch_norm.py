@@ -1,0 +1,173 @@
+"""SyncBatchNorm where ranks have different numbers of micro-batches: it works, or is refused before the first step.
+
+PyTorch has it on accelerators alone; here a layer that computes the same on CPUs stands in for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fitting import CLASSES, FEATURES, flat, make_rows, one_process, seeded
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from torch import Tensor, nn
+
+import cyxtrain as cx
+from cyxtrain.data.dealing import BatchDealing, RowDealing
+from cyxtrain.training import device, plan
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+RATE = 0.1
+
+
+class SumOverRanks(torch.autograd.Function):
+    """All-reduces in forward, and the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        found = tensor.clone()
+        dist.all_reduce(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found = gradient.clone()
+        dist.all_reduce(found)
+        return found
+
+
+class OnCPUs(nn.SyncBatchNorm):
+    """What PyTorch's SyncBatchNorm computes, on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        rows = x.transpose(0, 1).flatten(1)
+        own = torch.cat([rows.sum(1), rows.square().sum(1), rows.new_tensor([rows.shape[1]])])
+        total, squares, count = SumOverRanks.apply(own).split([len(rows), len(rows), 1])
+        mean, count = total / count, count.detach()
+        variance = squares / count - mean.square()
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        shape = [-1, *[1] * (x.dim() - 2)]
+        mean, scale = mean.view(shape), (self.weight / torch.sqrt(variance + self.eps)).view(shape)
+        return (x - mean) * scale + self.bias.view(shape)
+
+
+@contextlib.contextmanager
+def allowed_on_cpus():
+    with mock.patch.object(plan, "check_batch_norm"), mock.patch.object(device, "check_batch_norm"):
+        yield
+
+
+class Whole(nn.Module):
+    """Cannot compute on no rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1) / x.abs().amax()
+
+
+def make_model(norm: str, images: bool = False) -> nn.Sequential:
+    with seeded():
+        if images:
+            plain, head = nn.BatchNorm2d(4), [nn.Flatten(), nn.Linear(4 * 4, CLASSES)]
+            layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 1), plain, *head]
+        else:
+            layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)]
+    if norm == "sync":
+        layers = [OnCPUs(each.num_features) if "BatchNorm" in type(each).__name__ else each for each in layers]
+    return nn.Sequential(*layers).double()
+
+
+def fit(rows: int, norm: str = "sync", images: bool = False, fails: bool = False, **settings: Any) -> Any:
+    model = make_model(norm, images)
+    if fails:
+        model.insert(0, Whole())
+    x, y = make_rows(rows)
+    with allowed_on_cpus():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), RATE))
+        history = trainer.fit(x.double(), y, epochs=2, shuffle=False, verbose=False, **settings)
+    return flat([*model.parameters(), *model.buffers()]), history.train_losses
+
+
+def fit_in_world(given: list[dict[str, Any]]) -> list[Any]:
+    with cx.init():
+        return [fit(**each) for each in given]
+
+
+def refusal(given: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for each in given:
+        with cx.init(), pytest.raises(cx.ConfigError) as caught:
+            fit(**each)
+        found.append(str(caught.value))
+    return found
+
+
+def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
+    """Two epochs in one process; batch norm sees together what all ranks have at the same time."""
+    model = make_model("plain")
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    x, y = make_rows(rows)
+    for _ in range(2):
+        dealing = RowDealing(rows, effective, at_once, 0, ranks, drop_last=False)
+        for step in range(dealing.steps):
+            optimizer.zero_grad()
+            deals = [dealing.deal_to(rank, step) for rank in range(ranks)]
+            for number in range(max(len(deal.pieces) for deal in deals)):
+                places = [place for deal in deals for piece in deal.pieces[number : number + 1] for place in piece]
+                loss = nn.functional.cross_entropy(model(x[places].double()), y[places], reduction="sum")
+                (loss / deals[0].joined_rows).backward()
+            optimizer.step()
+    return flat([*model.parameters(), *model.buffers()])
+
+
+def test_rank_without_rows_in_the_last_step_takes_part_and_all_train_as_one():
+    given = [{"rows": 27, "effective_batch_size": 12}, {"rows": 25, "effective_batch_size": 12, "images": True}]
+    ranks = values(run_ranks(2, fit_in_world, given))
+    with one_process():
+        alone = [fit(norm="plain", **each) for each in given]
+    for found in ranks:
+        for (parameters, losses), (expected, expected_losses) in zip(found, alone, strict=True):
+            assert parameters == pytest.approx(expected, abs=1e-12)
+            assert losses == pytest.approx(expected_losses, abs=1e-12)
+
+
+def test_ranks_with_fewer_micro_batches_take_part_in_all():
+    given = [{"rows": 24, "effective_batch_size": 8, "accumulation_steps": 2}]
+    for [(parameters, _)] in values(run_ranks(3, fit_in_world, given)):
+        assert parameters == pytest.approx(by_hand(24, 8, 2, 3), abs=1e-12)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_with_counts_and_remedy():
+    given = [
+        {"rows": 27, "effective_batch_size": 12, "fails": True},
+        {"rows": 25, "effective_batch_size": 12},
+        {"rows": 27, "effective_batch_size": 12, "norm": "plain", "sync_batchnorm": True, "fails": True},
+    ]
+    for without_rows, single, converted in values(run_ranks(2, refusal, given)):
+        assert "has 3 rows" in without_rows
+        assert "1, 0 micro-batches by rank" in without_rows
+        assert "drop_last=True" in without_rows
+        assert "has 1 row" in single
+        assert "all ranks together have a single row" in single
+        assert converted == without_rows
+
+
+def test_steps_in_which_ranks_have_different_numbers_of_micro_batches_are_found():
+    even = RowDealing(24, 12, 6, 0, 2, drop_last=False)
+    assert even.uneven_step() is None
+    assert RowDealing(27, 12, 6, 0, 2, drop_last=True).uneven_step() is None
+    assert RowDealing(27, 12, 6, 0, 2, drop_last=False).uneven_step() == (3, [1, 0], True)
+    assert RowDealing(24, 8, 2, 0, 3, drop_last=False).uneven_step() == (8, [2, 2, 1], False)
+    ends = torch.tensor([4, 8, 12, 16, 17]).numpy()
+    assert BatchDealing(ends, 2, 0, 2, drop_last=True).uneven_step() is None
+    assert BatchDealing(ends, 2, 0, 2, drop_last=False).uneven_step() == (1, [1, 0], True)
+    assert BatchDealing(ends, 2, 0, 2, drop_last=False).single_row(together=True) == (0, True)
+    assert BatchDealing(ends, 3, 0, 3, drop_last=False).single_row(together=True) is None
