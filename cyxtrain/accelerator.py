@@ -6,6 +6,7 @@ host until all before it is done; a copy that is looked at later does not.
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -113,3 +114,44 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def _module_of(device: torch.device) -> Any:
     return torch.get_device_module(device) if is_accelerator(device) else None
+
+
+class Stopwatch:
+    """Measures how long the current stream of a device is within a context, without stopping the host.
+
+    Args:
+        device: An accelerator, with its number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._events: collections.deque[tuple[torch.Event, torch.Event]] = collections.deque()
+
+    def __enter__(self) -> None:
+        self._begin = self._event()
+
+    def __exit__(self, *error: object) -> None:
+        self._events.append((self._begin, self._event()))
+        self._add_up(waits=False)
+
+    def take(self, *, waits: bool) -> float:
+        """Return the seconds since the last call, of contexts that the device has completed.
+
+        Args:
+            waits: Whether to wait for the others.
+        """
+        self._add_up(waits=waits)
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def _add_up(self, *, waits: bool) -> None:
+        while self._events and (waits or self._events[0][1].query()):
+            begin, end = self._events.popleft()
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000

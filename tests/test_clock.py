@@ -17,6 +17,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.utils.data import Dataset
 
 import cyxtrain as cx
+from cyxtrain import accelerator
 from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
 from cyxtrain.training.clock import PARTS, Clock
 from cyxtrain.training.ready.slow_ranks import slow_rank
@@ -44,6 +45,53 @@ def parts(data: float, compute: float, communication: float) -> dict[str, float]
 )
 def test_the_slow_rank_is_the_one_the_others_wait_for(ranks, expected):
     assert slow_rank(ranks, 1.25) == expected
+
+
+class FakeEvent:
+    """An event of a device that works a step behind the host; the clock is a counter."""
+
+    now = 0.0
+    reached = 0.0
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        FakeEvent.now += 1.0
+        self.milliseconds = FakeEvent.now
+
+    def query(self) -> bool:
+        return FakeEvent.reached >= self.milliseconds
+
+    def synchronize(self) -> None:
+        FakeEvent.reached = max(FakeEvent.reached, self.milliseconds)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query()
+        return end.milliseconds - self.milliseconds
+
+
+def test_a_device_is_measured_without_waiting_for_it(monkeypatch):
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    watch = accelerator.Stopwatch(torch.device("cuda", 0))
+    for _ in range(3):
+        with watch:
+            FakeEvent.now += 4.0
+    assert watch.take(waits=False) == 0.0
+    FakeEvent.reached = 6.0
+    assert watch.take(waits=False) == pytest.approx(0.005)
+    assert watch.take(waits=True) == pytest.approx(0.01)
+    assert watch.take(waits=True) == 0.0
+
+
+def test_waits_of_a_device_are_taken_out_of_the_part_in_which_the_host_waited_for_it():
+    clock = Clock(torch.device("cpu"), profiles=False)
+    clock.backward.seconds, clock.optimizer.seconds, clock.forward.seconds = 1.0, 2.0, 3.0
+    clock.communicated(clock.backward, 4.0)
+    with one_process():
+        [found] = clock.over_ranks()
+    assert found == {"data": 0.0, "forward": 2.0, "backward": 0.0, "communication": 4.0, "optimizer": 0.0}
 
 
 def test_the_time_of_a_part_is_what_it_took_and_waiting_for_others_is_taken_out():

@@ -255,12 +255,13 @@ class DistributedDataParallel(nn.Module):
             return self._reducer.losses_are_finite
         return self._latest.checked is None or all_finite([self._latest.checked])
 
-    def seconds_communicated(self) -> float:
-        """Returns how long this rank has communicated in backward, or waited for others, since it was asked last."""
-        if self._reducer is None:
-            return 0.0
-        seconds, self._reducer.seconds = self._reducer.seconds, 0.0
-        return seconds
+    def seconds_communicated(self, *, waits: bool = False) -> float:
+        """Returns how long this rank has communicated in backward, or waited for others, since it was asked last.
+
+        An accelerator takes part in a collective later than the host asks for it, and such time is known later: at the
+        next call, unless `waits` makes the host wait for the accelerator.
+        """
+        return 0.0 if self._reducer is None else self._reducer.take_seconds(waits=waits)
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.

@@ -8,6 +8,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain import runtime, torch_compat
+from cyxtrain import accelerator, runtime, torch_compat
 from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
@@ -32,6 +33,7 @@ from cyxtrain.ring.shared import SharedMean
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 _SPARSE = -1
 """Instead of the number of a bucket."""
+_NOT_MEASURED = contextlib.nullcontext()
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()
 """All reducers whose hooks are on a module."""
 
@@ -66,6 +68,7 @@ class Reducer:
         self._is_compressing = config.compression is not None
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._group: Any = runtime.group_for(self.device)
+        self._device_waits: accelerator.Stopwatch | None = None
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
@@ -78,11 +81,9 @@ class Reducer:
         self.scale = 1.0
         """What the gradients of the next synchronisations are multiplied by."""
         self.seconds = 0.0
-        """That this rank has communicated, or waited for others."""
+        """That the host has communicated, or waited for other ranks."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
-        self._handles: list[Any] = []
-        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
@@ -91,6 +92,8 @@ class Reducer:
         return self._trained[0].device if self._trained else torch.device("cpu")
 
     def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._handles: list[Any] = []
+        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
         for other in _open:
             if not other._names.keys().isdisjoint(self._names):
                 other._newer.add(self)
@@ -106,6 +109,7 @@ class Reducer:
         """Continue where an `earlier` reducer of the same module ended; that one is closed."""
         earlier.close()
         self.unsynced, self.seconds = earlier.unsynced, earlier.seconds
+        self._device_waits = earlier._device_waits
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
         if earlier._hook is not None:
             self.travel_by_hook(*earlier._hook)
@@ -278,8 +282,9 @@ class Reducer:
         began = time.perf_counter()
         for bucket in self._buckets:
             bucket.travel.send_on()
-        for bucket in self._buckets:
-            bucket.travel.arrive()
+        with self._stopwatch():
+            for bucket in self._buckets:
+                bucket.travel.arrive()
         self.seconds += time.perf_counter() - began
         is_whole = not self.low_rank or all(bucket.travel.is_finite() for bucket in self._buckets)
         unused: list[nn.Parameter] = []
@@ -289,6 +294,24 @@ class Reducer:
         unused += self._sparse.average(self._group, absent=self._absent)
         self.seconds += time.perf_counter() - began
         return unused
+
+    def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
+        """Return what measures how long an accelerator waits for its backend; over the ring the host waits."""
+        device = self._buckets[0].numbers.device
+        if device.type == "cpu" or isinstance(self._group, RingProcessGroup):
+            return _NOT_MEASURED
+        if self._device_waits is None:
+            self._device_waits = accelerator.Stopwatch(device)
+        return self._device_waits
+
+    def take_seconds(self, *, waits: bool) -> float:
+        """Return how long this rank has communicated, or waited for others, since the last call.
+
+        Args:
+            waits: Whether to wait for the accelerator; without, its latest steps may be left for the next call.
+        """
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds + (0.0 if self._device_waits is None else self._device_waits.take(waits=waits))
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cyxtrain import runtime
+from cyxtrain import accelerator, runtime
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
 """What a step consists of: waiting for its batches; the model and the loss; gradients; waiting until those of all ranks
@@ -73,8 +73,8 @@ class SeenPart(Part):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if accelerator.is_accelerator(self._device):
+            torch.accelerator.synchronize(self._device)
         super().__exit__(kind, error, trace)
         self._scope.__exit__(kind, error, trace)
 
@@ -99,5 +99,19 @@ class Clock:
 
     def over_ranks(self) -> list[dict[str, float]]:
         """Returns seconds of each part, over all steps, by rank; the same on every rank. All call it."""
+        self._settle_debts()
         own = json.dumps({part.name: part.seconds for part in self._parts})
         return [json.loads(text) for text in runtime.gather_texts(own)]
+
+    def _settle_debts(self) -> None:
+        """Take what an accelerator has waited for other ranks out of the parts in which the host waited for it.
+
+        The host may wait for an accelerator in a later part than the one that asked for the collective, which then has
+        less than no time left.
+        """
+        debt = min(self.backward.seconds, 0.0)
+        self.backward.seconds -= debt
+        for part in (self.optimizer, self.forward, self.data, self.communication):
+            paid = min(part.seconds, -debt)
+            part.seconds -= paid
+            debt += paid

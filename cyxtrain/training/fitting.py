@@ -334,6 +334,7 @@ class Fit:
     def _take_times(self, clock: Clock) -> None:
         """Notes where the time of the epoch's steps went, on all ranks."""
         clock.communicated(clock.data, self._run.feed.seconds_communicated())
+        clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
         ranks, steps = clock.over_ranks(), max(clock.steps, 1)
         self._state.step_seconds = [{name: value / steps for name, value in parts.items()} for parts in ranks]
         self._profile.add(ranks, clock.steps)

@@ -168,7 +168,8 @@ class DistributedTrainer:
     def step_seconds(self) -> list[dict[str, float]]:
         """What "data", "forward", "backward", "communication" and "optimizer" took in a step, in the latest epoch.
 
-        By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done.
+        By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done; of
+        communication over NCCL, how long the GPU waited.
         """
         return self._state.step_seconds
 
