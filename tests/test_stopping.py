@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, one_process, run_world, seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
+from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.training.saving.checkpoint import read_checkpoint
@@ -147,6 +151,42 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path):
         found = fit(str(tmp_path), {0: {(True, 3): twice}}, {})
     assert found["ended"] == "KeyboardInterrupt()"
     assert list(tmp_path.iterdir()) == []
+
+
+def twice_while_the_main_thread_waits_in_c() -> None:
+    """As in a backward on an accelerator: another thread is in a collective, to which no other rank comes."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+    frame, lines = sys._getframe(), []
+
+    def collective() -> None:
+        wait_until(lambda: frame.f_lineno in lines)
+        strike(signal.SIGINT)
+        with contextlib.suppress(cx.CyxtrainError):
+            dist.all_reduce(torch.ones(1))
+        done.set_result(None)
+
+    strike(signal.SIGINT)
+    threading.Thread(target=collective, daemon=True).start()
+    lines.append(frame.f_lineno + 1)
+    done.wait()
+
+
+def until_the_group_has_ended() -> None:
+    wait_until(lambda: dist.group.WORLD.failure("a callback"))
+
+
+def fit_or_error(*arguments: Any) -> dict[str, Any]:
+    try:
+        return fit(*arguments)
+    except cx.CyxtrainError as error:
+        return {"ended": str(error)}
+
+
+def test_the_second_ctrl_c_ends_a_wait_in_c_too(tmp_path):
+    struck = {0: {(True, 3): twice_while_the_main_thread_waits_in_c}, 1: {(True, 3): until_the_group_has_ended}}
+    first, second = run_world(2, fit_or_error, str(tmp_path), struck, {}, seconds=30)
+    assert first["ended"] == "KeyboardInterrupt()"
+    assert "rank 0 has failed: KeyboardInterrupt" in second["ended"]
 
 
 def test_nothing_is_written_where_nobody_asked_for_checkpoints(tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -53,6 +54,9 @@ if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = Wish.TERMINATE  # what the launcher sends there
 _PATIENCE_SECONDS = 8.0
 """After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
+
+_HANDLER_SECONDS = 2.0
+"""How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++."""
 
 
 class StoppedError(Exception):
@@ -139,10 +143,13 @@ class Wishes:
                 self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
                 self._timer.daemon = True
                 self._timer.start()
-            if number == signal.SIGINT and sys.stderr.isatty():
-                # Not print: a signal may come in the middle of one.
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+            if number == signal.SIGINT:
+                stack.enter_context(_second_ctrl_c_heard())
+                if sys.stderr.isatty():
+                    # Not print: a signal may come in the middle of one.
+                    os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
+        stack = contextlib.ExitStack()
         try:
             for number in _SIGNALS:
                 if before[number] not in (None, signal.SIG_IGN):
@@ -150,6 +157,7 @@ class Wishes:
             yield
         finally:
             self._cancel()
+            stack.close()
             for number, handler in before.items():
                 if handler is not None:
                     signal.signal(number, handler)
@@ -167,6 +175,32 @@ class Wishes:
             self._wished.add(Wish.FINISH)
         if self._save_seconds is not None and now - self._saved >= self._save_seconds:
             self._wished.add(Wish.SAVE)
+
+
+@contextlib.contextmanager
+def _second_ctrl_c_heard() -> Iterator[None]:
+    """Within, Ctrl-C ends the group if it does not end what the main thread waits for in C++.
+
+    While an accelerator runs backward, the main thread waits in C++, where Python calls no handler of signals. Once the
+    group has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
+    """
+    ended, (reader, writer) = threading.Event(), socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        with reader:
+            while heard := reader.recv(64):
+                if signal.SIGINT in heard and not ended.wait(_HANDLER_SECONDS):
+                    runtime.tell(KeyboardInterrupt(), in_training=True)
+
+    threading.Thread(target=listen, name="cyxtrain-ctrl-c", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
 
 
 def first_reason_to_stop(heard: Sequence[float]) -> Wish | None:
