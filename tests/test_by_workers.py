@@ -589,18 +589,24 @@ def test_settings_of_the_process_are_those_of_its_workers():
     torch.set_default_dtype(torch.float64)
     try:
         model = nn.Linear(FEATURES, CLASSES)
-        trainer_of(model, optimizer="sgd").fit(X.double(), Y, **SETTINGS, callbacks=[Requiring(torch.float64)])
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = False
+        trainer_of(model, optimizer="sgd").fit(X.double(), Y, **SETTINGS, callbacks=[Requiring(torch.float64, "high")])
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
     trainer_of().fit(X, Y, **SETTINGS, callbacks=[Requiring(torch.float32)])
 
 
 class Requiring(cx.callbacks.Callback):
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, precision: str = "highest") -> None:
+        self.dtype, self.precision = dtype, precision
 
     def on_train_begin(self, logs: Any = None) -> None:
         assert torch.zeros(1).dtype == self.dtype
+        assert torch.get_float32_matmul_precision() == self.precision  # it raises where names are mixed
+        assert torch.backends.cudnn.allow_tf32 == (self.precision == "highest")
 
 
 # --- workers stay -----------------------------------------------------------------------------------------------------

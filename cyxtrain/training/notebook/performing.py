@@ -36,10 +36,17 @@ if TYPE_CHECKING:
 FIT = "fit"
 OF_FITS = ("the optimizer", "rates")
 """Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
+_PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
+)
+"""What reads and sets the precision of float32 by PyTorch's old names. Once a new name below is set to something else,
+PyTorch refuses to read the old ones: workers set these first, and the new ones only where they still differ."""
 _FLAGS = (
     (torch.backends.cudnn, "benchmark"),
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.cudnn.rnn, "fp32_precision"),
     (torch.backends.cuda.matmul, "fp32_precision"),
     (torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
     (torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
@@ -53,7 +60,9 @@ class Surroundings:
     folder: str
     path: list[str]
     dtype: torch.dtype
+    device: str
     deterministic: tuple[bool, bool]
+    precisions: list[Any]
     flags: list[Any]
     filters: list[Any]
 
@@ -64,19 +73,34 @@ class Surroundings:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
+        made = torch.get_default_dtype(), torch.get_default_device().type
+        precisions = [_known(read) for read, _ in _PRECISIONS]
         flags = [getattr(owner, name) for owner, name in _FLAGS]
-        return cls(os.getcwd(), sys.path, torch.get_default_dtype(), deterministic, flags, list(warnings.filters))
+        return cls(os.getcwd(), sys.path, *made, deterministic, precisions, flags, list(warnings.filters))
 
     def enter(self) -> None:
         """Makes them those of this process."""
         os.chdir(self.folder)
         sys.path[:] = self.path
         torch.set_default_dtype(self.dtype)
+        if self.device != torch.get_default_device().type:  # without a number: each rank has a device of its own
+            torch.set_default_device(None if self.device == "cpu" else self.device)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        for (read_now, change), value in zip(_PRECISIONS, self.precisions, strict=True):
+            if value is not None and _known(read_now) != value:
+                change(value)
         for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
             if getattr(owner, name) != value:
                 setattr(owner, name, value)
         warnings.filters[:] = self.filters  # type: ignore[index]
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """Returns a setting, None where PyTorch refuses to read it."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)
