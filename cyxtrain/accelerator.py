@@ -67,6 +67,13 @@ def side_stream(device: torch.device, purpose: str) -> torch.Stream:
     return torch.Stream(device)
 
 
+def done_on(device: torch.device) -> torch.Event:
+    """Return an event that occurs when all that has been asked of an accelerator's current stream so far is done."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 class HostCopy:
     """Numbers on their way to the host.
 
@@ -81,8 +88,7 @@ class HostCopy:
         if is_accelerator(tensor.device):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.Event(tensor.device)
-            self._event.record(torch.accelerator.current_stream(tensor.device))
+            self._event = done_on(tensor.device)
 
     def is_there(self) -> bool:
         """Return whether `read` would not wait."""
@@ -102,6 +108,12 @@ def peak_memory(device: torch.device) -> int | None:
     None: it is none, or its kind does not count.
     """
     count = getattr(_module_of(device), "max_memory_allocated", None)
+    return None if count is None else int(count(device))
+
+
+def max_memory_reserved(device: torch.device) -> int | None:
+    """Return the most bytes that PyTorch's allocator has held at once on an accelerator; as `peak_memory`."""
+    count = getattr(_module_of(device), "max_memory_reserved", None)
     return None if count is None else int(count(device))
 
 

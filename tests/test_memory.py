@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -16,6 +17,15 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 REMEDIES = r"smaller batch_size, with accumulation_steps.*bf16.*enable_gradient_checkpointing\(\).*--gpus"
 
 
+LIBRARIES = (
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call.",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error. Last error:\nFailed to CUDA calloc async 4194304 bytes",
+)
+
+
 class Greedy(nn.Module):
     """A model that wants more than any machine has, where it is told to."""
 
@@ -28,6 +38,8 @@ class Greedy(nn.Module):
             torch.empty(2**60, dtype=torch.uint8)
         if self.fails_with == "python":
             raise MemoryError
+        if self.fails_with in LIBRARIES:
+            raise RuntimeError(self.fails_with)
         if self.fails_with == "cuda":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 1 GiB.")
         return self.net(rows)
@@ -50,6 +62,7 @@ class FailsWhenItTrains(cx.callbacks.Callback):
         ("cpu", RuntimeError, "can't allocate memory"),
         ("python", MemoryError, ""),
         ("cuda", torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 1 GiB."),
+        *((text, RuntimeError, text) for text in LIBRARIES),
     ],
 )
 def test_it_names_the_rank_and_the_remedies_and_stays_what_it_is(how, kind, words):
@@ -59,6 +72,7 @@ def test_it_names_the_rank_and_the_remedies_and_stays_what_it_is(how, kind, word
     assert type(caught.value) is kind
     assert str(caught.value).startswith("rank 0 is out of memory: ")
     assert words in str(caught.value)
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in str(caught.value)) == (how not in ("cpu", "python"))
     assert str(caught.value).count("is out of memory: ") == 1
 
 
@@ -84,6 +98,27 @@ def test_another_error_stays_as_it_is():
     trainer = cx.DistributedTrainer(Wrong(), "cross_entropy", callbacks=[FailsWhenItTrains("cpu")])
     with one_process(), pytest.raises(RuntimeError, match=r"^something else$"):
         trainer.fit(*make_rows(8), epochs=1, verbose=False)
+
+
+def test_it_says_how_much_was_held(monkeypatch):
+    monkeypatch.setattr("cyxtrain.accelerator.in_use", lambda: torch.device("cuda", 1))
+    module = types.SimpleNamespace(max_memory_reserved=lambda device: 71.25 * 2**30)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    trainer = cx.DistributedTrainer(Greedy(), "cross_entropy", callbacks=[FailsWhenItTrains("cuda")])
+    with one_process(), pytest.raises(torch.OutOfMemoryError, match=r"PyTorch has held up to 71\.2 GiB of cuda:1\."):
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
+
+
+class TooLarge(nn.Linear):
+    """Does not fit into the device."""
+
+    def to(self, *args: Any, **keywords: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def test_a_model_that_does_not_fit_says_it_too():
+    with one_process(), pytest.raises(torch.OutOfMemoryError, match=REMEDIES):
+        cx.DistributedTrainer(TooLarge(4, 3), "cross_entropy").fit(*make_rows(8), epochs=1, verbose=False)
 
 
 def fit_greedily() -> str:

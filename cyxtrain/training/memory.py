@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from cyxtrain import runtime
+from cyxtrain import accelerator, runtime
+from cyxtrain.errors import CyxtrainError
 
 _OF_THE_CPU = "can't allocate memory"
 """PyTorch's words for it, in an error of no kind of its own."""
+_OF_LIBRARIES = ("out of memory", "_alloc_failed", "_allocation_failed", "failed to cuda")
+"""Words of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which take memory by themselves; in lower case."""
+_IN_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True helps where free memory is in pieces."
 _REMEDIES = (
     "Give each rank less to hold at once: a smaller batch_size, with accumulation_steps so that steps stay as they "
     "are; precision='bf16'; trainer.enable_gradient_checkpointing(). On a GPU, look at nvidia-smi: each rank needs one "
@@ -25,11 +29,26 @@ def memory_explained() -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_full(error):
-            error.args = (f"rank {runtime.get_rank()} is out of memory: {error} {_REMEDIES}",)
+            held = "" if _is_of_the_cpu(error) else _held()
+            error.args = (f"rank {runtime.get_rank()} is out of memory: {error} {held}{_REMEDIES}",)
         raise
 
 
 def is_full(error: Exception) -> bool:
     """Returns whether an error is about memory, and nothing has been added to it yet."""
-    known = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OF_THE_CPU in str(error)
-    return known and _REMEDIES not in str(error)
+    if _REMEDIES in str(error) or isinstance(error, CyxtrainError):
+        return False
+    known = _is_of_the_cpu(error) or isinstance(error, torch.OutOfMemoryError)
+    return known or any(words in str(error).lower() for words in _OF_LIBRARIES)
+
+
+def _is_of_the_cpu(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or _OF_THE_CPU in str(error)
+
+
+def _held() -> str:
+    """Returns how much PyTorch has held on this rank's accelerator, and what helps if that was less than it has."""
+    device = accelerator.in_use()
+    held = None if device is None else accelerator.max_memory_reserved(device)
+    words = "" if held is None else f"PyTorch has held up to {held / 2**30:.1f} GiB of {device}. "
+    return f"{words}{_IN_PIECES} "

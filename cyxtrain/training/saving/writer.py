@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from cyxtrain import accelerator
 from cyxtrain.errors import CheckpointError
 from cyxtrain.training.saving.checkpoint import CheckpointState, entries_of, write_entries
 from cyxtrain.training.saving.folder import CheckpointFolder
@@ -19,7 +20,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class Writer:
     """Writes one checkpoint after the other to a folder.
 
-    Cost: memory for one copy of the state, kept from save to save; the next save waits for the one before.
+    Cost: memory for one copy of the state, kept from save to save; the next save waits for the one before. From an
+    accelerator the copy goes to pinned memory, and only the thread that writes waits until it has arrived.
 
     Args:
         folder: Where they go.
@@ -30,6 +32,7 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "cyxtrain-checkpoint")
         self._writing: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
 
     def write(
         self,
@@ -51,9 +54,13 @@ class Writer:
         """
         if self._writing is not None:
             futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
+        self._devices.clear()
         entries = entries_of(state, self._copy)
+        copied = [accelerator.done_on(device) for device in self._devices]
 
         def write() -> None:
+            for event in copied:
+                event.synchronize()
             try:
                 write_entries(self.folder.file(name), entries)
             except CheckpointError as error:
@@ -79,7 +86,11 @@ class Writer:
         self._copies.clear()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        copy = self._copies.get(name)
+        copy, is_far = self._copies.get(name), accelerator.is_accelerator(tensor.device)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return copy.copy_(tensor)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_far)
+            self._copies[name] = copy
+        if not is_far:
+            return copy.copy_(tensor)
+        self._devices.add(tensor.device)
+        return copy.copy_(tensor.contiguous(), non_blocking=True)
