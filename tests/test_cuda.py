@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_placement
 import torch
 import torch.distributed as dist
 from fitting import fingerprint, flat, make_rows, seeded
@@ -249,3 +250,26 @@ def test_ranks_of_nccl_end_with_the_error_of_the_one_that_failed(how, words):
     assert first.returncode == 1, first.stderr  # neither killed by the helper nor by PyTorch's watchdog
     assert words in first.stderr
     assert last.returncode == (1 if how == "raises" else -9), last.stderr
+
+
+def test_state_checkpoints_generators_and_the_default_device_are_where_they_have_to_be(tmp_path):
+    environment = {"DISTRIBUTED_BACKEND": "cpu"}
+    [result] = run_processes(1, test_placement.all_alone, str(tmp_path), GPU, env=environment, seconds=200.0)
+    found = result.value
+    for on_cpu, on_gpu in (*found["optimizers"].values(), found["default device"]):
+        np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-2, atol=1e-3)
+    moved = ["deep", "exp_avg", "exp_avg_sq", "own"]
+    assert found["state"] == [[moved, []], [sorted([*moved, "mu_product", "step"]), []]]
+    assert all(found["checkpoints"][0])
+    assert found["generators"] == [1, [True]]
+
+
+def test_ranks_compare_and_share_tensors_on_a_gpu():
+    environment = {"DISTRIBUTED_BACKEND": "cpu"}
+    for result in run_processes(2, test_placement.all_in_world, GPU, env=environment, seconds=100.0):
+        found = result.value
+        assert (found["equal"], found["mixed"], found["buffers"]) == ("", "", [[], []])
+        assert "differ from each other in large, small" in found["flipped"]
+        assert "differ from each other in turned" in found["mixed and flipped"]
+        assert found["gathered"] == [0, 1, 300, 301]
+        np.testing.assert_allclose(*found["losses"], rtol=1e-3)

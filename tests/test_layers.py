@@ -106,6 +106,20 @@ def test_layer_of_an_import_is_recognised(source, found):
     assert list(imported_layers(ast.parse(source))) == found
 
 
+def test_every_tensor_that_is_made_says_on_which_device():
+    """Else it would be on the one that a user has given to torch.set_default_device."""
+    makers = {"tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "rand", "randn", "randint", "randperm"}
+    makers |= {"eye", "asarray", "as_tensor", "scalar_tensor", "sparse_coo_tensor", "sparse_compressed_tensor"}
+    silent = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree, _ in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in makers
+        if ast.unparse(node.func).startswith("torch.") and "device" not in {each.arg for each in node.keywords}
+    ]
+    assert silent == []
+
+
 def test_environment_is_read_in_one_place():
     readers = {
         path

@@ -30,7 +30,7 @@ def example_of(form: Any) -> Any:
     if form is None:
         return None
     if "dtype" in form:
-        return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]))
+        return torch.zeros(1, *form["shape"], dtype=getattr(torch, form["dtype"]), device="cpu")
     if "named" in form:
         return {name: example_of(part) for name, part in form["named"].items()}
     if "list" in form:

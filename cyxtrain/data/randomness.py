@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cyxtrain import accelerator
+
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
 
@@ -36,8 +38,9 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
     random.seed(first)
     np.random.seed(np.frombuffer(digest[8:16], dtype=np.uint32))
     torch.default_generator.manual_seed(third % 2**63)
-    if device.type == "cuda":
-        torch.cuda.default_generators[_index(device)].manual_seed(second % 2**63)
+    if accelerator.is_accelerator(device):
+        with _on(device) as module:
+            module.manual_seed(second % 2**63)
 
 
 class GeneratorStates:
@@ -78,13 +81,14 @@ def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
     """Returns the states of all generators: JSON values."""
-    python, numbers, cpu, cuda = _get_states(device)
+    python, numbers, cpu, own = _get_states(device)
     version, words, gauss = python
     return {
         "python": [version, np.array(words, dtype=np.uint32).tobytes().hex(), gauss],
         "numpy": {**numbers, "state": {**numbers["state"], "key": numbers["state"]["key"].tobytes().hex()}},
         "torch": cpu.numpy().tobytes().hex(),
-        "cuda": None if cuda is None else cuda.numpy().tobytes().hex(),
+        "cuda": None,  # which earlier versions expect
+        **({} if own is None else {device.type: own.numpy().tobytes().hex()}),
     }
 
 
@@ -99,32 +103,39 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     numbers = states["numpy"]
     key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
     numbers = {**numbers, "state": {**numbers["state"], "key": key}}
-    cuda = None if states["cuda"] is None else _bytes(states["cuda"])
-    _set_states((python, numbers, _bytes(states["torch"]), cuda), device)
+    own = states.get(device.type)  # of another kind of device nothing can be taken over
+    _set_states((python, numbers, _bytes(states["torch"]), None if own is None else _bytes(own)), device)
 
 
 def _get_states(device: torch.device) -> _States:
     """Returns the states of all generators, as `_set_states` takes them."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), cuda
+    own = None
+    if accelerator.is_accelerator(device):
+        with _on(device) as module:
+            own = module.get_rng_state()
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), own
 
 
 def _set_states(states: _States, device: torch.device) -> None:
     """Brings back what `_get_states` gave."""
-    python, numbers, cpu, cuda = states
+    python, numbers, cpu, own = states
     random.setstate(python)
     np.random.set_state(numbers)
     torch.default_generator.set_state(cpu)
-    if cuda is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, device)
+    if own is not None and accelerator.is_accelerator(device):
+        with _on(device) as module:
+            module.set_rng_state(own)
 
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[Any]:
+    """Makes an accelerator the current one within, and gives PyTorch's module for its kind."""
+    with torch.accelerator.device_index(accelerator.indexed(device).index):
+        yield torch.get_device_module(device)
 
 
 def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:

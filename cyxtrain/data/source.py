@@ -150,7 +150,7 @@ class FetchedSource(Source):
     def meet(self, openings: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
         """As `Source`; the example looks like the batches that will come."""
         if self._weigh is not None and self.example.weights is None:
-            self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs)))
+            self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))
 
     def first(self, rows: int) -> Rows:
         """Returns rows of the example."""

@@ -174,7 +174,7 @@ class StreamSource(FetchedSource):
                 starts[rank, number] = first
                 first += batches[rank][number]
         places = [
-            torch.arange(starts[rank, number], starts[rank, number] + rows)
+            torch.arange(starts[rank, number], starts[rank, number] + rows, device="cpu")
             for rank, own in enumerate(batches)
             for number, rows in enumerate(own)
         ]

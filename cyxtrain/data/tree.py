@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
@@ -21,6 +22,11 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
         return parts
     make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(tree, "_make", tuple)  # a named tuple's own
     return make(parts)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Returns a tensor as it is, a number as one on the CPU; PyTorch's moves both to the device that is the default."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:

@@ -39,8 +39,8 @@ def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int
             f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
             "give one for each class."
         )
-    table = torch.tensor([float(known[number]) for number in classes.tolist()], dtype=torch.float64)
-    return table.to(targets.device)[which]
+    table = [float(known[number]) for number in classes.tolist()]
+    return torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
 
 
 def weighted(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:

@@ -226,7 +226,7 @@ def _loss(values: Mapping[str, Any], names: Names) -> Any:
 
 def _as_tensor(value: Any) -> Any:
     return (
-        torch.tensor([float(each) for each in value])
+        torch.tensor([float(each) for each in value], device="cpu")
         if isinstance(value, list) and all(map(is_number, value))
         else value
     )

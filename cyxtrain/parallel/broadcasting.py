@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.errors import ConfigError, on_all_ranks
-from cyxtrain.parallel.tensor_parts import fingerprint, is_plain, kind_of, parts_of, rebuilt, write
+from cyxtrain.parallel.hashing import fingerprints
+from cyxtrain.parallel.tensor_parts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
 
 _MESSAGE_BYTES = 25 << 20
 
@@ -38,7 +39,7 @@ def share_tensors(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]],
     if not tensors:
         return
     sizes = [tensor.numel() for tensor in tensors]
-    own = torch.tensor([rows or 0, *map(fingerprint, tensors), *sizes], device="cpu")
+    own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
     group = runtime.cpu_group()
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group)
@@ -87,12 +88,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> None:
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    contents = [bytes_of(tensor) for tensor in tensors]
+    flat = torch.cat(contents)
     dist.broadcast(flat, 0, group=runtime.group_for(flat.device))
     if dist.get_rank() == 0:
         return
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        write(tensor, part.view(tensor.shape))
+    for tensor, part in zip(tensors, flat.split([content.numel() for content in contents]), strict=True):
+        write(tensor, part.view(tensor.dtype).view(tensor.shape))
 
 
 def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
@@ -105,7 +107,7 @@ def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
         if not is_first:
             parts = [part.new_empty(shape) for part, shape in zip(parts, of_parts, strict=True)]
         for part in parts:
-            dist.broadcast(part, 0, group=runtime.group_for(part.device))
+            dist.broadcast(bytes_of(part), 0, group=runtime.group_for(part.device))
         if not is_first:
             write(tensor, parts[0] if is_plain(tensor) else rebuilt(tensor.layout, tensor.shape, parts))
 

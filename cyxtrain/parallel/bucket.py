@@ -146,7 +146,7 @@ class Bucket:
             unused = [0.0 if ready else 1.0 for ready in self._ready]
             self._flags[:count] = torch.tensor(unused, device=self._flags.device)
         if self._signals is not None and any(signals):
-            self._signals.copy_(torch.tensor(signals))
+            self._signals.copy_(torch.tensor(signals, device="cpu"))
         if self._loss is not None and loss is not None:
             torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without asking the device what it is
         self.travel.launch(group, scale)

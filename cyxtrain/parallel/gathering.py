@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, on_all_ranks
+from cyxtrain.parallel.tensor_parts import bytes_of
 
 _NAME = "all_gather_with_grad"
 _MOST_DIMENSIONS = 8
@@ -161,7 +162,10 @@ class _Gather(torch.autograd.Function):
         ctx.rows, most = layout.rows, max(layout.rows)
         own = _padded(tensor.detach().to(layout.dtype).reshape(len(tensor), *layout.row_shape), most)
         parts = [torch.empty_like(own) for _ in layout.rows]
-        dist.all_gather(parts, own, group=runtime.group_for(own.device))
+        if own.is_cpu:
+            dist.all_gather(parts, own, group=runtime.group_for(own.device))
+        else:
+            dist.all_gather([*map(bytes_of, parts)], bytes_of(own), group=runtime.group_for(own.device))
         return torch.cat([part[:rows] for part, rows in zip(parts, layout.rows, strict=True)])
 
     @staticmethod

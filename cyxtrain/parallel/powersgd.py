@@ -33,7 +33,8 @@ class LowRankGradient:
         self.number = number
         self.matrix = matrix
         rows, columns = matrix.shape
-        numbers = torch.randn(columns, width, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator("cpu").manual_seed(seed)
+        numbers = torch.randn(columns, width, generator=generator, device="cpu")
         self.query = numbers.to(matrix.device, matrix.dtype)
         """Q of the step before, n x width: the same on every rank."""
         self.error = self.query.new_zeros(rows, columns)

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
+from cyxtrain.parallel.hashing import hashes_on_device
 from cyxtrain.parallel.tensor_parts import is_plain, kind_of
 from cyxtrain.talking import gather_texts
 
@@ -20,7 +21,7 @@ from cyxtrain.talking import gather_texts
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     """Compares tensors over ranks. All ranks call it.
 
-    Cost: a hash of all bytes (xxh3; from a GPU they are copied first), and two all_gathers of some bytes.
+    Cost: a hash of all bytes (xxh3; on an accelerator it is calculated there), and two all_gathers of some bytes.
 
     Args:
         named: (name, tensor), the same names on every rank.
@@ -31,12 +32,17 @@ def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
     """
     if dist.get_world_size(group) == 1:
         return
-    hashes = {name: _hash(tensor) for name, tensor in named}
+    kind, hashes = _hashes(named)
     whole = xxhash.xxh3_128_hexdigest("".join(hashes.values()).encode())
-    if len(set(gather_texts(whole, group))) == 1:
+    told = gather_texts(f"{kind} {whole}", group)
+    if len(set(told)) == 1:
         return
+    if len({text.split()[0] for text in told}) > 1:  # some ranks are on CPUs: all hash as those do
+        hashes = {name: _hash(tensor) for name, tensor in named}
     everyone = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
     odd = _odd_ones(everyone)
+    if not odd:
+        return
     ranks = sorted({rank for ranks in odd.values() for rank in ranks})
     error = ReplicasDifferError(_words(odd, ranks, len(everyone)), rank=ranks[0] if len(ranks) == 1 else None)
     raise on_all_ranks(error)
@@ -67,6 +73,15 @@ def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
         "some ranks only, or memory is broken there. Go back to a checkpoint that was made before that: "
         "fit(..., resume=path); the newest may hold it already."
     )
+
+
+def _hashes(named: Sequence[tuple[str, Tensor]]) -> tuple[str, dict[str, str]]:
+    """Returns where the tensors have been hashed, and the hash of each."""
+    devices = {tensor.device for _, tensor in named}
+    if len(devices) != 1 or next(iter(devices)).type == "cpu" or not all(is_plain(tensor) for _, tensor in named):
+        return "host", {name: _hash(tensor) for name, tensor in named}
+    hashes = hashes_on_device([tensor for _, tensor in named])
+    return "device", {name: str(value) for (name, _), value in zip(named, hashes, strict=True)}
 
 
 def _hash(tensor: Tensor) -> str:

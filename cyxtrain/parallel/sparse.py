@@ -106,7 +106,9 @@ def _average_rows(parameter: nn.Parameter, counts: Sequence[int], group: Any) ->
         rows, values = gradient.indices()[0], gradient.values()
     rows, values = (_gathered(own, counts, group) for own in (rows, values))
     # check_invariants: PyTorch warns unless it is told; the rows come from sparse gradients of the same shape.
-    total = torch.sparse_coo_tensor(rows[None], values / len(counts), parameter.shape, check_invariants=False)
+    total = torch.sparse_coo_tensor(
+        rows[None], values / len(counts), parameter.shape, device=values.device, check_invariants=False
+    )
     parameter.grad = total.coalesce()  # the same sums, in the same order, on every rank
 
 

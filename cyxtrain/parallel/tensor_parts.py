@@ -81,9 +81,21 @@ def rebuilt(
     # PyTorch warns unless it is told whether to check.
     if layout is torch.sparse_coo:
         indices = parts[0]
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=checked)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, device=values.device, is_coalesced=True, check_invariants=checked
+        )
     outer, inner = parts[:2]
-    return torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=checked)
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=layout, device=values.device, check_invariants=checked
+    )
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a plain tensor, in one dimension; its own memory where that is in order.
+
+    NCCL carries bytes, and not every type: no int16, and no unsigned integers of more than a byte.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fingerprint(tensor: Tensor) -> int:

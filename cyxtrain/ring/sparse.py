@@ -38,13 +38,18 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
     indices, values = _added(rows.t(), values, counts)
     if reduction is Reduction.AVG:
         divide(values.view(-1), group.world_size)
-    replace(tensor, torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True, check_invariants=False))
+    replace(tensor, _coalesced(indices, values, tensor.shape))
+
+
+def _coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    device = values.device
+    return torch.sparse_coo_tensor(indices, values, shape, device=device, is_coalesced=True, check_invariants=False)
 
 
 def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeout: timedelta | None) -> list[int]:
     """Returns by rank how many elements it has; an error on all ranks where the tensors do not fit."""
-    own = torch.tensor([count, sparse_dim, *shape])
-    facts = torch.empty(group.world_size * own.numel(), dtype=own.dtype)
+    own = torch.tensor([count, sparse_dim, *shape], device="cpu")
+    facts = torch.empty(group.world_size * own.numel(), dtype=own.dtype, device="cpu")
     group.all_gather(facts, own, timeout)
     rows = facts.view(group.world_size, -1).tolist()
     for rank, row in enumerate(rows):
@@ -65,7 +70,7 @@ def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | 
     """Returns the rows of all ranks, of which each has another number."""
     per_row = part.shape[1:].numel()
     source = part.reshape(-1)
-    target = torch.empty(sum(counts) * per_row, dtype=part.dtype)
+    target = torch.empty(sum(counts) * per_row, dtype=part.dtype, device="cpu")
     receive = neighbouring([count * per_row for count in counts])
     group.all_to_all(target, receive, source, [(0, source.numel())] * group.world_size, timeout)
     return target.view(sum(counts), *part.shape[1:])
@@ -74,7 +79,7 @@ def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | 
 def _added(indices: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Returns each index once, in order, with the sum of its values, added rank by rank."""
     unique, places = torch.unique(indices, dim=1, return_inverse=True)
-    sums = torch.zeros(unique.shape[1], *values.shape[1:], dtype=values.dtype)
+    sums = values.new_zeros(unique.shape[1], *values.shape[1:])
     for first, end in neighbouring(counts):
         sums.index_add_(0, places[first:end], values[first:end])
     return unique, sums

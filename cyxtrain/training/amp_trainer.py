@@ -39,7 +39,7 @@ from cyxtrain.training.facts import model_facts, optimizer_facts
 from cyxtrain.training.items import rule_named
 from cyxtrain.training.loss import Loss, Weighting
 from cyxtrain.training.memory import memory_explained
-from cyxtrain.training.optimizers import OptimizerLike, make_optimizer
+from cyxtrain.training.optimizers import OptimizerLike, make_optimizer, place_state
 from cyxtrain.training.plan import LossLike, place_model
 from cyxtrain.training.precision import LossScale, Precision
 from cyxtrain.training.rates import Rates
@@ -82,6 +82,8 @@ class DistributedAMPTrainer:
         ConfigError: Something cannot work, or ranks give different things; on every rank.
     """
 
+    _call: ModelCall | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,11 +116,11 @@ class DistributedAMPTrainer:
 
         agree_on(plan)
         self._placement = place_model(self.model, self._loss, "auto")
+        place_state(self.optimizer)
         rates = Rates(self.optimizer, None)
         self._state = TrainingState(self.model, self.optimizer, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._buffers = BuffersKept(self._ddp.module)
-        self._call: ModelCall | None = None
         self._parts: list[tuple[float, float]] = []
         self._at_rest = contextlib.ExitStack()
         self._at_rest.enter_context(self._ddp.no_sync())

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from cyxtrain import torch_compat
 from cyxtrain.data.batches import Batch
-from cyxtrain.data.tree import Tree
+from cyxtrain.data.tree import Tree, as_tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import GatherCall
 from cyxtrain.settings import is_number, require, unknown_name
@@ -576,6 +576,6 @@ def _batch_loss(value: Any, rows: int) -> BatchLoss:
     if isinstance(value, tuple):
         total, weight = value
         weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
-        return BatchLoss(torch.as_tensor(total).reshape(()), 1, weight)
-    value = torch.as_tensor(value)
+        return BatchLoss(as_tensor(total).reshape(()), 1, weight)
+    value = as_tensor(value)
     return BatchLoss(value.mean() if value.dim() else value, rows, rows)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime, torch_compat
+from cyxtrain.data.tree import as_tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.compiling import own_copy
 
@@ -85,7 +86,7 @@ class MeanMetric(Metric):
         said = getattr(function, "higher_is_better", None) if larger_is_better is None else larger_is_better
         super().__init__(name, said)
         self._function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         self.reset()
 
     def add(self, output: Any, target: Any, rows: int) -> None:
@@ -94,9 +95,9 @@ class MeanMetric(Metric):
             self._function.to(output.device)
         result = self._function(output, target)
         if isinstance(result, tuple):
-            self._add(*(torch.as_tensor(part).detach().double().reshape(()) for part in result))
+            self._add(*(as_tensor(part).detach().double().reshape(()) for part in result))
             return
-        found = torch.as_tensor(result).detach().double()
+        found = as_tensor(result).detach().double()
         per_row = found.dim() > 0 and len(found) == rows
         if not per_row and found.numel() != 1:
             raise ConfigError(
@@ -121,7 +122,7 @@ class MeanMetric(Metric):
 
     def reset(self) -> None:
         """Begins anew."""
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         if isinstance(self._function, nn.Module):
             self._function.eval()
         self._begun = {name: (id(each), torch_compat.version_of(each)) for name, each in self._own().items()}
@@ -143,7 +144,7 @@ class MeanMetric(Metric):
     def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Adds them up; a module goes on from the first one's state."""
         for state in states:
-            self._sums += torch.tensor(state["sums"], dtype=torch.float64)
+            self._sums += torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
         own = states[0].get("own") if states else None
         if own and isinstance(self._function, nn.Module):
             found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
@@ -215,7 +216,7 @@ class LibraryMetric(Metric):
         with warnings.catch_warnings():  # one that has the states of others alone thinks that it was called too early
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
-                value = torch.as_tensor(self._metric.compute())
+                value = as_tensor(self._metric.compute())
             except ValueError:  # there are too few rows for it, on all ranks alike
                 return math.nan
         if value.numel() != 1:
@@ -272,7 +273,7 @@ def _plain(tensor: Tensor) -> dict[str, Any]:
 
 def _tensor(state: Mapping[str, Any], device: torch.device) -> Tensor:
     data, dtype = bytearray(base64.b64decode(state["data"])), getattr(torch, state["dtype"])
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(state["shape"]).to(device)
 
 

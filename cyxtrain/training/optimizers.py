@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cyxtrain.data.tree import map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.memory_format import match_layout
@@ -95,6 +96,26 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     return made
 
 
+_ON_THE_CPU = ("step", "mu_product")
+"""State that PyTorch's optimizers keep on the CPU unless they are fused or capturable: Python reads it in each step."""
+
+
+def place_state(optimizer: torch.optim.Optimizer | None) -> None:
+    """Moves an optimizer's state to the devices of its parameters: `model.to(device)` leaves it where it was.
+
+    All that moves a model, or takes over an optimizer's state, calls it afterwards.
+    """
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        names = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
+        for parameter in group["params"]:
+            state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)
+            for name, value in state.items():
+                if not (name in names and isinstance(value, torch.Tensor) and value.is_cpu):
+                    state[name] = map_output(to_parameter, value)
+
+
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _EXACT_ON_CPUS = (torch.float32, torch.float64)
 """In 16 bits PyTorch's fused SGD for CPUs (seen in 2.13) loses nine tenths of a step."""
@@ -164,4 +185,4 @@ def _set_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]
             state = optimizer.state.get(parameter, {})
             if "step" in state:  # the kernel wants it where the parameter is, the others on the CPU
                 device = parameter.device if value else torch.device("cpu")
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(device)
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)

@@ -40,10 +40,11 @@ from cyxtrain.training.display import Display, make_display
 from cyxtrain.training.dry_run import DryRun
 from cyxtrain.training.facts import model_facts, optimizer_facts, value_facts
 from cyxtrain.training.loss import Loss
+from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.memory_format import put_channels_last
 from cyxtrain.training.metrics import Metrics
 from cyxtrain.training.opening import about
-from cyxtrain.training.optimizers import can_fuse
+from cyxtrain.training.optimizers import can_fuse, place_state
 from cyxtrain.training.precision import Precision
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.trained import trained_with
@@ -286,7 +287,7 @@ def plan_fit(
     rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
-    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, device, metrics)
+    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
     data = _tried(source, config.batch_size, *given, trains_on=rows)
     validation = None
     if validation_source is not None:
@@ -377,6 +378,7 @@ def plan_rows(
     batch_size: int | None,
     model: nn.Module,
     loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer | None,
     device: str | torch.device,
     config: DistributedTrainingConfig,
     metrics: Mapping[str, Any],
@@ -393,7 +395,7 @@ def plan_rows(
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
-    given = (config, model, loss_fn, device, metrics)
+    given = (config, model, loss_fn, optimizer, device, metrics)
     rows = _tried(source, batch_size, *given, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
@@ -421,6 +423,7 @@ def _tried(
     config: DistributedTrainingConfig,
     model: nn.Module,
     loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer | None,
     device: str | torch.device,
     metrics: Mapping[str, Any],
     *,
@@ -434,7 +437,9 @@ def _tried(
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    placement = place_model(model, loss, device, channels_last=config.channels_last)
+    with memory_explained():
+        placement = place_model(model, loss, device, channels_last=config.channels_last)
+        place_state(optimizer)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
     dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
     if predicting:

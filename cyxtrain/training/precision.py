@@ -146,4 +146,4 @@ def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
 
 
 def _as_float32(number: float) -> float:  # which GradScaler's is
-    return torch.tensor(number, dtype=torch.float32).item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

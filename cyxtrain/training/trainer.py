@@ -348,7 +348,7 @@ class DistributedTrainer:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
         def plan() -> tuple[TriedRows, dict[str, Any]]:
-            given = (source, batch_size, self.model, self._loss, self._device, config)
+            given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
             return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 
         config = self._state.config

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cyxtrain import torch_compat
 from cyxtrain.errors import warn
 from cyxtrain.training.callbacks import Callback
+from cyxtrain.training.optimizers import place_state
 from cyxtrain.training.rates import schedules_in
 from cyxtrain.workers.sharing import address_of, as_bytes, from_bytes, returning
 
@@ -223,6 +224,7 @@ def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, A
         for group, new in zip(trainer.optimizer.param_groups, groups, strict=False):
             _in_place(group, new)
         trainer.optimizer.param_groups.extend(groups[len(trainer.optimizer.param_groups) :])
+        place_state(trainer.optimizer)
     for part, attributes in changes.attributes.items():
         for name, sent in attributes.items():
             try:
