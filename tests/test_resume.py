@@ -119,6 +119,25 @@ def test_a_fit_resumed_after_any_step_ends_as_the_one_that_was_not_interrupted(w
         assert sum(len(resumed[rank][name]["seen"]) for rank in range(world_size)) == left, name
 
 
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+def test_a_fit_resumed_after_the_last_step_of_an_epoch_continues_in_the_middle_of_the_data(kind, tmp_path):
+    inputs, targets = make_rows(ROWS)
+    parts = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+    data = (inputs, targets) if kind == "arrays" else (functools.partial(iter, list(parts)),)
+
+    def fitted(path: Path | None = None) -> str:
+        trainer = make_trainer(0)
+        given = {"epochs": 3, "steps_per_epoch": 4, "checkpoint_every_n_steps": 4, "checkpoint_dir": str(tmp_path)}
+        trainer.fit(*data, verbose=False, resume=path, **given | ({} if kind == "function" else {"batch_size": BATCH}))
+        return fingerprint(trainer.model)
+
+    with one_process():
+        whole = fitted()
+        paths = steps_in(tmp_path)
+        assert [read_checkpoint(path).position["step"] for path in paths] == [4, 8, 12]
+        assert [fitted(path) for path in paths] == [whole] * 3
+
+
 def quiet_model() -> nn.Module:
     """Without anything random, and without batch norm: N ranks equal one."""
     with seeded():

@@ -152,7 +152,7 @@ class NumberedFeed(Feed):
         Raises:
             ConfigError: A whole pass has no step.
         """
-        number, first = self._begin(place)
+        number, first = self._next = self._begin(place)
         left = None if end is None else end - place.steps
         while True:
             dealing = dealing_of(number)

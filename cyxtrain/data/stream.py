@@ -278,9 +278,12 @@ class StreamFeed(Feed):
 
         With `steps_per_epoch` an epoch goes on where the one before it ended, and begins anew when the data are over.
         """
+        if self._pass is None and self._next == (0, 0):
+            self._next = (place.passes, place.batches)
+            self._gave = place.batches > 0
         number = place.steps
         while end is None or number < end:
-            rows = self._take(place)
+            rows = self._take()
             began = time.perf_counter()
             joined = _sum_over_ranks(sum(num_rows(each.inputs) for each in rows))
             self._seconds += time.perf_counter() - began
@@ -305,9 +308,9 @@ class StreamFeed(Feed):
             where = f"after {counted(steps, 'step')} of epoch {place.epoch + 1}"
             warn(f"X is over {where}: it gives its batches once. The fit ends here.")
 
-    def _take(self, place: Place) -> list[Rows]:
+    def _take(self) -> list[Rows]:
         """Returns this rank's batches of the next step, and notes how far the data have been read."""
-        batches = self._go_on(place)
+        batches = self._go_on()
         if self._source.is_dealt:
             found = [batches.take() for _ in range(self._batches_per_step)]
             self._next = (self._next[0], self._next[1] + sum(each is not None for each in found))
@@ -317,11 +320,8 @@ class StreamFeed(Feed):
             self._next = (self._next[0], self._next[1] + self.micro_batches)
         return [self._source.weighed(rows) for rows in found if rows is not None]
 
-    def _go_on(self, place: Place) -> Pass:
+    def _go_on(self) -> Pass:
         """Returns the data where they are; where a fit begins or goes on, after what it has seen before."""
-        if self._pass is None and self._next == (0, 0):
-            self._next = (place.passes, place.batches)
-            self._gave = place.batches > 0
         if self._pass is None:
             self._pass = self._source.begin(self._next[0])
             for _ in range(self._next[1]):
