@@ -49,6 +49,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def has_side_streams(device: torch.device) -> bool:
+    """Return whether a device copies from pinned memory on one stream while it computes on another."""
+    return is_accelerator(device) and device.type not in _NOT_TAKEN
+
+
 def indexed(device: torch.device) -> torch.device:
     """Return a device with its number: of an accelerator without one, that of this thread."""
     if device.index is not None or not is_accelerator(device):
@@ -72,6 +77,11 @@ def done_on(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on an accelerator, by a copy from pinned memory that does not stop the host, where it can."""
+    return tensor.pin_memory().to(device, non_blocking=True) if has_side_streams(device) else tensor.to(device)
 
 
 class HostCopy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import nn
 from worlds import run_processes
 
 import cyxtrain as cx
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.arrays import ArraySource
-from cyxtrain.data.moving import Placement, ToCPU, ToGPU
+from cyxtrain.data.feed import Place
+from cyxtrain.data.moving import Placement
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 GPU = "cuda"
@@ -120,18 +123,46 @@ def test_16_bits_and_a_compiled_model_train_as_well(settings):
     assert_close(found, plain, 0.1)
 
 
-def test_rows_that_travel_ahead_are_the_rows_that_were_asked_for():
-    inputs, targets = torch.randint(0, 255, (1000, 64), dtype=torch.uint8), torch.arange(1000)
-    placement = Placement(torch.device(GPU), torch.float32, lambda values, dtype: values)
-    for source in (ArraySource(inputs, targets), ArraySource(inputs.to(GPU), targets.to(GPU)), ArraySource(inputs)):
-        ahead, here = ToGPU(source, placement), ToCPU(source, placement)
-        asked = [np.random.default_rng(n).integers(0, 1000, 200) for n in range(20)]
-        coming = [*asked[1:10], None, *asked[:9], None]  # at first what comes, then something else
-        for indices, following in zip(asked, coming, strict=True):
+@pytest.mark.parametrize("kind", ["bytes", "bytes on the GPU", "bytes, and targets on the GPU", "inputs alone"])
+def test_rows_that_are_copied_ahead_are_the_rows_that_were_asked_for(kind):
+    inputs, targets = torch.randint(0, 255, (5000, 64), dtype=torch.uint8), torch.arange(5000)
+    given = {
+        "bytes": (inputs, targets),
+        "bytes on the GPU": (inputs.to(GPU), targets.to(GPU)),
+        "bytes, and targets on the GPU": (inputs, targets.to(GPU)),
+        "inputs alone": (inputs,),
+    }[kind]
+    source, placement = ArraySource(*given), Placement(torch.device(GPU), torch.float32, lambda values, dtype: values)
+    feed = source.feed(DistributedTrainingConfig(batch_size=100, accumulation_steps=2), 0, 1)
+    kept, wrong = [], torch.zeros((), dtype=torch.int64, device=GPU)
+    expected = inputs.to(GPU, torch.float32)
+    for share in feed.shares(Place(0, 0, 0), placement, None):
+        for batch in share:
             torch.mm(*torch.ones(2, 2000, 2000, device=GPU))  # so that the stream is behind
-            for found, expected in zip(ahead(indices, following), here(indices, None), strict=True):
-                assert (found is None) == (expected is None)
-                assert found is None or (found.is_cuda and torch.equal(found, expected))
+            share.ahead(contextlib.nullcontext())
+            torch.full((100, 64), 7.0, device=GPU)  # takes memory that was freed too early
+            if batch.targets is not None:
+                wrong += (batch.inputs != expected[batch.targets]).sum()
+            kept.append(batch.inputs.sum(0))
+    assert not wrong.item()
+    assert torch.equal(torch.stack(kept).sum(0), expected.sum(0))
+    batches = [batch.inputs.clone() for batch in source.whole_batches(100, placement, 0, 1)]
+    assert torch.equal(torch.cat(batches), expected)
+
+
+def test_bytes_on_the_gpu_train_as_bytes_on_the_host():
+    inputs, targets = torch.randint(0, 255, (20_000, 3072), dtype=torch.uint8), torch.randint(0, 10, (20_000,))
+
+    def bits(*data: torch.Tensor) -> str:
+        with seeded():
+            model = nn.Sequential(
+                nn.LayerNorm(3072, elementwise_affine=False), nn.Linear(3072, 256), nn.Tanh(), nn.Linear(256, 10)
+            )
+        cx.DistributedTrainer(model, "cross_entropy", "adam", device=GPU).fit(*data, epochs=3, batch_size=512)
+        return fingerprint(model.cpu())
+
+    with cx.init():
+        assert len({bits(inputs, targets), *(bits(inputs.to(GPU), targets.to(GPU)) for _ in range(5))}) == 1
 
 
 def fit_convnet(settings: dict[str, Any]) -> dict[str, Any]:

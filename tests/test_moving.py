@@ -1,37 +1,40 @@
-"""Rows come to the model in the order of the epoch, and whoever brings them knows early which come next."""
+"""Rows come to the model in the order of the epoch; to an accelerator they come while it computes with others."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from prefetching import RESUMED, SOURCES, WITH_PROCESSES, WRONG, compare, look_at_copies, look_at_order, resume_each
+from stand_in.running import run_on_stand_in
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data import feed
 from cyxtrain.data.arrays import ArraySource
 from cyxtrain.data.batches import Share
 from cyxtrain.data.feed import ArrayFeed, Place
 from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.moving import Placement, ToCPU
+from cyxtrain.data.moving import Placement, one_ahead
 from cyxtrain.data.sampler import DistributedSampler, Indices
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
 
 
-class Noting(ToCPU):
-    """Notes what is asked for, and what it is told comes next."""
+class Noting(ArraySource):
+    """Notes which rows are gathered."""
 
-    asked: list[tuple[Indices, Indices | None]] = []  # noqa: RUF012 - one for the test
+    def __init__(self, rows: int) -> None:
+        super().__init__(torch.arange(float(rows))[:, None], torch.arange(rows))
+        self.asked: list[list[int]] = []
 
-    def __call__(self, indices, following):
-        self.asked.append((indices, following))
-        return super().__call__(indices, following)
+    def gather(self, indices: Indices, *, pinned: bool = False):
+        self.asked.append(indices.tolist())
+        return super().gather(indices, pinned=pinned)
 
 
-def shares(rows: int, rank: int, world_size: int, rows_at_once: int, first: int = 0) -> Iterator[Share]:
-    source = ArraySource(torch.arange(float(rows))[:, None], torch.arange(rows))
-    sampler = DistributedSampler(rows, rank=rank, world_size=world_size, pad=False)
+def shares(source: Noting, rank: int, world_size: int, rows_at_once: int, first: int = 0) -> Iterator[Share]:
+    sampler = DistributedSampler(len(source), rank=rank, world_size=world_size, pad=False)
     iterator = DistributedBatchIterator(sampler, 1, effective_batch_size=6)
     config = DistributedTrainingConfig(accumulation_steps=-(-6 // (world_size * rows_at_once)))
     return ArrayFeed(source.gather, iterator, config).shares(Place(0, first, 0), PLACEMENT, None)
@@ -40,23 +43,79 @@ def shares(rows: int, rank: int, world_size: int, rows_at_once: int, first: int 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("rows_at_once", [1, 2, 6])
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_follows_is_the_very_array_that_is_asked_for_next(world_size, rows_at_once, first, monkeypatch):
-    monkeypatch.setattr(feed, "make_mover", Noting)
+def test_on_a_cpu_rows_are_gathered_when_they_are_needed(world_size, rows_at_once, first):
     for rank in range(world_size):
-        Noting.asked.clear()
-        seen = [
-            batch.inputs[:, 0].tolist()
-            for share in shares(25, rank, world_size, rows_at_once, first)
-            for batch in share
-        ]
-        assert seen == [indices.tolist() for indices, _ in Noting.asked]
+        source, seen = Noting(25), []
+        for share in shares(source, rank, world_size, rows_at_once, first):
+            for batch in share:
+                seen.append(batch.inputs[:, 0].tolist())
+                share.ahead(contextlib.nullcontext())
+                assert source.asked == seen
         assert len(seen) > 1
-        for (_, said), (came, _) in zip(Noting.asked, [*Noting.asked[1:], (None, None)], strict=True):
-            assert said is came
 
 
 def test_a_share_may_be_gone_through_again():
-    for share in shares(25, 0, 2, 2):
+    for share in shares(Noting(25), 0, 2, 2):
         once, again = ([batch.targets.tolist() for batch in share] for _ in range(2))
         assert once == again
         assert sum(map(len, once)) == share.rows
+
+
+def test_an_item_that_cannot_be_made_is_an_error_in_its_turn():
+    asked, given = [], []
+
+    def items() -> Iterator[int]:
+        for number in range(3):
+            asked.append(number)
+            yield number
+        raise ValueError("no more")
+
+    def take_all() -> None:
+        for item in one_ahead(items()):
+            given.append((item, len(asked)))
+
+    with pytest.raises(ValueError, match="no more"):
+        take_all()
+    assert given == [(0, 2), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (1, [name for name in SOURCES if name not in WITH_PROCESSES]),
+        pytest.param(1, WITH_PROCESSES, marks=pytest.mark.nightly),
+        pytest.param(2, list(SOURCES), marks=pytest.mark.nightly),
+    ],
+    ids=["in this process", "in workers", "on 2 ranks"],
+)
+def test_all_kinds_of_data_reach_an_accelerator_without_stopping_the_host(fakegpu_folder, world_size, names):
+    assert run_on_stand_in(fakegpu_folder, world_size, compare, names, seconds=150.0) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_fit_on_an_accelerator_resumes_after_any_step(world_size, fakegpu_folder, tmp_path):
+    for found in run_on_stand_in(fakegpu_folder, world_size, resume_each, str(tmp_path), seconds=150.0):
+        assert {name: len(set(bits)) for name, bits in found.items()} == dict.fromkeys(RESUMED, 1)
+        assert all(len(bits) > 2 for bits in found.values())
+
+
+def test_an_accelerator_is_busy_while_the_next_rows_are_fetched(fakegpu_folder):
+    [found] = run_on_stand_in(fakegpu_folder, 1, look_at_order)
+    (on_cpu, _, _), (on_gpu, _, _) = found["whole"]
+    steps = on_cpu.count("update")
+    assert on_cpu == ["fetch", "forward", "backward", "update", "end"] * steps
+    expected = ["fetch", *["forward", "backward", "fetch", "update", "end"] * (steps - 1)]
+    assert on_gpu == [*expected, "forward", "backward", "update", "end"]
+    # The data set is asked for the same rows in the same order, and fails after the same steps with the same words.
+    assert found["whole"][0][1:] == found["whole"][1][1:]
+    assert found["broken"][0][0].count("end") == found["broken"][1][0].count("end") == WRONG // 8
+    assert found["broken"][0][1:] == found["broken"][1][1:]
+    assert f"That was row {WRONG} of the data set." in found["broken"][1][2]
+    # A fit that stops early trains the same steps, and takes no more of what is given once.
+    assert found["stopped"][0][0].count("end") == found["stopped"][1][0].count("end") < steps
+    assert found["left"][0] == found["left"][1] > 0
+
+
+def test_the_side_stream_copies_what_is_on_the_host_alone_and_hands_its_memory_over(fakegpu_folder):
+    [found] = run_on_stand_in(fakegpu_folder, 1, look_at_copies)
+    assert found == {"host": [2, True, 2], "device": [0, False, 0], "both": [1, True, 1], "pinned": [2, True, 2]}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from cyxtrain.accelerator import to_device
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches import Batch, share_of_batches
+from cyxtrain.data.batches import Batch, placed, share_of_batches
 from cyxtrain.data.feed import ArrayFeed
 from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.moving import Placement
+from cyxtrain.data.moving import Placement, make_mover
 from cyxtrain.data.rows import (
     NAMES,
     SAMPLED_ROWS,
@@ -63,14 +66,34 @@ class ArraySource(Source):
         """Returns how many rows there are."""
         return counted(len(self), "row")
 
-    def gather(self, indices: Indices) -> Rows:
-        """Returns rows by number, in that order."""
-        chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
-        return self.example.mapped(lambda tensor: gather(tensor, chosen))
+    def gather(self, indices: Indices, *, pinned: bool = False) -> Rows:
+        """Returns rows by number, in that order.
 
-    def slice(self, first: int, end: int) -> Rows:
-        """Returns neighbouring rows, as copies: a model may change its input in place."""
-        return self.example.mapped(lambda tensor: copy(tensor[first:end]))
+        Args:
+            indices: Their numbers, shape (rows,).
+            pinned: As `rows.gather`.
+        """
+        chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
+        elsewhere: dict[torch.device, Tensor] = {}
+
+        def chosen_on(device: torch.device) -> Tensor:
+            if device not in elsewhere:  # once for all parts
+                elsewhere[device] = to_device(chosen, device)
+            return elsewhere[device]
+
+        return self.example.mapped(
+            lambda tensor: gather(tensor, chosen if tensor.is_cpu else chosen_on(tensor.device), pinned=pinned)
+        )
+
+    def slice(self, first: int, end: int, own: Callable[[Tensor], Tensor] = copy) -> Rows:
+        """Returns neighbouring rows, as copies: a model may change its input in place.
+
+        Args:
+            first: The first row.
+            end: The row after the last.
+            own: Makes the copies.
+        """
+        return self.example.mapped(lambda tensor: own(tensor[first:end]))
 
     def explain(self) -> str:
         """As `Source`: what a DataLoader says of the order."""
@@ -112,9 +135,10 @@ class ArraySource(Source):
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         """As `Source`: neighbouring batches."""
         first, end = share_of_batches(len(self), batch_size, rank, world_size)
-        for number in range(first, end):
-            rows = self.slice(number * batch_size, (number + 1) * batch_size)
-            yield Batch(number, *placement.place(rows))
+        mover = make_mover(placement)
+        own = functools.partial(mover.own, memory_format=torch.contiguous_format)
+        starts = ((number, number * batch_size) for number in range(first, end))
+        return placed(((number, self.slice(start, start + batch_size, own)) for number, start in starts), mover)
 
     def table_rows(self, batch_size: int) -> int:
         """Returns how many batches there are."""

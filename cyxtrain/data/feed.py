@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cyxtrain.config import DistributedTrainingConfig
@@ -13,7 +14,6 @@ from cyxtrain.data.dealing import Dealing, RowDealing, SingleRow, UnevenStep
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.moving import Placement, make_mover
 from cyxtrain.data.rows import Rows
-from cyxtrain.data.sampler import Indices
 from cyxtrain.errors import ConfigError, counted
 
 
@@ -139,6 +139,19 @@ class NumberedFeed(Feed):
         """Return (pass, steps of it that have been taken)."""
         return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
 
+    def _linked(self, given: Iterable[tuple[Share, tuple[int, int]]]) -> Iterator[Share]:
+        """Yield shares, each of which knows the next one.
+
+        Args:
+            given: With each, the pass and how many of its steps are complete after it.
+        """
+        for this, following in itertools.pairwise(itertools.chain(given, [None])):
+            assert this is not None
+            share, self._next = this
+            share.next = None if following is None else following[0]
+            yield share
+            share.next = None  # whoever keeps a share must not keep all that follow
+
     def _walk(
         self, place: Place, end: int | None, dealing_of: Callable[[int], Dealing]
     ) -> Iterator[tuple[int, Dealing, range]]:
@@ -170,7 +183,7 @@ class ArrayFeed(NumberedFeed):
     """Rows that lie in memory, in the one global order.
 
     Args:
-        gather: Returns rows by number.
+        gather: Returns rows by number; takes `pinned`, as `rows.gather`.
         iterator: Deals them.
         config: Of the fit.
 
@@ -180,7 +193,7 @@ class ArrayFeed(NumberedFeed):
 
     def __init__(
         self,
-        gather: Callable[[Indices], Rows],
+        gather: Callable[..., Rows],
         iterator: DistributedBatchIterator,
         config: DistributedTrainingConfig,
     ) -> None:
@@ -228,22 +241,19 @@ class ArrayFeed(NumberedFeed):
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
         """As `Feed`; each share knows the one that comes next."""
-        mover, numbers = make_mover(self._gather, placement), itertools.count(place.steps)
+        mover, numbers = make_mover(placement), itertools.count(place.steps)
+        gather = functools.partial(self._gather, pinned=True) if mover.is_ahead else self._gather
 
-        def given() -> Iterator[tuple[GatheredShare, tuple[int, int]]]:
+        def given() -> Iterator[tuple[Share, tuple[int, int]]]:
             for number, dealing, steps in self._walk(place, end, lambda _: self._dealing):
                 self._sampler.set_epoch(number)
                 order = self._sampler.global_indices().copy()  # of a read-only array PyTorch copies each batch of rows
                 for step in steps:
                     deal = dealing.deal(step)
                     pieces = [order[piece.start : piece.stop : piece.step] for piece in deal.pieces]
-                    yield GatheredShare(next(numbers), pieces, deal.joined_rows, mover), (number, step + 1)
+                    yield GatheredShare(next(numbers), pieces, deal.joined_rows, gather, mover), (number, step + 1)
 
-        for this, following in itertools.pairwise(itertools.chain(given(), [None])):
-            assert this is not None
-            share, self._next = this
-            share.next = None if following is None else following[0]
-            yield share
+        return self._linked(given())
 
     def first_rows(self, epoch: int) -> Rows:
         """As `Feed`."""

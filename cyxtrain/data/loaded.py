@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches import Batch, Share, share_of_batches
+from cyxtrain.data.batches import Batch, Share, placed, share_of_batches
 from cyxtrain.data.batching import as_batch, left_out
 from cyxtrain.data.dealing import BatchDealing, Dealing, RowDealing, SingleRow, UnevenStep
 from cyxtrain.data.drawing import row_keys, tell_epoch
 from cyxtrain.data.feed import NumberedFeed, Place, check_steps
 from cyxtrain.data.fetching import Fetcher, KeyedRows
-from cyxtrain.data.moving import Placement
+from cyxtrain.data.moving import Mover, Placement, make_mover
 from cyxtrain.data.order import Order, OrderOf, OwnOrder, load_states, order_of, states_of
 from cyxtrain.data.rows import Rows, sampled_hash
 from cyxtrain.data.sampler import Indices
@@ -150,8 +150,8 @@ class LoadedSource(FetchedSource):
         first, end = share_of_batches(len(batches), 1, rank, world_size)
         own = batches[first:end]
         fetched = self._to_evaluate.fetch([_keyed_rows(order, places, self.seed, _TO_EVALUATE) for places in own])
-        for number, (places, found) in enumerate(zip(own, fetched, strict=True), first):
-            yield Batch(number, *placement.place(self.rows(found, len(places))))
+        rows = (self.rows(found, len(places)) for places, found in zip(own, fetched, strict=True))
+        return placed(enumerate(rows, first), make_mover(placement))
 
     def table_rows(self, batch_size: int) -> int:
         """Returns how many batches there are."""
@@ -285,18 +285,21 @@ class LoadedFeed(NumberedFeed):
         return (*super().read[:2], self._digest)
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
-        """As `Feed`."""
-        source, numbers = self._source, itertools.count(place.steps)
-        for number, dealing, steps in self._walk(
-            place, end, lambda number: self._dealing_of(self._open(number, place))
-        ):
+        """As `Feed`; the last share of a pass does not know the first of the next, whose order is not drawn before."""
+        source, numbers, mover = self._source, itertools.count(place.steps), make_mover(placement)
+
+        def given(number: int, dealing: Dealing, steps: range) -> Iterator[tuple[Share, tuple[int, int]]]:
             order = self._open(number, place)
             fetched = source.to_train.fetch(_asked(order, dealing, steps, source.seed, number))
             for step in steps:
                 deal = dealing.deal(step)
                 own = [order.indices[piece.start : piece.stop : piece.step] for piece in deal.pieces]
-                self._next = (number, step + 1)
-                yield LoadedShare(next(numbers), deal.joined_rows, own, fetched, source, placement)
+                yield LoadedShare(next(numbers), deal.joined_rows, own, fetched, source, mover), (number, step + 1)
+
+        for number, dealing, steps in self._walk(
+            place, end, lambda number: self._dealing_of(self._open(number, place))
+        ):
+            yield from self._linked(given(number, dealing, steps))
 
     def _open(self, number: int, place: Place) -> OrderOf:
         """Return the order of a pass; it is made once. All ranks call it."""
@@ -390,7 +393,7 @@ class LoadedShare(Share):
         pieces: Row numbers, a micro-batch each.
         fetched: Gives what is made of each, after that of the shares before.
         source: Makes rows of it.
-        placement: Of batches.
+        mover: As `Share`.
     """
 
     def __init__(
@@ -400,13 +403,12 @@ class LoadedShare(Share):
         pieces: Sequence[Indices],
         fetched: Iterator[Any],
         source: LoadedSource,
-        placement: Placement,
+        mover: Mover,
     ) -> None:
-        super().__init__(number, joined_rows)
+        super().__init__(number, joined_rows, mover)
         self._pieces = pieces
         self._fetched = fetched
         self._source = source
-        self._placement = placement
         self._held: list[Rows] = []
 
     @property
@@ -417,11 +419,11 @@ class LoadedShare(Share):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for number, piece in enumerate(self._pieces):
-            if number == len(self._held):
-                self._held.append(self._source.rows(next(self._fetched), len(piece)))
-            yield Batch(self.number, *self._placement.place(self._held[number]))
+    def fetch(self, index: int) -> Rows:
+        """As `Share`."""
+        if index == len(self._held):
+            self._held.append(self._source.rows(next(self._fetched), len(self._pieces[index])))
+        return self._held[index]
 
     def names(self, rows: Sequence[int]) -> list[str]:
         """Returns the numbers of rows in the data set."""

@@ -1,17 +1,22 @@
-"""Rows on their way from memory to where the model computes; to a GPU one micro-batch ahead."""
+"""Rows on their way from memory to where the model computes; to an accelerator one micro-batch ahead."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from cyxtrain import accelerator
 from cyxtrain.data.rows import Rows
-from cyxtrain.data.sampler import Indices
 from cyxtrain.data.tree import map_tree
+
+_T = TypeVar("_T")
+_MAX_IN_FLIGHT = 4
+"""Batches that the host may be ahead of an accelerator: each holds memory there until it has been computed with."""
 
 PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 
@@ -71,74 +76,133 @@ def as_channels_last(tensor: Tensor) -> Tensor:
     return tensor if found is None else tensor.contiguous(memory_format=found)
 
 
-class Mover(ABC):
-    """Gathers rows, and brings them to the model.
+class PendingRows(NamedTuple):
+    """Rows that are being copied to an accelerator.
 
-    Args:
-        gather: Returns rows by number.
-        placement: Where they go, and in which types.
+    Attributes:
+        rows: On the accelerator, not converted yet.
+        copied: Those of their tensors that the side stream fills.
+        event: Reached when they are filled; None: there are none.
     """
 
-    def __init__(self, gather: Callable[[Indices], Rows], placement: Placement) -> None:
-        self._gather = gather
-        self._placement = placement
-
-    @abstractmethod
-    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns rows by number.
-
-        Args:
-            indices: Which rows, shape (rows,).
-            following: Which come next, as the very array that will be given then; None: not known.
-        """
+    rows: Rows
+    copied: list[Tensor]
+    event: torch.Event | None
 
 
-class ToCPU(Mover):
-    """To a CPU, when they are wanted: the core that gathers rows early is the one that computes."""
-
-    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns the rows."""
-        return self._placement.place(self._gather(indices))
-
-
-class ToGPU(Mover):
-    """To a GPU, on a stream of its own: the next rows travel while it computes with these.
+class Mover:
+    """Bring rows to the CPU that computes, when the model needs them.
 
     Args:
-        gather: As `Mover`.
-        placement: As `Mover`; of a GPU.
+        placement: Where the model computes, and in which types.
+
+    Attributes:
+        place: Returns rows as the model takes them.
+        is_ahead: Whether copies are begun before the model needs the rows.
     """
 
-    def __init__(self, gather: Callable[[Indices], Rows], placement: Placement) -> None:
-        super().__init__(gather, placement)
-        self._stream = torch.cuda.Stream(placement.device)
-        self._ahead: tuple[Indices, Rows] | None = None
+    is_ahead = False
 
-    def __call__(self, indices: Indices, following: Indices | None) -> Rows:
-        """Returns rows that the current stream may use, and sends the following ones on their way."""
-        ahead, self._ahead = self._ahead, None
-        rows = ahead[1] if ahead is not None and ahead[0] is indices else self._move(indices)
-        current = torch.cuda.current_stream(self._placement.device)
-        current.wait_stream(self._stream)
-        for tensor in rows.tensors():
-            tensor.record_stream(current)  # their memory is this stream's until it is done with them
-        if following is not None:
-            self._ahead = following, self._move(following)
-        return rows
+    def __init__(self, placement: Placement) -> None:
+        self.place = placement.place
 
-    def _move(self, indices: Indices) -> Rows:
-        rows = self._gather(indices)
-        if any(tensor.is_cuda for tensor in rows.tensors()):  # the current stream has gathered it
-            self._stream.wait_stream(torch.cuda.current_stream(self._placement.device))
-        with torch.cuda.stream(self._stream):
-            return self._placement.place(rows.mapped(_pinned))
+    def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """Return a copy that nobody else changes."""
+        return tensor.clone(memory_format=memory_format)
+
+    def send(self, rows: Rows) -> PendingRows:
+        """Begin to bring rows to where the model computes."""
+        return PendingRows(rows, [], None)
+
+    def receive(self, pending: PendingRows) -> Rows:
+        """Return rows that were sent, as the model takes them."""
+        return self.place(pending.rows)
 
 
-def make_mover(gather: Callable[[Indices], Rows], placement: Placement) -> Mover:
-    """Returns what brings rows to where the model computes."""
-    return (ToGPU if placement.device.type == "cuda" else ToCPU)(gather, placement)
+class Prefetcher(Mover):
+    """Copy rows to an accelerator from pinned memory, on a side stream, while the current stream computes.
+
+    Rows that are on an accelerator already stay on the current stream, which may have gathered them; so do conversions.
+
+    Args:
+        placement: As `Mover`, on an accelerator.
+    """
+
+    is_ahead = True
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self._device = accelerator.indexed(placement.device)
+        self._stream = accelerator.side_stream(self._device, "rows")
+        self._reached: collections.deque[torch.Event] = collections.deque()
+
+    def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """As `Mover`; a tensor on the CPU is copied to pinned memory."""
+        return _pinned(tensor, memory_format) if tensor.is_cpu else super().own(tensor, memory_format)
+
+    def send(self, rows: Rows) -> PendingRows:
+        """As `Mover`. The host waits only where it is more than `_MAX_IN_FLIGHT` batches ahead."""
+        while len(self._reached) > _MAX_IN_FLIGHT:
+            self._reached.popleft().synchronize()
+        if not any(tensor.is_cpu for tensor in rows.tensors()):
+            return PendingRows(rows, [], None)
+        copied: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if not tensor.is_cpu:
+                return tensor
+            pinned = tensor if tensor.is_pinned() else _pinned(tensor)
+            copied.append(pinned.to(self._device, non_blocking=True))
+            return copied[-1]
+
+        with self._stream:
+            return PendingRows(rows.mapped(copy), copied, self._stream.record_event())
+
+    def receive(self, pending: PendingRows) -> Rows:
+        """As `Mover`: the current stream may use them."""
+        current = torch.accelerator.current_stream(self._device)
+        if pending.event is not None:
+            current.wait_event(pending.event)
+            for tensor in pending.copied:
+                tensor.record_stream(current)  # the side stream must not reuse the memory while this one reads it
+        self._reached.append(current.record_event())
+        return self.place(pending.rows)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """Returns a tensor in memory that the GPU itself can read, while the CPU does something else."""
-    return tensor if tensor.is_cuda else tensor.pin_memory()
+def make_mover(placement: Placement) -> Mover:
+    """Return what brings rows to where the model computes."""
+    return (Prefetcher if accelerator.has_side_streams(placement.device) else Mover)(placement)
+
+
+def _pinned(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """Return a copy in memory that the accelerator reads without the host."""
+    return torch.empty_like(tensor, pin_memory=True, memory_format=memory_format).copy_(tensor)
+
+
+class Early(Generic[_T]):
+    """The result of a call that is made before its result is needed; an error is raised when it is needed.
+
+    Args:
+        make: Called at once.
+    """
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._result = make()
+        except Exception as error:
+            self._error = error
+
+    def get(self) -> _T:
+        """Return the result, or raise the error."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def one_ahead(items: Iterator[_T]) -> Iterator[_T]:
+    """Yield items, each after the one that follows it was asked for."""
+    coming = Early(lambda: next(items, None))
+    while (item := coming.get()) is not None:
+        coming = Early(lambda: next(items, None))
+        yield item

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cyxtrain.data.batching import as_batch, left_out
 from cyxtrain.data.drawing import begin_pass, generators_of
@@ -58,8 +59,12 @@ class Pass:
             self._looked_at.append(first)
         return first
 
-    def take(self) -> Rows | None:
-        """Returns the next batch, whose memory is its own; None: there is none any more."""
+    def take(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
+        """Returns the next batch, whose memory is its own; None: there is none any more.
+
+        Args:
+            own: Copies a tensor.
+        """
         if self._looked_at:
             self.taken += 1
             return self._looked_at.pop()
@@ -72,7 +77,7 @@ class Pass:
                         self.left_out = self.left_out if self.taken else left_out(given)
                         self.taken += 1
                         self.is_numpy = not holds_tensors(given)
-                        return rows.mapped(torch.clone)  # who gives it may give it again, and a model may change it
+                        return rows.mapped(own)  # who gives it may give it again, and a model may change it
                 return None
             finally:
                 self._states = GeneratorStates(others=self._others)

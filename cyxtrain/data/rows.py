@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cyxtrain.accelerator import to_device
 from cyxtrain.data.texts import fields_of
 from cyxtrain.data.tree import Tree, leaves, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
@@ -169,11 +170,22 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
         return torch.from_numpy(array)
 
 
-def gather(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Returns rows by number, of any dtype."""
+def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
+    """Returns rows by number, of any dtype.
+
+    Args:
+        tensor: That has them.
+        rows: Their numbers, on the CPU or where the tensor is.
+        pinned: Whether rows on the CPU are gathered into pinned memory, from which an accelerator copies.
+    """
     if tensor.dtype in _SIGNED:
-        return gather(tensor.view(_SIGNED[tensor.dtype]), rows).view(tensor.dtype)
-    return tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device))
+        return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
+    if not tensor.is_cpu:
+        return tensor.index_select(0, rows if rows.device == tensor.device else to_device(rows, tensor.device))
+    if pinned:
+        out = torch.empty((rows.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return torch.index_select(tensor, 0, rows, out=out)
+    return tensor.index_select(0, rows)
 
 
 def copy(rows: Tensor) -> Tensor:

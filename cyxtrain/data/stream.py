@@ -10,9 +10,10 @@ draws from them meanwhile: so the same batches come again where a fit goes on, a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches import Batch, Share
+from cyxtrain.data.batches import Batch, Share, placed
 from cyxtrain.data.feed import Feed, Place
 from cyxtrain.data.forms import dtypes_of, example_of, form_of
-from cyxtrain.data.moving import Placement
+from cyxtrain.data.moving import Early, Mover, Placement, make_mover
 from cyxtrain.data.passes import Pass
 from cyxtrain.data.rows import Rows, sampled_hash
 from cyxtrain.data.source import FetchedSource
@@ -152,13 +153,18 @@ class StreamSource(FetchedSource):
 
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         """As `Source`: each world_size-th batch where they are dealt, else all. Numbers are all 0."""
-        batches = self.begin(0)
-        for number in itertools.count() if self._limit is None else range(self._limit):
-            rows = batches.take()
-            if rows is None:
-                return
-            if not self.is_dealt or number % world_size == rank:
-                yield Batch(0, *placement.place(self.weighed(rows)))
+        mover = make_mover(placement)
+
+        def own() -> Iterator[tuple[int, Rows]]:
+            batches = self.begin(0)
+            for number in itertools.count() if self._limit is None else range(self._limit):
+                rows = batches.take(mover.own)
+                if rows is None:
+                    return
+                if not self.is_dealt or number % world_size == rank:
+                    yield 0, self.weighed(rows)
+
+        return placed(own(), mover, ahead=not self.reads_once)
 
     def table_rows(self, batch_size: int) -> int:
         """Returns 1: nobody knows how many batches there are."""
@@ -281,17 +287,24 @@ class StreamFeed(Feed):
         if self._pass is None and self._next == (0, 0):
             self._next = (place.passes, place.batches)
             self._gave = place.batches > 0
-        number = place.steps
+        number, mover, ahead = place.steps, make_mover(placement), not self._source.reads_once
+        take = functools.partial(self._take, mover)
+        share = StreamShare(number, take, mover)
         while end is None or number < end:
-            rows = self._take()
+            rows, (passes, batches) = share.rows, self._next
+            self._next = (passes, batches + share.read)
             began = time.perf_counter()
-            joined = _sum_over_ranks(sum(num_rows(each.inputs) for each in rows))
+            share.joined_rows = _sum_over_ranks(rows)
             self._seconds += time.perf_counter() - began
-            if joined:
+            if share.joined_rows:
                 self._gave = True
-                yield StreamShare(number, joined, rows, placement)
                 number += 1
+                following = StreamShare(number, take, mover)
+                share.next = following if ahead and number != end else None
+                yield share
+                share.next, share = None, following
                 continue
+            share = StreamShare(number, take, mover)
             nothing, self._gave = not self._gave, False
             self._pass, self._next = None, (self._next[0] + 1, 0)
             if self._source.reads_once and (self._endless or not number):
@@ -308,17 +321,17 @@ class StreamFeed(Feed):
             where = f"after {counted(steps, 'step')} of epoch {place.epoch + 1}"
             warn(f"X is over {where}: it gives its batches once. The fit ends here.")
 
-    def _take(self) -> list[Rows]:
-        """Returns this rank's batches of the next step, and notes how far the data have been read."""
+    def _take(self, mover: Mover) -> tuple[list[Rows], int]:
+        """Returns this rank's batches of the next step, and how many batches have been read for it."""
         batches = self._go_on()
         if self._source.is_dealt:
-            found = [batches.take() for _ in range(self._batches_per_step)]
-            self._next = (self._next[0], self._next[1] + sum(each is not None for each in found))
+            found = [batches.take(mover.own) for _ in range(self._batches_per_step)]
+            read = sum(each is not None for each in found)
             found = found[self._rank :: self._world_size]
         else:
-            found = [batches.take() for _ in range(self.micro_batches)]
-            self._next = (self._next[0], self._next[1] + self.micro_batches)
-        return [self._source.weighed(rows) for rows in found if rows is not None]
+            found = [batches.take(mover.own) for _ in range(self.micro_batches)]
+            read = self.micro_batches
+        return [self._source.weighed(rows) for rows in found if rows is not None], read
 
     def _go_on(self) -> Pass:
         """Returns the data where they are; where a fit begins or goes on, after what it has seen before."""
@@ -340,31 +353,40 @@ def _sum_over_ranks(count: int) -> int:
 
 
 class StreamShare(Share):
-    """Batches that have come.
+    """Batches of a step; how many rows the other ranks have is known later.
 
     Args:
         number: As `Share`.
-        joined_rows: As `Share`.
-        batches: Of this rank.
-        placement: Where they go.
+        take: Returns this rank's batches, and how many have been read for them; called once, when they are needed.
+        mover: As `Share`.
     """
 
-    def __init__(self, number: int, joined_rows: int, batches: Iterable[Rows], placement: Placement) -> None:
-        super().__init__(number, joined_rows)
-        self._batches = list(batches)
-        self._placement = placement
+    def __init__(self, number: int, take: Callable[[], tuple[list[Rows], int]], mover: Mover) -> None:
+        super().__init__(number, 0, mover)
+        self._take = take
+        self._taken: Early[tuple[list[Rows], int]] | None = None
+
+    def _get(self) -> tuple[list[Rows], int]:
+        if self._taken is None:
+            self._taken = Early(self._take)
+        return self._taken.get()
+
+    @property
+    def read(self) -> int:
+        """How many batches of the data, over all ranks that share them, have been read for this step."""
+        return self._get()[1]
 
     @property
     def rows(self) -> int:
         """As `Share`."""
-        return sum(num_rows(rows.inputs) for rows in self._batches)
+        return sum(num_rows(rows.inputs) for rows in self._get()[0])
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._get()[0])
 
-    def __iter__(self) -> Iterator[Batch]:
-        for rows in self._batches:
-            yield Batch(self.number, *self._placement.place(rows))
+    def fetch(self, index: int) -> Rows:
+        """As `Share`."""
+        return self._get()[0][index]
 
     def names(self, rows: Sequence[int]) -> list[str]:
         """Returns the numbers of rows in what the rank has of this step."""

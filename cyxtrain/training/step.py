@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain import runtime
+from cyxtrain.accelerator import HostCopy, is_accelerator
 from cyxtrain.data.batches import Batch, Share
 from cyxtrain.data.forms import form_of
 from cyxtrain.data.randomness import generators_kept
-from cyxtrain.data.tree import Tree, map_output
+from cyxtrain.data.tree import Tree, map_output, map_tree, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
 from cyxtrain.training.calling import ModelCall
@@ -159,6 +160,7 @@ class TrainingStep:
                 with clock.backward:
                     loss = results[-1].loss
                     self._backward(loss, self._divisors_of(loss, share, divisors), is_last=is_last)
+            share.ahead(clock.data)
         clock.communicated(clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
             self._divide_by_weight(sum(result.loss.weight for result in results), share)
@@ -194,6 +196,7 @@ class TrainingStep:
                 loss = self._loss.nothing() if batch is None else results[-1].loss
                 known = self._divisors_of(loss, share, divisors)
                 backward_alike(value if batch is None else self._to_average(loss, known), kept)
+                share.ahead(self._clock.data)
         self._ddp.backward_without_batch()
         self._clock.communicated(self._clock.backward, self._ddp.seconds_communicated())
         if self._weighs_at_end:
@@ -395,10 +398,17 @@ class PredictionStep:
         self._model = model
         self._call = call
         self._loss = loss
-        self.outputs: list[Tree] = []
+        self._outputs: list[Tree] = []
+        self._copies: list[HostCopy] = []
+
+    @property
+    def outputs(self) -> list[Tree]:
+        """Outputs of all batches so far, on the CPU."""
+        self._read_copies()
+        return self._outputs
 
     def __call__(self, batch: Batch) -> None:
-        """Forward.
+        """Forward. Outputs on an accelerator are read one batch later, when it computes with the next one.
 
         Raises:
             ConfigError: The model returns something else than tensors with a row per row, or not always of one kind.
@@ -406,16 +416,29 @@ class PredictionStep:
         with torch.no_grad(), gathering_alone():
             given = self._call.without_graph(self._model, batch, predicting=True)
         output = _outputs(self._loss.without_own(given), batch.rows)
-        kind, first = form_of(output), form_of(self.outputs[0] if self.outputs else output)
+        kind, first = form_of(output), form_of(self._outputs[0] if self._outputs else output)
         if kind != first:
             raise ConfigError(f"predict needs rows of one kind; the model returned {first}, then {kind}.")
-        self.outputs.append(output)
+        copies = [HostCopy(tensor.contiguous()) for tensor in tensors(output) if is_accelerator(tensor.device)]
+        self._read_copies()
+        self._outputs.append(output)
+        self._copies = copies
+
+    def _read_copies(self) -> None:
+        """Replace the latest outputs by their copies on the host, in memory that is not pinned."""
+        if self._copies:
+            copies = iter(self._copies)
+            self._copies = []
+            self._outputs[-1] = map_tree(
+                lambda tensor: next(copies).read().clone() if is_accelerator(tensor.device) else tensor,
+                self._outputs[-1],
+            )
 
 
 def _outputs(output: Any, rows: int) -> Tree:
-    """Returns a model's outputs on the CPU: one, or several in a dictionary, a tuple or a list."""
+    """Returns a model's outputs, where they are: one, or several in a dictionary, a tuple or a list."""
     if isinstance(output, Tensor) and output.dim() > 0 and len(output) == rows:
-        return output.cpu()
+        return output
     if isinstance(output, Mapping) and output:
         return {str(name): _outputs(part, rows) for name, part in output.items()}
     if isinstance(output, (tuple, list)) and output:

@@ -387,6 +387,11 @@ const Tensor& resize_(const Tensor& tensor, IntArrayRef sizes, std::optional<at:
   return tensor;
 }
 
+void record_stream(Tensor&, Stream) {  // streams are numbers only: it is counted
+  std::lock_guard<std::mutex> lock(guard);
+  counts["aten::record_stream"]++;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -402,6 +407,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_);
   m.impl("native_batch_norm", &batch_norm);
   m.impl("resize_", &resize_);
+  m.impl("record_stream", &record_stream);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
