@@ -52,7 +52,8 @@ def train_by_hand(model: nn.Module, data: tuple[Tensor, Tensor], *, metrics: boo
 
 def train_by_fit(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     """The same by `fit`."""
-    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), LEARNING_RATE))
+    adam = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), adam, device="cpu")
     trainer.fit(*data, cx.DistributedTrainingConfig(epochs=EPOCHS, batch_size=BATCH, seed=SEED, verbose=False))
 
 

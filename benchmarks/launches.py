@@ -52,8 +52,9 @@ def launch(
         LaunchError: A rank failed or did not end. No process is left.
     """
     world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    # One thread per rank; a secret, as without one the ring says that it makes one.
-    world |= {"OMP_NUM_THREADS": "1", "CYXTRAIN_SECRET": secrets.token_hex(16)} | variables
+    # One thread per rank; a secret, as without one the ring says that it makes one; CPUs, as those compared with use.
+    world |= {"OMP_NUM_THREADS": "1", "CYXTRAIN_SECRET": secrets.token_hex(16), "DISTRIBUTED_BACKEND": "cpu"}
+    world |= variables
     kept = {name: value for name, value in os.environ.items() if name not in _DECIDED}
     with tempfile.TemporaryDirectory(prefix="benchmark") as name:
         folder, ranks = Path(name), []
