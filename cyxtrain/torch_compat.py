@@ -7,6 +7,7 @@ PyTorch has a public name from some version on, that is taken.
 from __future__ import annotations
 
 import functools
+import math
 import pkgutil
 import types
 from collections.abc import Callable, Sequence
@@ -53,9 +54,12 @@ PRIVATE_NAMES = (
     PrivateName("torch.optim.Optimizer:_opt_called", "nothing: a schedule that does not read it does not warn"),
     PrivateName("torch.optim.Optimizer.step:_wrapped_by_lr_sched", _HOOKS),
     PrivateName("torch._foreach_add_", _HOOKS),
+    PrivateName(
+        "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "optimizers are fused on CPUs and CUDA alone"
+    ),
     PrivateName("torch._foreach_copy_", _LOOP),
     PrivateName("torch._foreach_lerp_", _LOOP),
-    PrivateName("torch._amp_foreach_non_finite_check_and_unscale_", _LOOP),
+    PrivateName("torch._foreach_norm", _LOOP),
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
@@ -143,8 +147,15 @@ _kernels: list[Any] = [find(f"torch._fused_{kind}_") if is_tested() else None fo
 fused_adam, fused_adamw, fused_sgd = _kernels
 """In an untested version their arguments may be others, which would show in the middle of a step: not taken there."""
 foreach_add = find("torch._foreach_add_")
+_devices_of_fused_kernels = find("torch.utils._foreach_utils._get_fused_kernels_supported_devices")
 _global_hooks = [find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
 _NOBODY_KNOWS = True
+
+
+def has_fused_kernels(device_type: str) -> bool:
+    """Return whether PyTorch's fused optimizers can step on devices of a type."""
+    types = ("cpu", "cuda") if _devices_of_fused_kernels is None else _devices_of_fused_kernels()
+    return device_type in types
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
@@ -189,7 +200,7 @@ def milestones_of(scheduler: Any) -> Sequence[int]:
 # Tensors.
 
 _foreach_copy, _foreach_lerp = find("torch._foreach_copy_"), find("torch._foreach_lerp_")
-_foreach_check = find("torch._amp_foreach_non_finite_check_and_unscale_")
+_foreach_norm = find("torch._foreach_norm")
 current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node") or (lambda: None)
 
 
@@ -219,13 +230,11 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
         target.lerp_(source, weight)
 
 
-def are_finite(tensors: list[Tensor], one: Tensor) -> bool:
-    """Return whether all elements are finite, of tensors of one device and type; `one` is a 1 on the device."""
-    if _foreach_check is None:
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
-    found = torch.zeros_like(one)
-    _foreach_check(tensors, found, one)
-    return found.item() == 0
+def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest absolute value in each tensor, 0-dim; NaN where it holds one."""
+    if _foreach_norm is not None:
+        return list(_foreach_norm(tensors, math.inf))
+    return [torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors]
 
 
 def version_of(tensor: Tensor) -> float:

@@ -123,6 +123,13 @@ def test_16_bits_and_a_compiled_model_train_as_well(settings):
     assert_close(found, plain, 0.1)
 
 
+def test_parameters_of_bfloat16_are_trained():
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), "adamw", device=GPU)
+    trainer.fit(*make_rows(ROWS), epochs=1, effective_batch_size=STEP, verbose=False)
+    assert bool(model.weight.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bytes on the GPU", "bytes, and targets on the GPU", "inputs alone"])
 def test_rows_that_are_copied_ahead_are_the_rows_that_were_asked_for(kind):
     inputs, targets = torch.randint(0, 255, (5000, 64), dtype=torch.uint8), torch.arange(5000)

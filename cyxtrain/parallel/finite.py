@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,35 +17,50 @@ _LARGE = 1 << 16
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether no tensor holds NaN or an infinity.
+    """Return whether no tensor holds NaN or an infinity.
 
-    Cost: on CPUs they are added up, many small ones of a dtype copied together. On GPUs they are read, and written back
-    as they are, by one operation for all of a dtype, for which one waits. Source: what torch.amp.GradScaler does.
+    Cost: on CPUs they are added up, many small ones of a dtype copied together. On an accelerator they are read by one
+    operation for all of a dtype, and the host waits once for each device.
 
     Args:
         tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
     """
     if len(tensors) <= _FEW and all(tensor.is_cpu for tensor in tensors):
         return all(map(is_finite, tensors))
-    kinds: dict[tuple[torch.dtype, torch.device | None], list[Tensor]] = {}
+    small: dict[torch.dtype, list[Tensor]] = {}
+    elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        dtype, is_cpu = tensor.dtype, tensor.is_cpu
-        if dtype.is_complex or (is_cpu and tensor.numel() >= _LARGE):
+        if not tensor.is_cpu:
+            elsewhere.setdefault(tensor.device, []).append(tensor)
+        elif tensor.dtype.is_complex or tensor.numel() >= _LARGE:
             if not is_finite(tensor):
                 return False
         else:
-            kinds.setdefault((dtype, None if is_cpu else tensor.device), []).append(tensor)
-    return all(
-        is_finite(torch_compat.flatten(kind)) if device is None else torch_compat.are_finite(kind, _one(device))
-        for (_, device), kind in kinds.items()
+            small.setdefault(tensor.dtype, []).append(tensor)
+    return all(is_finite(torch_compat.flatten(kind)) for kind in small.values()) and all(
+        bool(torch.cat(magnitudes(each)[1]).isfinite().all()) for each in elsewhere.values()
     )
+
+
+def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Return the largest absolute value in each tensor; NaN where it holds one. The host does not wait.
+
+    Cost: each element is read once, by one operation for all tensors of a dtype.
+
+    Args:
+        tensors: Of floats or complex numbers, on one device.
+
+    Returns:
+        (numbers of the tensors that have elements; their magnitudes, a vector for each dtype, and at least one).
+    """
+    kinds: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds.setdefault(tensor.dtype, []).append(number)
+    vectors = [torch.stack(torch_compat.max_norms([tensors[number] for number in kind])) for kind in kinds.values()]
+    return [number for kind in kinds.values() for number in kind], vectors or [torch.zeros(1, device=tensors[0].device)]
 
 
 def values_of(gradient: Tensor) -> Tensor:
     """Return the numbers of a gradient as a dense tensor: of a sparse one, what it holds for each row."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, device=device)

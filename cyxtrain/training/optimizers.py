@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cyxtrain import torch_compat
 from cyxtrain.data.tree import map_output
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
@@ -153,8 +154,10 @@ def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
         if isinstance(group["lr"], torch.Tensor):
             return f"the {name} has a tensor as its learning rate"
         for parameter in group["params"]:
-            if not parameter.is_floating_point() or parameter.device.type not in ("cpu", "cuda"):
+            if not parameter.is_floating_point() or not torch_compat.has_fused_kernels(parameter.device.type):
                 return f"the {name} has a parameter of {parameter.dtype} on {parameter.device}"
+            if isinstance(optimizer, torch.optim.Adagrad) and parameter.device.type not in ("cpu", "cuda"):
+                return f"PyTorch has no fused {name} on {parameter.device.type}"
             if parameter.device.type == "cpu" and parameter.dtype not in _EXACT_ON_CPUS:
                 return f"the {name} has a parameter of {parameter.dtype}, and on CPUs PyTorch's kernel is wrong there"
     return None
