@@ -54,6 +54,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.optim.Optimizer:_opt_called", "nothing: a schedule that does not read it does not warn"),
     PrivateName("torch.optim.Optimizer.step:_wrapped_by_lr_sched", _HOOKS),
     PrivateName("torch._foreach_add_", _HOOKS),
+    PrivateName("torch._foreach_sub_", _HOOKS),
     PrivateName(
         "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "optimizers are fused on CPUs and CUDA alone"
     ),
@@ -146,7 +147,7 @@ def _attribute(obj: Any, name: str, what: str) -> Any:
 _kernels: list[Any] = [find(f"torch._fused_{kind}_") if is_tested() else None for kind in ("adam", "adamw", "sgd")]
 fused_adam, fused_adamw, fused_sgd = _kernels
 """In an untested version their arguments may be others, which would show in the middle of a step: not taken there."""
-foreach_add = find("torch._foreach_add_")
+foreach_add, foreach_sub = find("torch._foreach_add_"), find("torch._foreach_sub_")
 _devices_of_fused_kernels = find("torch.utils._foreach_utils._get_fused_kernels_supported_devices")
 _global_hooks = [find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
 _NOBODY_KNOWS = True
@@ -158,12 +159,13 @@ def has_fused_kernels(device_type: str) -> bool:
     return device_type in types
 
 
-def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
+def is_step_watched(optimizer: torch.optim.Optimizer, method: Any, *, by_profiler: bool = True) -> bool:
     """Return whether a hook, a profiler or a method of somebody else's has to see each step.
 
     Args:
         optimizer: Looked at.
         method: The optimizer's class's `step` when it was first looked at.
+        by_profiler: Whether a profiler counts.
     """
     own = vars(optimizer).get("step", method)
     if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
@@ -178,7 +180,7 @@ def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
         or before
         or after is None
         or after
-        or getattr(torch.autograd.profiler, "_is_profiler_enabled", _NOBODY_KNOWS)
+        or (by_profiler and getattr(torch.autograd.profiler, "_is_profiler_enabled", _NOBODY_KNOWS))
     )
 
 

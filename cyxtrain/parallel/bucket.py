@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
@@ -48,6 +49,7 @@ class Bucket:
         self.losses_are_finite = True
         """In the last bucket: whether the losses of all ranks were."""
         self._gradients_end = end = spec.flags_offset
+        self._group: Any = None
         self._index = index
         self._last = last
         self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor)
@@ -59,6 +61,8 @@ class Bucket:
         """Puts everything in its place in some memory."""
         spec = self._spec
         self._flat, self._flags = flat, flat[spec.flags_offset :]
+        self.flags = self._flags.real if self._flags.is_complex() else self._flags
+        """For each parameter the share of ranks that have not used it; the share of absent ranks; signals; loss."""
         signals = self._flags[len(self._parameters) + 1 :]
         self._signals = signals[:-1] if spec.has_signals else None
         self._loss = signals[-1] if spec.has_signals else None
@@ -138,6 +142,7 @@ class Bucket:
             scale: What gradients are multiplied by in this step.
         """
         self.launched = True
+        self._group = group
         self._flags.zero_()
         count = len(self._parameters)
         if absent:
@@ -151,24 +156,32 @@ class Bucket:
             torch.sub(loss, loss, out=self._loss)  # 0 or NaN, without asking the device what it is
         self.travel.launch(group, scale)
 
-    def finish(self, *, as_view: bool, is_whole: bool) -> list[nn.Parameter]:
-        """Gives each parameter its averaged gradient, once all have arrived.
+    def hear(self, numbers: Sequence[float]) -> list[nn.Parameter]:
+        """Take in the flags that have arrived; return the parameters that took no part on some rank with samples.
 
         Args:
+            numbers: `flags`, on the host.
+        """
+        count = len(self._parameters)
+        self.heard = [*numbers[count + 1 : -1]]
+        self.losses_are_finite = not math.isnan(numbers[-1])
+        return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
+
+    def unused_flags(self) -> Tensor:
+        """Return the part of `flags` that is above 0 where a parameter took no part on some rank."""
+        return self.flags[: len(self._parameters)]
+
+    def finish(self, numbers: Sequence[float] | None, *, as_view: bool, is_whole: bool) -> None:
+        """Gives each parameter its averaged gradient, once all have arrived.
+
+        Those used on no rank that had samples keep the gradient that they had: none.
+
+        Args:
+            numbers: `flags`, on the host; None: all gradients of this rank have come in, so each parameter was used.
             as_view: Whether `.grad` becomes its place in the bucket.
             is_whole: Whether what has arrived, in all buckets, is finite.
-
-        Returns:
-            The parameters that took no part on some rank that had samples. Those used on none of them keep the
-            gradient that they had: none.
         """
-        flags = self._flags.real if self._flags.is_complex() else self._flags
-        numbers = flags.tolist()
-        count = len(self._parameters)
-        shares, absent, self.heard = numbers[:count], numbers[count], numbers[count + 1 : -1]
-        self.losses_are_finite = not math.isnan(numbers[-1])
-        # A sum of ones is exact in every dtype up to 256 ranks; beyond, bfloat16 rounds.
-        nowhere = {slot for slot, ready in enumerate(self._ready) if not ready and shares[slot] >= 1.0 - absent - 1e-6}
+        nowhere = set() if self.complete or numbers is None else self._used_nowhere(numbers)
         self.travel.settle(is_whole=is_whole, unused=nowhere)
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
@@ -180,7 +193,16 @@ class Bucket:
                 parameter.grad = self._views[slot].clone()
             else:
                 parameter.grad.copy_(self._views[slot])
-        return [parameter for parameter, share in zip(self._parameters, shares, strict=True) if share > 0]
+
+    def _used_nowhere(self, numbers: Sequence[float]) -> set[int]:
+        """Return the slots of the parameters that no rank with samples has used."""
+        # In whole ranks: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
+        world_size, absent = dist.get_world_size(self._group), numbers[len(self._parameters)]
+        return {
+            slot
+            for slot, ready in enumerate(self._ready)
+            if not ready and (numbers[slot] + absent) * world_size > world_size - 0.5
+        }
 
     @property
     def numbers(self) -> Tensor:

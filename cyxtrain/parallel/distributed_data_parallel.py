@@ -19,8 +19,10 @@ from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel.broadcasting import share_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite, values_of
+from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.replicas import check_replicas, check_same_module
+from cyxtrain.parallel.report import Report
 from cyxtrain.settings import require, unknown_name
 
 
@@ -205,12 +207,20 @@ class DistributedDataParallel(nn.Module):
             signals: Five of this rank's, each 0 or 1.
 
         Returns:
-            What to call after it: returns, for each signal, something above 0 where any rank gave 1.
+            What to call after it: returns, for each signal, something above 0 where any rank gave 1. With reports: in
+            those that `hear` has read since it was asked last.
         """
         if self._reducer is None:
             return lambda: list(signals)
         self._reducer.signals = list(signals)
+        if self._latest.has_reports:
+            return self.heard
         return lambda: self._reducer.heard if self._reducer is not None else list(signals)
+
+    def heard(self) -> list[float]:
+        """Return, for each signal, something above 0 where `hear` has read that any rank gave it; once."""
+        heard, self._latest.heard = self._latest.heard, [0.0] * NUM_SIGNALS
+        return heard
 
     def expect_scale(self, scale: float) -> None:
         """Says what the gradients of the next synchronisations are multiplied by: `scale`, the same on every rank."""
@@ -235,12 +245,47 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._reducer.loss, self._reducer.unsynced = None, False
 
+    def use_reports(self) -> None:
+        """Leave flags on the accelerator, where all parameters are, until `hear`: the host does not wait in backward.
+
+        After each synchronisation `report` or `is_finite` must be called. A parameter that is unused on some rank is
+        refused by `hear`, not in backward.
+        """
+        self._latest.has_reports = True
+        if self._reducer is not None:
+            self._reducer.reports = True
+
+    def report(self, losses: Sequence[Tensor]) -> Report:
+        """Return what `is_finite` finds out, and what ranks have told each other, on its way to the host.
+
+        Args:
+            losses: Of this rank's micro-batches, for `Report.losses`.
+        """
+        loss, self._latest.watched = self._latest.watched, None
+        self._latest.checked = loss
+        if self._reducer is not None:
+            return self._reducer.report(losses)
+        parameters = tensors_of(self.module)[0]
+        watched = [] if loss is None else [loss.to(parameters[0].device).reshape(1)]
+        return Report(parameters, watched, [], losses, lambda _: [0.0] * NUM_SIGNALS)
+
+    def hear(self, report: Report) -> bool:
+        """Return whether all gradients and losses of a `report` are finite; waits for it.
+
+        Raises:
+            DistributedTrainingError: A parameter was unused on some rank; on every rank alike.
+        """
+        self._latest.heard = [*map(max, self._latest.heard, report.signals())]
+        return report.is_good()
+
     def is_finite(self) -> bool:
         """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
 
         The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most:
         where the ranks have looked at them together, what changes them later by `.data` or NumPy is not seen.
         """
+        if self._latest.has_reports:
+            return self.hear(self.report([]))
         loss, self._latest.watched = self._latest.watched, None
         if self._reducer is not None:
             return self._reducer.is_finite()
@@ -400,6 +445,10 @@ class _Latest:
     """The sum of the losses since the latest synchronisation."""
     checked: Tensor | None = None
     """That of the losses in it."""
+    has_reports: bool = False
+    """Whether flags stay on the accelerator until a report of them is read."""
+    heard: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
+    """Of each signal, the largest in the reports that were read."""
     rows: int = 0
     """Of training forwards, since buffers were shared."""
     expected_rows: int | None = None

@@ -38,7 +38,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
         else:
             small.setdefault(tensor.dtype, []).append(tensor)
     return all(is_finite(torch_compat.flatten(kind)) for kind in small.values()) and all(
-        bool(torch.cat(magnitudes(each)[1]).isfinite().all()) for each in elsewhere.values()
+        bool(torch.cat(found).isfinite().all()) for each in elsewhere.values() if (found := magnitudes(each)[1])
     )
 
 
@@ -51,14 +51,14 @@ def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
         tensors: Of floats or complex numbers, on one device.
 
     Returns:
-        (numbers of the tensors that have elements; their magnitudes, a vector for each dtype, and at least one).
+        (numbers of the tensors that have elements; their magnitudes, a vector for each dtype).
     """
     kinds: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(number)
     vectors = [torch.stack(torch_compat.max_norms([tensors[number] for number in kind])) for kind in kinds.values()]
-    return [number for kind in kinds.values() for number in kind], vectors or [torch.zeros(1, device=tensors[0].device)]
+    return [number for kind in kinds.values() for number in kind], vectors
 
 
 def values_of(gradient: Tensor) -> Tensor:

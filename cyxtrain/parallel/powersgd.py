@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain.parallel.finite import all_finite
 from cyxtrain.parallel.travel import Mean, Travel, Waitable
 
 _LEAST_SAVING = 2
@@ -129,9 +128,10 @@ class LowRank(Travel):
         if self.gradients:
             self._under_way = [Mean(self._second, self._group)]
 
-    def is_finite(self) -> bool:
-        """Returns whether what has arrived is: then each rank's gradients are, too."""
-        return all_finite([self._first, self._second])
+    @property
+    def arrived(self) -> list[Tensor]:
+        """Both rounds."""
+        return [self._first, self._second]
 
     def settle(self, *, is_whole: bool, unused: Collection[int]) -> None:
         """Makes the approximations, and keeps what they leave out; of a step that cannot be taken, nothing."""

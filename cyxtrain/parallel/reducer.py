@@ -26,6 +26,7 @@ from cyxtrain.parallel.bucket import STEP_LATER, Bucket
 from cyxtrain.parallel.compression import compress
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
+from cyxtrain.parallel.report import Report
 from cyxtrain.parallel.sparse import SparseGradients, split_sparse
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.shared import SharedMean
@@ -71,13 +72,15 @@ class Reducer:
         self._device_waits: accelerator.Stopwatch | None = None
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
-        self._absent = False
+        self._absent = self._refuses_unused = False
         self.held = False
         """Whether backward shall accumulate locally."""
         self.signals = [0.0] * NUM_SIGNALS
         """What this rank tells the others in each synchronisation."""
         self.loss: Tensor | None = None
         """This rank's loss in the next synchronisation."""
+        self.reports = False
+        """Whether flags stay on the accelerator, and refusals wait, until somebody reads `report`."""
         self.scale = 1.0
         """What the gradients of the next synchronisations are multiplied by."""
         self.seconds = 0.0
@@ -111,6 +114,7 @@ class Reducer:
         self.unsynced, self.seconds = earlier.unsynced, earlier.seconds
         self._device_waits = earlier._device_waits
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
+        self.reports = earlier.reports
         if earlier._hook is not None:
             self.travel_by_hook(*earlier._hook)
         for name in self.low_rank.keys() & earlier.low_rank.keys():
@@ -167,6 +171,23 @@ class Reducer:
         """
         dense = [bucket.numbers for bucket in self._buckets if not bucket.travel.is_known_finite]
         return all_finite(dense + [values_of(p.grad) for _, p in self._sparse.parameters if p.grad is not None])
+
+    def report(self, losses: Sequence[Tensor]) -> Report:
+        """Return what has travelled in the latest synchronisation, on its way to the host.
+
+        Args:
+            losses: Of this rank's micro-batches.
+        """
+        refuses = self._refuses_unused
+
+        def take_in(flags: list[list[float]]) -> list[float]:
+            unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.hear(own)]
+            if refuses and unused:
+                self._refuse_unused(unused)
+            return self.heard
+
+        unused = [bucket.unused_flags() for bucket in self._buckets] if refuses else []
+        return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, take_in)
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a comm hook average gradients, from now on.
@@ -274,6 +295,7 @@ class Reducer:
         finally:
             self._backward = self.loss = self._versions = None
         self.unsynced = False
+        self._refuses_unused = check
         if check and unused:
             self._refuse_unused(unused)
 
@@ -286,10 +308,15 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.travel.arrive()
         self.seconds += time.perf_counter() - began
-        is_whole = not self.low_rank or all(bucket.travel.is_finite() for bucket in self._buckets)
+        is_whole = not self.low_rank or all_finite([each for bucket in self._buckets for each in bucket.travel.arrived])
+        # Where this rank has all gradients, each parameter was used somewhere.
+        waits = self.reports and all(bucket.complete for bucket in self._buckets)
+        found: Sequence[Sequence[float] | None] = [None] * len(self._buckets) if waits else self._flags_on_host()
         unused: list[nn.Parameter] = []
-        for bucket in self._buckets:
-            unused += bucket.finish(as_view=self._as_view, is_whole=is_whole)
+        for bucket, numbers in zip(self._buckets, found, strict=True):
+            bucket.finish(numbers, as_view=self._as_view, is_whole=is_whole)
+            if not self.reports and numbers is not None:
+                unused += bucket.hear(numbers)
         began = time.perf_counter()
         unused += self._sparse.average(self._group, absent=self._absent)
         self.seconds += time.perf_counter() - began
@@ -312,6 +339,13 @@ class Reducer:
         """
         seconds, self.seconds = self.seconds, 0.0
         return seconds + (0.0 if self._device_waits is None else self._device_waits.take(waits=waits))
+
+    def _flags_on_host(self) -> list[list[float]]:
+        """Return the flags of each bucket; of an accelerator's in one copy."""
+        flags = [bucket.flags for bucket in self._buckets]
+        if flags[0].is_cpu or len({each.device for each in flags}) > 1:
+            return [each.tolist() for each in flags]
+        return [each.tolist() for each in torch.cat(flags).cpu().split([*map(len, flags)])]
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):

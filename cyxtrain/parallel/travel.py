@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain.parallel.finite import all_finite
 from cyxtrain.ring.shared import SharedMean
 from cyxtrain.ring.work import CallOptions
 from cyxtrain.talking import backends_of
@@ -96,9 +95,10 @@ class Travel(ABC):
     def _take_in(self) -> None:  # noqa: B027 - most ways end in place
         """Puts what has arrived in its place."""
 
-    def is_finite(self) -> bool:
-        """Returns whether what has arrived is; the same on every rank. Cost: it is read."""
-        return all_finite([self._numbers])
+    @property
+    def arrived(self) -> list[Tensor]:
+        """What has arrived: where that is finite, each rank's gradients are; the same on every rank."""
+        return [self._numbers]
 
     @property
     def is_known_finite(self) -> bool:

@@ -29,10 +29,13 @@ class Callback:
     """Hooks of a fit, under Keras's names and with its arguments; a subclass overrides those that it wants.
 
     Every rank has its own and calls it at the same points. `self.trainer.stop_training = True`, on any rank, ends the
-    fit on all of them: from `on_epoch_end` after that epoch; from `on_train_batch_end` after the step that follows,
-    with which the ranks hear of it, and the epoch is closed as if it were over. Whatever else one decides on one rank
-    alone is its own affair: a collective that it calls, such as `trainer.evaluate`, must be called on all. One that
-    saves goes last: what comes after it has not seen the epoch yet.
+    fit on all of them: from `on_epoch_end` after that epoch; from `on_train_batch_end` after the step that follows
+    (with several ranks on accelerators: the second one), with which the ranks hear of it, and the epoch is closed as if
+    it were over. Whatever else one decides on one rank alone is its own affair: a collective that it calls, such as
+    `trainer.evaluate`, must be called on all. One that saves goes last: what comes after it has not seen the epoch yet.
+
+    On an accelerator `on_train_batch_end` may run before anybody knows that a loss or a gradient of the step was not
+    finite, and that it was not taken (docs/exactness.md).
 
     Epochs and batches count from 0, as Keras's do; epochs of a second fit go on counting. Logs of an epoch have "loss",
     "accuracy" and, with validation, "val_loss" and "val_accuracy" (accuracy for class targets), over all ranks and the
@@ -208,6 +211,11 @@ class Callbacks:
     def end_on_nonfinite(self) -> bool:
         """Whether any ends the fit where a number is not finite."""
         return any(each.ends_on_nonfinite for each in self._callbacks)
+
+    @property
+    def before_optimizer_step(self) -> Callable[[int], None] | None:
+        """What calls the hook of those that have one; None: none has."""
+        return self.on_before_optimizer_step if self._before_step else None
 
     def on_before_optimizer_step(self, batch: int) -> None:
         """Calls the hook of those that have one."""

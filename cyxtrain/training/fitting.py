@@ -71,6 +71,10 @@ class Fit:
         state.data = run.feed.state_dict
         state.stop_training = False
         self._totals: Totals | None = None
+        self._step: TrainingStep | None = None
+        self._saved_step = -1
+        if run.uses_reports:
+            ddp.use_reports()
         self._forgotten: set[str] = set()
         self._profile = Profile(run.config.profile, self._device)
         self._put_into_training = put_into_training(state.model, *run.data.loss.modules)
@@ -117,6 +121,7 @@ class Fit:
 
     def prepare_to_save(self) -> None:
         """Takes into the state what belongs to each rank, and what a callback on any has decided. All ranks call it."""
+        self._settle()
         if self._totals is not None:
             self._keeper.gather(self._totals)
         else:
@@ -130,7 +135,26 @@ class Fit:
 
     def prepare_to_evaluate(self) -> None:
         """Makes the model the same on every rank. All ranks call it."""
+        self._settle()
         self._ddp.sync_buffers()
+
+    def _settle(self) -> None:
+        """Waits until it is known whether the latest step was taken, where it is not yet. All ranks call it."""
+        if self._step is not None:
+            self._step.settle()
+
+    @contextlib.contextmanager
+    def _settled(self, step: TrainingStep) -> Iterator[None]:
+        """Within, a step may not be known to be taken; after it each is, also after an error."""
+        self._step = step
+        try:
+            yield
+            step.settle()
+        except BaseException:
+            step.give_up()
+            raise
+        finally:
+            self._step = None
 
     def _begin(self) -> None:
         """Lets callbacks begin, or go on."""
@@ -233,7 +257,6 @@ class Fit:
         """Takes the steps of the epoch that are left; returns (numbers over all ranks, seconds, what else to say)."""
         began = time.perf_counter()
         run, position = self._run, self._state.position
-        every = run.config.check_replicas_every_n_steps
         step = self._make_step(clock)
         self._totals = step.totals
         self._prepare(step)
@@ -248,25 +271,42 @@ class Fit:
             position.epoch_steps += 1
             position.passes, position.batches, position.order = run.feed.read
             self._state.forget_ranks()
-            self._heed_end(heard())
+            wishes = heard()
+            self._heed_end(wishes)
             self._callbacks.on_train_batch_end(share.number, step.totals.lazily)
             self._show(share, step.totals)
-            if every and position.step % every == 0:
-                self._ddp.check_replicas()
-            self._keeper.after_step(step.totals)
-            self._heed(heard(), step.totals)
+            self._check_and_save(step)
+            self._heed(wishes, step.totals)
             clock.steps += 1
             self._profile.step()
 
         self._put_into_training()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
-            with contextlib.closing(run.shares(position)) as shares:
+            with self._settled(step), contextlib.closing(run.shares(position)) as shares:
                 given = (clock.data.each(shares), step_and_listen, self._device)
                 run_epoch(*given, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read
             position.stopped |= int(run.feed.is_over)
+            self._heed_last_step(step)
         return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()
+
+    def _check_and_save(self, step: TrainingStep) -> None:
+        """Compares the replicas, and saves, where that is due after so many steps."""
+        every = self._run.config.check_replicas_every_n_steps
+        if every and self._state.position.step % every == 0:
+            step.settle()
+            self._ddp.check_replicas()
+        if self._keeper.is_due():
+            step.settle()
+            self._keeper.save_step(step.totals)
+
+    def _heed_last_step(self, step: TrainingStep) -> None:
+        """Does what ranks have wished in the last step of an epoch, where that is known only now."""
+        if self._run.uses_reports:
+            wishes = self._ddp.heard()
+            self._heed_end(wishes)
+            self._heed(wishes, step.totals)
 
     def _make_step(self, clock: Clock) -> TrainingStep:
         config, state = self._run.config, self._state
@@ -282,7 +322,7 @@ class Fit:
             self._device,
             self._run.data.metrics,
             clock,
-            self._callbacks.on_before_optimizer_step,
+            self._callbacks.before_optimizer_step,
             accumulates=self._run.feed.micro_batches > 1,
             without_rows=self._run.without_rows,
         )
@@ -290,7 +330,9 @@ class Fit:
     def _make_guard(self) -> FiniteGuard:
         state, ends = self._state, self._run.ends_on_nan
         on_nonfinite = self._run.config.on_nonfinite
-        return FiniteGuard(self._ddp, on_nonfinite, state.position, self._device, state.loss_scale, ends=ends)
+        waits = self._run.uses_reports and self._ddp.config.compression != "powersgd"  # which keeps errors of each step
+        scale = state.loss_scale
+        return FiniteGuard(self._ddp, on_nonfinite, state.position, self._device, scale, ends=ends, waits=waits)
 
     def _show(self, share: Share, totals: Totals) -> None:
         """Shows how far the epoch is."""
@@ -298,6 +340,7 @@ class Fit:
         run.display.step(share.joined_rows, totals.cheap_here)
         every = run.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
+            self._settle()
             text = numbers(totals.over_ranks(runtime.cpu_group()))
             of = "" if run.steps_per_epoch is None else f"/{run.steps_per_epoch}"
             run.display.line(f"batch {share.number + 1}{of}  {text}")
@@ -316,9 +359,12 @@ class Fit:
         """Does what any rank wishes."""
         if not any(heard):
             return
-        if heard[Wish.SAVE] > 0:
+        self._settle()
+        step = self._state.position.step
+        if heard[Wish.SAVE] > 0 and step > self._saved_step:
             self._keeper.save_step(totals)
             self._wishes.saved()
+            self._saved_step = step + int(self._run.uses_reports)  # what is heard then was wished before
         wish = first_reason_to_stop(heard)
         if wish is not None:
             raise StoppedError(wish)

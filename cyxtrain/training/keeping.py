@@ -86,15 +86,10 @@ class Keeper:
                     warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
         raise_together(problem)
 
-    def after_step(self, totals: Totals) -> None:
-        """A step is done, in the middle of an epoch or at its end.
-
-        Args:
-            totals: Of this rank in this epoch.
-        """
+    def is_due(self) -> bool:
+        """Returns whether the latest step, in the middle of an epoch or at its end, is one to save after."""
         every = self._config.checkpoint_every_n_steps
-        if every and self._state.position.step % every == 0:
-            self.save_step(totals)
+        return bool(every) and self._state.position.step % every == 0
 
     def save_step(self, totals: Totals) -> None:
         """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""

@@ -7,9 +7,12 @@ whose fault it was.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from cyxtrain.data.tree import leaves
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
+from cyxtrain.parallel.report import Report
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.precision import LossScale
 from cyxtrain.training.state import Position
@@ -31,6 +35,8 @@ SKIP = "skip"
 MAX_SKIPPED = 10
 """Steps in a row that are not taken before training gives up."""
 _SHOWN_RANKS = 4
+_REPORT_SECONDS = 10.0
+"""After an error the device may never come to a report."""
 _LOOK = (
     "Lower the learning rate (and begin anew, or load_checkpoint() an earlier one and fit() without resume, which "
     "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
@@ -45,10 +51,26 @@ class Verdict(enum.Enum):
     SKIPPED = "not taken, because something is wrong"
 
 
+@dataclass
+class _Pending:
+    """A step whose report is on its way to the host, and what brings back how things were before it."""
+
+    share: Share
+    again: Callable[[], Sequence[Tensor]]
+    report: Report
+    buffers: BuffersKept
+    rows: int
+    position: dict[str, Any]
+    undo_rates: Callable[[], None]
+
+
 class FiniteGuard:
     """Lets no step pass whose loss or gradients are not finite.
 
     Cost of a step: the gradients are read once, and the buffers are copied.
+
+    On an accelerator the host does not wait for that: the device itself skips such a step (`report`), and the host
+    hears of it when the next step's backward has been launched, or at `settle`.
 
     Args:
         ddp: The model.
@@ -57,6 +79,7 @@ class FiniteGuard:
         device: Where the model computes.
         scale: Of the loss, or None: it goes on here. An overflow that a smaller one may cure is no fault.
         ends: Whether such a step ends the fit in good order.
+        waits: Whether all ranks compute on accelerators, and the wrapper uses reports; then a verdict may be late.
     """
 
     def __init__(
@@ -68,8 +91,13 @@ class FiniteGuard:
         scale: LossScale | None = None,
         *,
         ends: bool = False,
+        waits: bool = False,
     ) -> None:
         self._ddp = ddp
+        self.is_late = waits and on_nonfinite != SKIP and not ends and not (scale is not None and scale.is_dynamic)
+        """Whether the verdict on a step comes in the next one: what the next step does must not depend on it."""
+        self._pending: _Pending | None = None
+        self._spare = BuffersKept(ddp.module) if self.is_late else None
         self._skips = on_nonfinite == SKIP
         self._ends = ends
         self._position = position
@@ -82,6 +110,8 @@ class FiniteGuard:
 
     def before_step(self) -> None:
         """Keeps what a forward changes."""
+        if self._spare is not None:  # what the step before has kept may still be needed
+            self._buffers, self._spare = self._spare, self._buffers
         self._buffers.keep()
         self._rows = self._ddp.buffer_rows
 
@@ -116,14 +146,94 @@ class FiniteGuard:
             self._overflows += 1
             return Verdict.OVERFLOW
         spoilt = self._spoilt_gradients()
+        self._explain(share, losses, again, spoilt, self.bring_back)
+        return Verdict.SKIPPED
+
+    def report(
+        self,
+        share: Share,
+        losses: Sequence[Tensor],
+        again: Callable[[], Sequence[Tensor]],
+        undo_rates: Callable[[], None],
+    ) -> Report:
+        """Sends what decides about a step on its way to the host, and settles the step before; where `is_late`.
+
+        All ranks call it, after backward. The step may be begun, such that the device skips it where the report is bad.
+
+        Args:
+            share: As `verdict`.
+            losses: As `verdict`.
+            again: As `verdict`.
+            undo_rates: Makes learning rates and schedule what they are before this step.
+
+        Raises:
+            NonFiniteError: The step before was not taken; all is as it was before that step.
+        """
+        report = self._ddp.report(losses)
+        self.settle()
+        position = {**vars(self._position)}
+        self._pending = _Pending(share, again, report, self._buffers, self._rows, position, undo_rates)
+        return report
+
+    def settle(self) -> None:
+        """Waits for the report of the latest step, if nobody has read it yet; all ranks call it at the same point.
+
+        Raises:
+            NonFiniteError: The step was not taken; all is as it was before it.
+            DistributedTrainingError: A parameter was unused on some rank, in that step.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.report.is_good():
+            self._ddp.hear(pending.report)
+            self._position.skipped = 0
+            self._taken += 1
+            return
+        self._undo(pending)
+        self._ddp.hear(pending.report)
+        names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
+        spoilt = [names[id(parameter)] for parameter in pending.report.spoilt]
+        undo = functools.partial(self._undo, pending)
+        self._explain(pending.share, pending.report.losses, pending.again, spoilt, undo)
+
+    def give_up(self) -> None:
+        """Undoes the latest step, where it turns out not to have been taken: an error ends the fit, on this rank."""
+        pending, self._pending = self._pending, None
+        with contextlib.suppress(RuntimeError):  # the device may have failed
+            if pending is not None and pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
+                self._undo(pending)
+
+    def _undo(self, pending: _Pending) -> None:
+        pending.buffers.bring_back()
+        self._ddp.buffer_rows = pending.rows
+        vars(self._position).update(pending.position)
+        pending.undo_rates()
+
+    def _explain(
+        self,
+        share: Share,
+        losses: Sequence[Tensor],
+        again: Callable[[], Sequence[Tensor]],
+        spoilt: Sequence[str],
+        undo: Callable[[], None],
+    ) -> None:
+        """Finds out whose fault it was, and raises or warns. All ranks call it.
+
+        Args:
+            share: As `verdict`.
+            losses: As `verdict`.
+            again: As `verdict`.
+            spoilt: Names of the parameters whose averaged gradients are not finite.
+            undo: Undoes what a forward has changed.
+        """
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()
             own = self._facts(share, losses, once_more) if share.rows else {}
-        self.bring_back()
+        undo()
         self._ddp.sync_buffers()  # as the next forward would
         everyone = [json.loads(text) for text in runtime.gather_texts(json.dumps(own))]
         self._judge(share, everyone, _words(everyone, spoilt, self._ddp.config.compression))
-        return Verdict.SKIPPED
 
     def explain_epoch(self) -> str:
         """Returns how many steps the loss scale has cost so far, "" where none; warns where nothing is learnt.

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cyxtrain import environment, runtime
-from cyxtrain.accelerator import is_accelerator
+from cyxtrain import accelerator, environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches import Share
 from cyxtrain.data.batching import answers_in
@@ -83,9 +82,10 @@ class Run:
     `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
     and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
-    end the fit in good order; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that
-    are used, and those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or
-    None: no rank does, or the others do not need it.
+    end the fit in good order; `uses_reports`: whether all ranks compute on accelerators, where the host need not wait
+    for a step; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that are used, and
+    those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or None: no rank
+    does, or the others do not need it.
     """
 
     config: DistributedTrainingConfig
@@ -99,6 +99,7 @@ class Run:
     compiles_layers: bool
     initial_epoch: int | None = None
     ends_on_nan: bool = False
+    uses_reports: bool = False
     attempt: int = 0
     devices: str = ""
     without_rows: WithoutRows | None = None
@@ -121,6 +122,7 @@ class Run:
         """
         check_devices(everyone, self.data.placement.device)
         self.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
+        self.uses_reports = all(facts["_is_on_accelerator"] for facts in everyone)
         self.attempt = max(facts["_attempt"] for facts in everyone)
         self.devices = explain_device(self.data.placement.device, everyone)
 
@@ -294,7 +296,7 @@ def plan_fit(
         with about("validation"):
             validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
-        **_facts(arguments, source, validation_source, data.placement.device),
+        **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
         **optimizer_facts(optimizer, trained),
         "the metrics": data.metrics.names,
@@ -311,6 +313,12 @@ def plan_fit(
     return run, facts
 
 
+def _is_on_accelerator(trained: nn.Module) -> bool:
+    """Returns whether all parameters are on one accelerator, of the kind that is taken without asking."""
+    devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
+    return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
+
+
 def _validation_batch_size(source: Source, config: DistributedTrainingConfig) -> int:
     return source.batch_size or config.validation_batch_size or config.batch_size
 
@@ -321,7 +329,9 @@ def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
     return source.first(feed.rows_at_once) if first is None else first
 
 
-def _facts(arguments: FitArguments, source: Source, validation: Source | None, device: torch.device) -> dict[str, Any]:
+def _facts(
+    arguments: FitArguments, source: Source, validation: Source | None, trained: nn.Module, device: torch.device
+) -> dict[str, Any]:
     """Returns what of arguments, data and device must be the same on every rank, and what in the data is not finite."""
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     return {
@@ -332,6 +342,7 @@ def _facts(arguments: FitArguments, source: Source, validation: Source | None, d
         "initial_epoch": arguments.initial_epoch,
         "_data": source.not_finite(rank, world_size),
         "_validation": ("", 0) if validation is None else validation.not_finite(rank, world_size),
+        "_is_on_accelerator": _is_on_accelerator(trained),
     }
 
 
@@ -447,6 +458,6 @@ def _tried(
     elif trains_on is None:
         measures = dry_run.evaluate(source)
     else:
-        counts_flops = is_accelerator(placement.device) or bool(config.profile)
+        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
         measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
     return TriedRows(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)

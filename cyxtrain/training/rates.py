@@ -235,6 +235,24 @@ class Rates:
         elif self.scheduler is not None and self.interval == "step":
             self.scheduler.step()
 
+    def undoable(self) -> Callable[[], None]:
+        """Return what makes rates and schedule what they are now: for a step that turns out not to have been taken."""
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
+        own = self._warm_steps, [*self._targets]
+        parts = [(part, _with_copied_lists(vars(part))) for part in schedules_in(self.scheduler)]
+
+        def undo() -> None:
+            self._warm_steps, self._targets = own
+            for part, values in parts:
+                vars(part).update(values)
+            for group, before, rate in zip(self.optimizer.param_groups, groups, tensors, strict=False):
+                group.update({name: value for name, value in before.items() if name != "params"})
+                if rate is not None:
+                    group["lr"].copy_(rate)
+
+        return undo
+
     def end_epoch(self) -> None:
         """Sets the rates of the next epoch, where the schedule goes by epochs; it waits for the warm-up."""
         if self.scheduler is not None and self.interval == "epoch" and not self._targets:
@@ -334,6 +352,10 @@ class Rates:
         self._first = [rate * ratio for rate in self._first]
         for scheduler in _with_base_rates(self.scheduler):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+
+def _with_copied_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()}
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -54,7 +54,7 @@ class TrainingStep:
         device: Where the model computes.
         metrics: What is measured beside loss and accuracy.
         clock: Takes the time of its parts.
-        before_update: Called with the number of the step in its epoch, when its gradients are there.
+        before_update: Called with the number of the step in its epoch, when its gradients are there; or None.
         accumulates: Whether a step may have several micro-batches, on any rank.
         without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
     """
@@ -72,7 +72,7 @@ class TrainingStep:
         device: torch.device,
         metrics: Metrics,
         clock: Clock,
-        before_update: Callable[[int], object],
+        before_update: Callable[[int], object] | None,
         *,
         accumulates: bool,
         without_rows: WithoutRows | None = None,
@@ -111,10 +111,7 @@ class TrainingStep:
         with self._clock.optimizer:
             self._unscale()
             losses = [each.value for result in results for _, _, each in self._counted(result.loss)]
-            verdict = self._guard.verdict(share, losses, lambda: self._run_alone(share))
-            if verdict is Verdict.TAKEN:
-                self._before_update(share.number)
-                self._update()
+            verdict = self._judge_and_update(share, losses, lambda: self._run_alone(share))
         if verdict is not Verdict.SKIPPED:
             for result in results:
                 self.totals.add(0, result.loss, result.answers)
@@ -124,10 +121,35 @@ class TrainingStep:
         """Returns what there is to say of the epoch's steps beside its numbers, when the last one has been taken."""
         return self._guard.explain_epoch()
 
-    def _update(self) -> None:
+    def settle(self) -> None:
+        """Waits until it is known whether the latest step was taken, as `FiniteGuard.settle`; all ranks call it."""
+        self._guard.settle()
+
+    def give_up(self) -> None:
+        """As `FiniteGuard.give_up`."""
+        self._guard.give_up()
+
+    def _judge_and_update(
+        self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+    ) -> Verdict:
+        """Takes the step where it may be taken. A late verdict is that of the next step: it raises."""
+        if not self._guard.is_late:
+            verdict = self._guard.verdict(share, losses, again)
+            if verdict is Verdict.TAKEN:
+                self._update(share)
+            return verdict
+        report = self._guard.report(share, losses, again, self._rates.undoable())
+        step = None if self._before_update is not None else self._step_optimizer.unless(report.bad)
+        if step is not None or report.is_good():  # to ask it is to wait for it
+            self._update(share, step)
+        return Verdict.TAKEN
+
+    def _update(self, share: Share, step: Callable[[], object] | None = None) -> None:
+        if self._before_update is not None:
+            self._before_update(share.number)
         if self._clip is not None:
             self._clip(self._parameters)
-        self._step_optimizer()
+        (step or self._step_optimizer)()
         self._rates.step()
 
     def _zero(self) -> None:
