@@ -213,3 +213,32 @@ def fit_each(cases: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     with cx.init():
         torch.set_num_threads(1)
         return {name: [fit(device, **case) for device in (DEVICE, "cpu")] for name, case in cases.items()}
+
+
+def loop(device: str, *, marks: bool) -> dict[str, Any]:
+    """Takes eight steps with DistributedDataParallel, in the fourth of which the last rank may leave out a layer."""
+    net = (Skipping() if marks else Plain()).to(device)
+    ddp = cx.DistributedDataParallel(net, **SMALL)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    marked = 3 * 8 if marks and cx.get_rank() == cx.get_world_size() - 1 else None
+    inputs, targets = (each.to(device).split(8) for each in rows(8 * 8, marked, MARK))
+    error, steps = "", 0
+    fakegpu.start_counting()
+    try:
+        for own, answers in zip(inputs, targets, strict=True):
+            steps += 1
+            nn.functional.cross_entropy(ddp(own), answers).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except cx.DistributedTrainingError as found:
+        error = str(found).partition(": ")[0]
+    fakegpu.stop_counting()
+    stops = {f"{kind} {place}": count for (kind, place), count in fakegpu.stops.items()}
+    ddp.close()
+    return {"parameters": digest(net.parameters()), "steps": steps, "error": error, "stops": stops}
+
+
+def loop_each() -> list[dict[str, Any]]:
+    with cx.init():
+        torch.set_num_threads(1)
+        return [loop(device, marks=marks) for marks in (False, True) for device in (DEVICE, "cpu")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_fits import BATCH, DEVICE, NAN, OTHERS, QUICK, STEPS, fit_each
+from late_fits import BATCH, DEVICE, NAN, OTHERS, QUICK, STEPS, fit_each, loop_each
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 
@@ -92,3 +92,13 @@ def test_fits_end_as_on_the_cpu_and_the_host_does_not_wait(fakegpu_folder, world
             steps = {name: [each["position"]["step"] for each in results[name]] for name in LATE}
             assert steps == {"wish": [6, 5], "wish in the last step": [12, 12]}
             assert [each["position"]["epoch"] for name in LATE for each in results[name]] == [1] * 4
+
+
+def test_a_loop_of_ones_own_does_not_wait_and_hears_of_unused_parameters_in_the_next_backward(fakegpu_folder):
+    for here, on_cpu, late, at_once in run_on_stand_in(fakegpu_folder, 2, loop_each):
+        assert here["stops"]
+        assert stops(here) == {}
+        assert here["parameters"] == on_cpu["parameters"]
+        assert (late["steps"], at_once["steps"]) == (5, 4)
+        assert late["error"] == at_once["error"]
+        assert late["error"].startswith("these parameters took no part")

@@ -9,6 +9,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -67,12 +68,11 @@ class Reducer:
         self.low_rank = compress(self._buckets, config)
         """The gradients that travel as thin matrices, by name."""
         self._is_compressing = config.compression is not None
-        self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._group: Any = runtime.group_for(self.device)
-        self._device_waits: accelerator.Stopwatch | None = None
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = self._refuses_unused = False
+        self._unread: accelerator.HostCopy | None = None
         self.held = False
         """Whether backward shall accumulate locally."""
         self.signals = [0.0] * NUM_SIGNALS
@@ -95,6 +95,8 @@ class Reducer:
         return self._trained[0].device if self._trained else torch.device("cpu")
 
     def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
+        self._device_waits: accelerator.Stopwatch | None = None
         self._handles: list[Any] = []
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
         for other in _open:
@@ -111,6 +113,7 @@ class Reducer:
     def take_over(self, earlier: Reducer) -> None:
         """Continue where an `earlier` reducer of the same module ended; that one is closed."""
         earlier.close()
+        earlier.read_flags()
         self.unsynced, self.seconds = earlier.unsynced, earlier.seconds
         self._device_waits = earlier._device_waits
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
@@ -157,11 +160,13 @@ class Reducer:
     @property
     def heard(self) -> list[float]:
         """For each signal, something above 0 where any rank told it in the latest synchronisation."""
+        self.read_flags()
         return self._buckets[-1].heard
 
     @property
     def losses_are_finite(self) -> bool:
         """Whether the losses of all ranks were, in the latest synchronisation."""
+        self.read_flags()
         return self._buckets[-1].losses_are_finite
 
     def is_finite(self) -> bool:
@@ -178,15 +183,8 @@ class Reducer:
         Args:
             losses: Of this rank's micro-batches.
         """
-        refuses = self._refuses_unused
-
-        def take_in(flags: list[list[float]]) -> list[float]:
-            unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.hear(own)]
-            if refuses and unused:
-                self._refuse_unused(unused)
-            return self.heard
-
-        unused = [bucket.unused_flags() for bucket in self._buckets] if refuses else []
+        unused = [bucket.unused_flags() for bucket in self._buckets] if self._refuses_unused else []
+        take_in = functools.partial(self._take_in, refuses=self._refuses_unused)
         return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, take_in)
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -262,6 +260,7 @@ class Reducer:
         torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
+        self.read_flags()
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
@@ -309,13 +308,11 @@ class Reducer:
                 bucket.travel.arrive()
         self.seconds += time.perf_counter() - began
         is_whole = not self.low_rank or all_finite([each for bucket in self._buckets for each in bucket.travel.arrived])
-        # Where this rank has all gradients, each parameter was used somewhere.
-        waits = self.reports and all(bucket.complete for bucket in self._buckets)
-        found: Sequence[Sequence[float] | None] = [None] * len(self._buckets) if waits else self._flags_on_host()
         unused: list[nn.Parameter] = []
+        found = self._flags_as_needed()
         for bucket, numbers in zip(self._buckets, found, strict=True):
             bucket.finish(numbers, as_view=self._as_view, is_whole=is_whole)
-            if not self.reports and numbers is not None:
+            if not self.reports and self._unread is None and numbers is not None:
                 unused += bucket.hear(numbers)
         began = time.perf_counter()
         unused += self._sparse.average(self._group, absent=self._absent)
@@ -340,12 +337,41 @@ class Reducer:
         seconds, self.seconds = self.seconds, 0.0
         return seconds + (0.0 if self._device_waits is None else self._device_waits.take(waits=waits))
 
-    def _flags_on_host(self) -> list[list[float]]:
-        """Return the flags of each bucket; of an accelerator's in one copy."""
+    def _flags_as_needed(self) -> Sequence[Sequence[float] | None]:
+        """Return the flags of each bucket, where the host has to know them now.
+
+        Where this rank has all gradients, each parameter was used somewhere. So on an accelerator, whose flags come in
+        one copy, it does not wait for them; they are read by a report, or when the next synchronisation begins.
+        """
         flags = [bucket.flags for bucket in self._buckets]
         if flags[0].is_cpu or len({each.device for each in flags}) > 1:
             return [each.tolist() for each in flags]
-        return [each.tolist() for each in torch.cat(flags).cpu().split([*map(len, flags)])]
+        waits = all(bucket.complete for bucket in self._buckets)
+        if self.reports and waits:
+            return [None] * len(flags)
+        copy = accelerator.HostCopy(torch.cat(flags))
+        if not self.reports:
+            self._unread = copy
+        return [None] * len(flags) if waits else self._split(copy)
+
+    def _split(self, copy: accelerator.HostCopy) -> list[list[float]]:
+        return [each.tolist() for each in copy.read().split([len(bucket.flags) for bucket in self._buckets])]
+
+    def read_flags(self) -> None:
+        """Take in the flags of the latest synchronisation, where they have not been read yet; waits for them.
+
+        Raises:
+            DistributedTrainingError: A parameter was unused on some rank, on every rank alike.
+        """
+        copy, self._unread = self._unread, None
+        if copy is not None:
+            self._take_in(self._split(copy), self._refuses_unused)
+
+    def _take_in(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
+        unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.hear(own)]
+        if refuses and unused:
+            self._refuse_unused(unused)
+        return self.heard
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):

@@ -114,6 +114,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(FAKE, &memory);
 
+std::mutex pinned_guard;  // of its own: a copy that arrives may free the memory that it was kept for
 std::set<std::pair<const char*, const char*>> pinned_blocks;
 
 struct Pinned final : c10::Allocator {
@@ -123,14 +124,14 @@ struct Pinned final : c10::Allocator {
   };
   c10::DataPtr allocate(size_t size) override {
     auto* block = new Block{static_cast<char*>(std::malloc(size + 1)), size};
-    std::lock_guard<std::mutex> lock(guard);
+    std::lock_guard<std::mutex> lock(pinned_guard);
     pinned_blocks.insert({block->data, block->data + size});
     return {block->data, block, &release, Device(DeviceType::CPU)};
   }
   static void release(void* given) {
     auto* block = static_cast<Block*>(given);
     {
-      std::lock_guard<std::mutex> lock(guard);
+      std::lock_guard<std::mutex> lock(pinned_guard);
       pinned_blocks.erase({block->data, block->data + block->size});
     }
     std::free(block->data);
@@ -141,7 +142,7 @@ struct Pinned final : c10::Allocator {
 Pinned pinned;
 
 bool is_pinned(const void* data) {
-  std::lock_guard<std::mutex> lock(guard);
+  std::lock_guard<std::mutex> lock(pinned_guard);
   auto* place = static_cast<const char*>(data);
   auto after = pinned_blocks.upper_bound({place, reinterpret_cast<const char*>(UINTPTR_MAX)});
   return after != pinned_blocks.begin() && place < std::max(std::prev(after)->second, std::prev(after)->first + 1);
