@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import test_placement
 import torch
 import torch.distributed as dist
-from fitting import fingerprint, flat, make_rows, seeded
+from fitting import fingerprint, flat, make_model, make_rows, one_process, seeded
 from test_aborting import FailsInStep3
 from torch import nn
 from worlds import run_processes
@@ -125,9 +128,58 @@ def test_16_bits_and_a_compiled_model_train_as_well(settings):
 
 def test_parameters_of_bfloat16_are_trained():
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
-    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), "adamw", device=GPU)
-    trainer.fit(*make_rows(ROWS), epochs=1, effective_batch_size=STEP, verbose=False)
+    with one_process():
+        trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), "adamw", device=GPU)
+        trainer.fit(*make_rows(ROWS), epochs=1, effective_batch_size=STEP, verbose=False)
     assert bool(model.weight.isfinite().all())
+
+
+class SyncsCounted(cx.callbacks.Callback):
+    """Lets PyTorch warn of each operation that stops the host, from step 6 of a fit on."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 5:
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)], ids=["adamw", "sgd"]
+)
+def test_the_host_does_not_stop_in_a_step(make):
+    model = make_model()
+    trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), make(model.parameters()), device=GPU)
+    settings = {"epochs": 1, "effective_batch_size": STEP, "clip_norm": 1.0, "verbose": False}
+    with one_process(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(*make_rows(50 * STEP), callbacks=[SyncsCounted()], **settings)
+    syncs = [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+    assert len(syncs) <= 5, syncs  # at the end of the epoch
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)], ids=["adamw", "sgd"]
+)
+@pytest.mark.parametrize("bad", [0, 3, 7])
+def test_a_step_that_is_not_finite_leaves_everything_as_it_was(make, bad):
+    with seeded():
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    models = [module, copy.deepcopy(module)]
+    inputs, targets = make_rows(8 * STEP)
+    inputs[bad * STEP] = float("nan")
+    trainers = [cx.DistributedTrainer(m, nn.CrossEntropyLoss(), make(m.parameters()), device=GPU) for m in models]
+    settings = {"epochs": 1, "effective_batch_size": STEP, "shuffle": False, "warmup_steps": 6, "verbose": False}
+    with one_process():
+        with pytest.raises(cx.NonFiniteError, match=rf"step {bad + 1} \({bad + 1} in all\): on rank 0, X holds NaN"):
+            trainers[0].fit(inputs, targets, **settings)
+        if bad:  # the good steps alone; with schedules that do not depend on how many there are
+            trainers[1].fit(inputs[: bad * STEP], targets[: bad * STEP], **settings)
+    assert trainers[0].step == bad
+    assert fingerprint(models[0].cpu()) == fingerprint(models[1].cpu())
+    states = [[v.cpu() for own in t.optimizer.state.values() for v in own.values()] for t in trainers]
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes on the GPU", "bytes, and targets on the GPU", "inputs alone"])

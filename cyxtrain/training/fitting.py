@@ -283,7 +283,7 @@ class Fit:
         self._put_into_training()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
-            with self._settled(step), contextlib.closing(run.shares(position)) as shares:
+            with contextlib.closing(run.shares(position)) as shares, self._settled(step):
                 given = (clock.data.each(shares), step_and_listen, self._device)
                 run_epoch(*given, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read
