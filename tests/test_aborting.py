@@ -13,6 +13,8 @@ from fitting import make_model, make_rows
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 import cyxtrain as cx
+from cyxtrain import runtime
+from cyxtrain.ring import RingProcessGroup
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 X, Y = make_rows(48)
@@ -55,6 +57,17 @@ def own_loop(how):
             cx.all_reduce(torch.ones(3))
 
 
+def fit_in_a_group_of_pytorchs_own():
+    """As many scripts make it for NCCL, which Gloo under another name stands in for: CPU tensors go over Gloo."""
+    make = dist.ProcessGroupGloo
+    dist.Backend.register_backend("other", lambda *given: make(*given[:3], timeout=given[3]), devices=["cuda"])
+    dist.init_process_group("cpu:gloo,cuda:other")
+    with cx.init():
+        assert isinstance(runtime.cpu_group(), RingProcessGroup)
+        trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd", callbacks=[FailsInStep3("raises")])
+        trainer.fit(X, Y, epochs=1, batch_size=4, verbose=False)
+
+
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -74,6 +87,13 @@ def test_error_in_a_loop_of_ones_own_is_the_cause_too():
     assert last.kind == "KeyError"
     assert (first.kind, first.error["rank"]) == ("PeerLostError", 1), first.traceback
     assert "rank 1 has ended: KeyError" in first.message
+
+
+def test_a_group_of_pytorchs_own_with_two_backends_ends_with_the_error_too():
+    first, last = run_ranks(2, fit_in_a_group_of_pytorchs_own, seconds=20)
+    assert last.kind == "KeyError", last.traceback
+    assert (first.kind, first.error["rank"]) == ("DistributedTrainingError", 1), first.traceback
+    assert "broken in step 3" in first.message
 
 
 def test_without_an_error_all_train_and_leave_as_over_the_ring():
