@@ -1,6 +1,7 @@
 """SyncBatchNorm where ranks have different numbers of micro-batches: it works, or is refused before the first step.
 
-PyTorch has it on accelerators alone; here a layer that computes the same on CPUs stands in for it.
+PyTorch has it on accelerators alone. Most tests take a layer that computes the same on CPUs; one takes PyTorch's own on
+the stand-in for a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fitting import CLASSES, FEATURES, flat, make_rows, one_process, seeded
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -93,6 +95,7 @@ def fit(rows: int, norm: str = "sync", images: bool = False, fails: bool = False
     with allowed_on_cpus():
         trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), RATE))
         history = trainer.fit(x.double(), y, epochs=2, shuffle=False, verbose=False, **settings)
+    model.cpu()
     return flat([*model.parameters(), *model.buffers()]), history.train_losses
 
 
@@ -137,6 +140,67 @@ def test_rank_without_rows_in_the_last_step_takes_part_and_all_train_as_one():
         for (parameters, losses), (expected, expected_losses) in zip(found, alone, strict=True):
             assert parameters == pytest.approx(expected, abs=1e-12)
             assert losses == pytest.approx(expected_losses, abs=1e-12)
+
+
+def over_all_but_channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions that are not channels, and the shape of a number per channel."""
+    return [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+
+
+def stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dims, _ = over_all_but_channels(x)
+    return x.mean(dims), (x.var(dims, correction=0) + eps).rsqrt()
+
+
+def gather_stats(x, means, invstds, running_mean, running_var, momentum, eps, counts):
+    shares = (counts / counts.sum())[:, None]
+    mean = (means * shares).sum(0)
+    variance = ((invstds**-2 - eps + means.square()) * shares).sum(0) - mean.square()
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(variance * counts.sum() / (counts.sum() - 1), momentum)
+    return mean, (variance + eps).rsqrt()
+
+
+def normalised(x, weight, bias, mean, invstd, eps):
+    shape = over_all_but_channels(x)[1]
+    return (x - mean.view(shape)) * (invstd * weight).view(shape) + bias.view(shape)
+
+
+def backward_reduce(gradient, x, mean, invstd, weight, *_):
+    dims, shape = over_all_but_channels(x)
+    summed, by_x = gradient.sum(dims), (gradient * (x - mean.view(shape))).sum(dims)
+    return summed, by_x, by_x * invstd, summed.clone()
+
+
+def backward_elemt(gradient, x, mean, invstd, weight, summed, by_x, counts):
+    shape, count = over_all_but_channels(x)[1], counts.sum()
+    inner = gradient - (summed / count).view(shape)
+    inner = inner - (x - mean.view(shape)) * (invstd.square() * by_x / count).view(shape)
+    return inner * (invstd * weight).view(shape)
+
+
+def fit_on_stand_in(given: list[dict[str, Any]]) -> list[Any]:
+    """With PyTorch's SyncBatchNorm, whose kernels the stand-in does not have."""
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("batch_norm_stats", stats)
+    library.impl("batch_norm_gather_stats_with_counts", gather_stats)
+    library.impl("batch_norm_elemt", normalised)
+    library.impl("batch_norm_backward_reduce", backward_reduce)
+    library.impl("batch_norm_backward_elemt", backward_elemt)
+    with cx.init():
+        found = [fit(norm="plain", sync_batchnorm=True, **each) for each in given]
+    return [(parameters.tolist(), losses) for parameters, losses in found]
+
+
+@pytest.mark.nightly
+def test_pytorchs_own_layer_trains_as_one_on_the_stand_in_for_a_gpu(fakegpu_folder):
+    given = [{"rows": 27, "effective_batch_size": 12}]
+    with one_process():
+        alone = [fit(norm="plain", **each) for each in given]
+    for found in run_on_stand_in(fakegpu_folder, 2, fit_on_stand_in, given):
+        for (parameters, losses), (expected, expected_losses) in zip(found, alone, strict=True):
+            assert parameters == pytest.approx(expected, abs=1e-9)
+            assert losses == pytest.approx(expected_losses, abs=1e-9)
 
 
 def test_ranks_with_fewer_micro_batches_take_part_in_all():
