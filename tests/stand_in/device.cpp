@@ -344,6 +344,41 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const std::op
   return result;
 }
 
+// Convolutions have no fallback: a backend brings its own.
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, IntArrayRef stride,
+                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                   int64_t groups) {
+  bool has_bias = bias && bias->defined();
+  TORCH_CHECK(!input.is_cpu() && !weight.is_cpu() && !(has_bias && bias->is_cpu()),
+              "Expected all tensors to be on the same device");
+  launched++;
+  inside++;
+  Tensor result = at::convolution(on_host(input), on_host(weight), has_bias ? on_host(*bias) : Tensor(), stride,
+                                  padding, dilation, transposed, output_padding, groups)
+                      .to(input.device());
+  inside--;
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
+                                                        const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                                        IntArrayRef dilation, bool transposed,
+                                                        IntArrayRef output_padding, int64_t groups,
+                                                        std::array<bool, 3> wanted) {
+  TORCH_CHECK(!gradient.is_cpu() && !input.is_cpu() && !weight.is_cpu(),
+              "Expected all tensors to be on the same device");
+  int64_t channels = gradient.size(1);
+  launched++;
+  inside++;
+  auto [to_input, to_weight, to_bias] =
+      at::convolution_backward(on_host(gradient), on_host(input), on_host(weight), IntArrayRef{channels}, stride,
+                               padding, dilation, transposed, output_padding, groups, wanted);
+  auto on_device = [&](const Tensor& tensor) { return tensor.defined() ? tensor.to(input.device()) : tensor; };
+  std::tuple<Tensor, Tensor, Tensor> result{on_device(to_input), on_device(to_weight), on_device(to_bias)};
+  inside--;
+  return result;
+}
+
 Tensor strided_view(const Tensor& tensor, IntArrayRef sizes, IntArrayRef strides, std::optional<int64_t> offset) {
   auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
                                                          tensor.key_set(), tensor.dtype());
@@ -407,6 +442,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_all_);
   m.impl("set_.source_Storage_storage_offset", &set_);
   m.impl("native_batch_norm", &batch_norm);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("resize_", &resize_);
   m.impl("record_stream", &record_stream);
 }

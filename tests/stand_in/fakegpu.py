@@ -8,6 +8,7 @@ speed.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import hashlib
@@ -34,6 +35,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "fakenccl.
 stops: collections.Counter[tuple[str, str]] = collections.Counter()
 """How often each (kind, place in the package) has been told, while `counting`."""
 _active = [False]
+_kept: list[torch.Tensor] = []
 
 
 def why_not() -> str:
@@ -136,8 +138,18 @@ def register(folder: Path) -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.nn.Module._apply = _swapping(torch.nn.Module._apply)  # type: ignore[method-assign]
     device.listen(_hear)
+    atexit.register(_let_autograd_finish)
     dist.Backend.register_backend("fakenccl", _make_fakenccl, devices=[NAME])
     return device
+
+
+def _let_autograd_finish() -> None:
+    """Waits until autograd's thread for this device has let go of Python's objects.
+
+    One that wants the interpreter's lock while Python ends is ended by force, in a destructor: the process aborts.
+    """
+    _kept.append(torch.ones(1, device=NAME, requires_grad=True))
+    _kept[0].sum().backward()  # the thread takes it once it is done with the one before
 
 
 def _swapping(apply: Callable[..., Any]) -> Callable[..., Any]:
