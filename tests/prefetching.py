@@ -128,7 +128,6 @@ SOURCES: dict[str, Make] = {
     "IterableDataset with workers": lambda _, count: loader(Flow(count), num_workers=2),
     "function": lambda _, count: (lambda: batches(count),),
 }
-WITH_PROCESSES = [name for name in SOURCES if "workers" in name]
 
 
 class Watch(cx.callbacks.Callback):
@@ -218,10 +217,10 @@ RESUMED: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
 }
 
 
-def resume_each(folder: str) -> dict[str, list[str]]:
+def resume_each(folder: str, names: list[str]) -> dict[str, list[str]]:
     """The bits of a fit on the CPU, of the same on the stand-in, and of those that resume from its checkpoints."""
     with cx.init():
-        return {name: _resume_each(name, Path(folder, name)) for name in RESUMED}
+        return {name: _resume_each(name, Path(folder, name)) for name in names}
 
 
 def _resume_each(name: str, folder: Path) -> list[str]:
@@ -298,7 +297,7 @@ def left_of_generator(device: str) -> int:
     return len(list(given))
 
 
-def look_at_order() -> dict[str, Any]:
+def look() -> dict[str, Any]:
     with cx.init():
         devices = ("cpu", GPU)
         return {
@@ -306,6 +305,7 @@ def look_at_order() -> dict[str, Any]:
             "broken": [events_on(device, fails=True) for device in devices],
             "stopped": [events_on(device, stop_after=3) for device in devices],
             "left": [left_of_generator(device) for device in devices],
+            "copies": look_at_copies(),
         }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
-from prefetching import RESUMED, SOURCES, WITH_PROCESSES, WRONG, compare, look_at_copies, look_at_order, resume_each
+from prefetching import RESUMED, SOURCES, WRONG, compare, look, resume_each
 from stand_in.running import run_on_stand_in
 
 from cyxtrain.config import DistributedTrainingConfig
@@ -18,6 +19,7 @@ from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.moving import Placement, one_ahead
 from cyxtrain.data.sampler import DistributedSampler, Indices
 
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))
 
 
@@ -79,43 +81,54 @@ def test_an_item_that_cannot_be_made_is_an_error_in_its_turn():
     assert given == [(0, 2), (1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        (1, [name for name in SOURCES if name not in WITH_PROCESSES]),
-        pytest.param(1, WITH_PROCESSES, marks=pytest.mark.nightly),
-        pytest.param(2, list(SOURCES), marks=pytest.mark.nightly),
-    ],
-    ids=["in this process", "in workers", "on 2 ranks"],
-)
+FEW = [
+    "NumPy arrays",
+    "images on the device",
+    "inputs on the device, targets not",
+    "loader that pins",
+    "IterableDataset",
+]
+FEW_RESUMED = ["arrays", "loader, passes", "function, passes"]
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(1, FEW), nightly(2, list(SOURCES))], ids=["few", "all, 2 ranks"])
 def test_all_kinds_of_data_reach_an_accelerator_without_stopping_the_host(fakegpu_folder, world_size, names):
     assert run_on_stand_in(fakegpu_folder, world_size, compare, names, seconds=150.0) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_fit_on_an_accelerator_resumes_after_any_step(world_size, fakegpu_folder, tmp_path):
-    for found in run_on_stand_in(fakegpu_folder, world_size, resume_each, str(tmp_path), seconds=150.0):
-        assert {name: len(set(bits)) for name, bits in found.items()} == dict.fromkeys(RESUMED, 1)
+@pytest.mark.parametrize(("world_size", "names"), [(1, FEW_RESUMED), nightly(2, list(RESUMED))], ids=["few", "2 ranks"])
+def test_a_fit_on_an_accelerator_resumes_after_any_step(fakegpu_folder, world_size, names, tmp_path):
+    for found in run_on_stand_in(fakegpu_folder, world_size, resume_each, str(tmp_path), names, seconds=150.0):
+        assert {name: len(set(bits)) for name, bits in found.items()} == dict.fromkeys(names, 1)
         assert all(len(bits) > 2 for bits in found.values())
 
 
-def test_an_accelerator_is_busy_while_the_next_rows_are_fetched(fakegpu_folder):
-    [found] = run_on_stand_in(fakegpu_folder, 1, look_at_order)
-    (on_cpu, _, _), (on_gpu, _, _) = found["whole"]
+@pytest.fixture(scope="module")
+def looked(fakegpu_folder):
+    [found] = run_on_stand_in(fakegpu_folder, 1, look)
+    return found
+
+
+def test_an_accelerator_is_busy_while_the_next_rows_are_fetched(looked):
+    (on_cpu, _, _), (on_gpu, _, _) = looked["whole"]
     steps = on_cpu.count("update")
     assert on_cpu == ["fetch", "forward", "backward", "update", "end"] * steps
     expected = ["fetch", *["forward", "backward", "fetch", "update", "end"] * (steps - 1)]
     assert on_gpu == [*expected, "forward", "backward", "update", "end"]
     # The data set is asked for the same rows in the same order, and fails after the same steps with the same words.
-    assert found["whole"][0][1:] == found["whole"][1][1:]
-    assert found["broken"][0][0].count("end") == found["broken"][1][0].count("end") == WRONG // 8
-    assert found["broken"][0][1:] == found["broken"][1][1:]
-    assert f"That was row {WRONG} of the data set." in found["broken"][1][2]
+    assert looked["whole"][0][1:] == looked["whole"][1][1:]
+    assert looked["broken"][0][0].count("end") == looked["broken"][1][0].count("end") == WRONG // 8
+    assert looked["broken"][0][1:] == looked["broken"][1][1:]
+    assert f"That was row {WRONG} of the data set." in looked["broken"][1][2]
     # A fit that stops early trains the same steps, and takes no more of what is given once.
-    assert found["stopped"][0][0].count("end") == found["stopped"][1][0].count("end") < steps
-    assert found["left"][0] == found["left"][1] > 0
+    assert looked["stopped"][0][0].count("end") == looked["stopped"][1][0].count("end") < steps
+    assert looked["left"][0] == looked["left"][1] > 0
 
 
-def test_the_side_stream_copies_what_is_on_the_host_alone_and_hands_its_memory_over(fakegpu_folder):
-    [found] = run_on_stand_in(fakegpu_folder, 1, look_at_copies)
-    assert found == {"host": [2, True, 2], "device": [0, False, 0], "both": [1, True, 1], "pinned": [2, True, 2]}
+def test_the_side_stream_copies_what_is_on_the_host_alone_and_hands_its_memory_over(looked):
+    assert looked["copies"] == {
+        "host": [2, True, 2],
+        "device": [0, False, 0],
+        "both": [1, True, 1],
+        "pinned": [2, True, 2],
+    }
