@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from fitting import make_model, make_rows
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+from torch import nn
 
 import cyxtrain as cx
 from cyxtrain import runtime
+from cyxtrain.parallel.report import Report
 from cyxtrain.ring import RingProcessGroup
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -80,6 +82,19 @@ def test_all_ranks_end_with_the_error_of_the_one_that_failed(world_size, how, te
         assert ended.error["rank"] == world_size - 1
         assert ended.error["during"] == "a collective of fakenccl"
         assert ("broken in step 3" in ended.message) == (how == "raises")
+
+
+def test_what_an_aborted_collective_has_left_decides_nothing(monkeypatch):
+    def refuse() -> None:
+        raise cx.PeerLostError("rank 1 is lost", rank=1)
+
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), float("nan"))
+    report = Report([parameter], [torch.zeros(2)], [], [], lambda flags: flags[0])
+    monkeypatch.setattr(runtime, "check_default_group", refuse)
+    for read in (report.is_good, report.signals, lambda: report.spoilt):
+        with pytest.raises(cx.PeerLostError):
+            read()
 
 
 def test_error_in_a_loop_of_ones_own_is_the_cause_too():

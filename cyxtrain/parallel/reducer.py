@@ -355,7 +355,9 @@ class Reducer:
         return [None] * len(flags) if waits else self._split(copy)
 
     def _split(self, copy: accelerator.HostCopy) -> list[list[float]]:
-        return [each.tolist() for each in copy.read().split([len(bucket.flags) for bucket in self._buckets])]
+        numbers = copy.read()
+        runtime.check_default_group()
+        return [each.tolist() for each in numbers.split([len(bucket.flags) for bucket in self._buckets])]
 
     def read_flags(self) -> None:
         """Take in the flags of the latest synchronisation, where they have not been read yet; waits for them.

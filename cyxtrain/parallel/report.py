@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from cyxtrain import accelerator
+from cyxtrain import accelerator, runtime
 from cyxtrain.parallel.finite import magnitudes, values_of
 
 _POLL_SECONDS = 0.001
@@ -56,7 +56,9 @@ class Report:
     @property
     def _parts(self) -> tuple[Tensor, ...]:
         if self._found is None:
-            self._found = self._copy.read().split([1, *self._sizes])
+            numbers = self._copy.read()
+            runtime.check_default_group()
+            self._found = numbers.split([1, *self._sizes])
         return self._found
 
     def is_good(self) -> bool:
