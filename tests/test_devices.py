@@ -170,7 +170,9 @@ def test_small_agreements_and_cpu_tensors_go_over_a_ring_beside_a_group_of_gpus(
 )
 def test_the_ring_carries_the_tensors_of_any_accelerator(fakegpu_folder, world_size, communication):
     env = {"CYXTRAIN_COMMUNICATION": communication}
-    found = run_on_stand_in(fakegpu_folder, world_size, every_collective, fakegpu.NAME, [1, 100_003], env=env)
+    found = run_on_stand_in(
+        fakegpu_folder, world_size, every_collective, fakegpu.NAME, [1, 100_003], env=env, seconds=100.0
+    )
     assert found == [[]] * world_size
 
 
@@ -213,7 +215,7 @@ def choose_alone() -> None:
 
 
 def test_alone_a_visible_accelerator_is_used_unless_the_cpu_is_asked_for(fakegpu_folder):
-    run_on_stand_in(fakegpu_folder, 1, choose_alone, env={"FAKEGPU_DEVICES": "2"})
+    run_on_stand_in(fakegpu_folder, 1, choose_alone, env={"FAKEGPU_DEVICES": "2"}, seconds=100.0)
 
 
 class OfDevices(RingProcessGroup):
@@ -255,7 +257,8 @@ def choose_together(folder: str) -> list[Any]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_each_rank_takes_the_device_of_its_local_rank_over_the_ring(fakegpu_folder, tmp_path, count):
-    found = run_on_stand_in(fakegpu_folder, 2, choose_together, str(tmp_path), env={"FAKEGPU_DEVICES": str(count)})
+    env = {"FAKEGPU_DEVICES": str(count)}
+    found = run_on_stand_in(fakegpu_folder, 2, choose_together, str(tmp_path), env=env, seconds=100.0)
     own = [f"fakegpu:{rank % count}" for rank in range(2)]
     assert [(backend, places) for backend, places, _ in found] == [
         ("ring", [own[rank], own[rank], "cpu", own[rank]]) for rank in range(2)
@@ -272,7 +275,7 @@ def test_where_one_rank_sees_no_accelerator_all_train_on_cpus(fakegpu_folder):
     with start_processes(2, fit_anywhere, ranks=()) as world:
         for rank, count in enumerate("10"):
             world.start(rank, 2, fakegpu.environment(fakegpu_folder) | {"FAKEGPU_DEVICES": count})
-        results = world.results(60.0)
+        results = world.results(100.0)
     assert [result.value[:1] for result in results] == [["cpu"], ["cpu"]], results[0].stderr
     line = "1 fakegpu device is visible and not used: rank 0 sees fakegpu and rank 1 sees no accelerator"
     assert results[0].value[2]["device"].endswith(line)
