@@ -4,7 +4,7 @@ The order of a training step: zero the gradients; forward and backward of each m
 averages gradients over ranks; unscale; finite?, and the next loss scale; clip; step the optimizer, then its schedule;
 add to the sums of the epoch.
 
-Parameters change only after every collective of the step has succeeded.
+Parameters change only after every collective of the step has succeeded; over NCCL the host does not wait for that.
 """
 
 from __future__ import annotations
