@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,13 @@ def done_on(device: torch.device) -> torch.Event:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor on an accelerator, by a copy from pinned memory that does not stop the host, where it can."""
     return tensor.pin_memory().to(device, non_blocking=True) if has_side_streams(device) else tensor.to(device)
+
+
+def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the host's numbers as a tensor on a device; an accelerator is not waited for."""
+    if not is_accelerator(device):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 class HostCopy:

@@ -61,6 +61,7 @@ PRIVATE_NAMES = (
     PrivateName("torch._foreach_copy_", _LOOP),
     PrivateName("torch._foreach_lerp_", _LOOP),
     PrivateName("torch._foreach_norm", _LOOP),
+    PrivateName("torch._foreach_mul_", _LOOP),
     PrivateName("torch._C._nn.flatten_dense_tensors", "torch.cat makes one tensor of them"),
     PrivateName("torch._C._current_autograd_node", "a backward inside another one is found at its next gradient"),
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
@@ -203,6 +204,7 @@ def milestones_of(scheduler: Any) -> Sequence[int]:
 
 _foreach_copy, _foreach_lerp = find("torch._foreach_copy_"), find("torch._foreach_lerp_")
 _foreach_norm = find("torch._foreach_norm")
+_foreach_mul = find("torch._foreach_mul_")
 current_autograd_node: Callable[[], Any] = find("torch._C._current_autograd_node") or (lambda: None)
 
 
@@ -237,6 +239,15 @@ def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     if _foreach_norm is not None:
         return list(_foreach_norm(tensors, math.inf))
     return [torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors]
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by a number, or by a 0-dim tensor of their device and dtype."""
+    if _foreach_mul is not None and tensors:
+        _foreach_mul(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def version_of(tensor: Tensor) -> float:

@@ -28,14 +28,14 @@ class Batch:
         targets: Shape (rows, ...), or several such, or None.
         weights: Shape (rows,), or None: all rows count alike.
         items: How many items (such as tokens) the losses of a step count over all ranks and micro-batches; None: those
-            of this batch.
+            of this batch. A tensor of the model's device, if that is an accelerator.
     """
 
     number: int
     inputs: Tree
     targets: Tree | None
     weights: Tensor | None = None
-    items: int | None = None
+    items: Tensor | int | None = None
 
     @property
     def rows(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from cyxtrain import runtime
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
@@ -35,6 +35,7 @@ from cyxtrain.training.agreement import agree_on, telling
 from cyxtrain.training.buffers import BuffersKept
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_model, check_optimizer, check_precision
+from cyxtrain.training.clipping import multiply_gradients
 from cyxtrain.training.facts import model_facts, optimizer_facts
 from cyxtrain.training.items import rule_named
 from cyxtrain.training.loss import Loss, Weighting
@@ -169,7 +170,8 @@ class DistributedAMPTrainer:
                 changed.
             DistributedTrainingError: Another rank has failed, with its traceback.
 
-        Cost: in the last call of a step, beside the gradients, a sum of one number.
+        Cost: in the last call of a step, beside the gradients, a sum of one number. Since it returns a number, each
+        call waits for the forward on an accelerator: `fit(precision="fp16", accumulation_steps=...)` does not.
         """
         with telling(), memory_explained(), torch.enable_grad(), contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
@@ -298,7 +300,7 @@ class DistributedAMPTrainer:
             "DistributedAMPTrainer does not know what several losses count before a step is complete: use fit, or "
             "return one loss as (sum, weight).",
         )
-        value, weight = loss.value.item(), float(loss.weight)
+        value, weight, terms = _on_host(loss.value, loss.weight, loss.terms)
         if not weight and not self._loss.is_known:  # nothing counts: the loss may be 0 / 0, and so its gradients
             self._parts.append((0.0, 0.0))
             if is_last:
@@ -306,11 +308,11 @@ class DistributedAMPTrainer:
             return 0.0
         self._parts.append((value, weight))
         self._ddp.watch(loss.value)
-        factor = loss.terms / (self._unit * self.accumulation_steps) * self.scaler.of_each(self.world_size)
+        factor = terms / (self._unit * self.accumulation_steps) * self.scaler.of_each(self.world_size)
         (loss.value * factor).backward()
         if self._loss.weighting is Weighting.NOTHING:
             return value
-        return value * loss.terms / weight if weight else 0.0
+        return value * terms / weight if weight else 0.0
 
     def _update(self) -> None:
         """Unscale, finite?, and the next loss scale; step; zero."""
@@ -338,9 +340,7 @@ class DistributedAMPTrainer:
         ones = self._unit * self.accumulation_steps * self.world_size
         multiplier = scale / self.world_size  # of each rank's loss: LossScale.of_each, before the scale went on
         factor = ones / counted / multiplier if counted else 0.0
-        for parameter in self._ddp.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        multiply_gradients(self._ddp.module.parameters(), factor)
 
     def _refuse(self, scale: float) -> None:
         """Raises on every rank what no smaller scale would cure."""
@@ -367,6 +367,14 @@ class DistributedAMPTrainer:
         self._parts = []
         self._ddp.forget()
         self._ddp.module.zero_grad()
+
+
+def _on_host(*numbers: Tensor | float) -> list[float]:
+    """Returns numbers of a device, or of the host; an accelerator is waited for once."""
+    there = {at: each for at, each in enumerate(numbers) if isinstance(each, Tensor) and not each.is_cpu}
+    found = torch.stack([each.detach().double().reshape(()) for each in there.values()]).tolist() if there else []
+    copied = dict(zip(there, found, strict=True))
+    return [copied[at] if at in there else float(each) for at, each in enumerate(numbers)]
 
 
 def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> OptimizerLike:

@@ -82,10 +82,10 @@ class ModelCall:
         """
         rule = None if self._loss is None else self._loss.items
         if rule is not None:
-            return self.with_items(model, batch, batch.items or max(rule.count(batch), 1))
+            return self.with_items(model, batch, rule.items(batch))
         return self.with_items(model, batch, None) if self._gives_targets else self.predict(model, batch)
 
-    def with_items(self, model: Callable[..., Any], batch: Batch, items: int | None) -> Any:
+    def with_items(self, model: Callable[..., Any], batch: Batch, items: Tensor | int | None) -> Any:
         """Returns what a model that computes its own loss gives for a batch.
 
         Args:
@@ -94,7 +94,8 @@ class ModelCall:
             items: `num_items_in_batch`; None: it is not passed.
         """
         targets = (batch.targets,) if self._gives_targets else ()
-        return self._compute(model, batch.inputs, *targets, **({} if items is None else {ARGUMENT: items}))
+        named: dict[str, Any] = {} if items is None else {ARGUMENT: items}
+        return self._compute(model, batch.inputs, *targets, **named)
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Returns what a model gives for a batch's inputs alone."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from cyxtrain import torch_compat
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.parallel.finite import values_of
 
@@ -54,13 +55,49 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
     Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        limit = unit_norms(parameter.detach()).clamp(min=_LEAST_NORM) * factor
-        norms = unit_norms(parameter.grad)
+        if parameter.grad is not None:
+            pair = parameter.detach(), parameter.grad
+            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(pair)
+    for pairs in kinds.values():  # all units of a kind at once
+        norms = [unit_norms(gradient) for _, gradient in pairs]
+        limit = torch.cat([unit_norms(values).reshape(-1) for values, _ in pairs]).clamp_(min=_LEAST_NORM).mul_(factor)
+        joined = torch.cat([each.reshape(-1) for each in norms])
         # Where the norm is within the limit the factor is exactly 1.
-        parameter.grad.mul_(torch.where(norms > limit, limit / norms, 1.0))
+        factors = torch.where(joined > limit, limit / joined, 1.0).split([each.numel() for each in norms])
+        for (_, gradient), each, of_units in zip(pairs, norms, factors, strict=True):
+            gradient.mul_(of_units.view(each.shape))
+
+
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiplies all gradients.
+
+    Cost: on an accelerator one operation for all of a type, that the host does not wait for.
+
+    Args:
+        parameters: Whose gradients; those without one are left out.
+        factor: A number, or a 0-dim tensor of float64 on the device of the gradients.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_cpu:  # there a loop costs no more
+            gradient.mul_(factor)
+            continue
+        if gradient.is_sparse:
+            gradient = parameter.grad = gradient.coalesce()
+        kinds.setdefault((gradient.dtype, gradient.device), []).append(values_of(gradient))
+    for (dtype, _), gradients in kinds.items():
+        if not isinstance(factor, Tensor):
+            torch_compat.multiply_all(gradients, factor)
+        elif dtype.itemsize > 2:
+            torch_compat.multiply_all(gradients, factor.to(dtype))
+        else:  # in 16 bits the factor itself would be rounded
+            for gradient in gradients:
+                gradient.copy_(gradient.float() * factor.float())
 
 
 def gradient_norm(model: nn.Module) -> Tensor | None:

@@ -21,7 +21,7 @@ class Display:
         """An epoch of `steps` steps begins; None: nobody knows."""
 
     def step(self, joined_rows: int, measured: Callable[[], Mapping[str, float]]) -> None:
-        """A step is done; `measured` gives the numbers so far on this rank, at the cost of asking the device."""
+        """A step is done; `measured` gives the numbers so far on this rank."""
 
     def draw(self, steps: int, text: str) -> None:
         """So many steps of the epoch are done, with these numbers."""
@@ -81,7 +81,8 @@ class LiveDisplay(PlainDisplay):
         now = time.perf_counter()
         if now - self._shown >= REFRESH_SECONDS:
             self._shown = now
-            self.draw(self._steps, f"{numbers(measured())}  {self._rows / (now - self._began):,.0f} samples/s")
+            rate = f"{self._rows / (now - self._began):,.0f} samples/s"
+            self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
 
 
 _makers: list[Callable[[bool], Display]] = []

@@ -28,11 +28,18 @@ class ItemRule:
 
     Attributes:
         name: In words that ranks compare.
-        count: Returns how many there are in a batch.
+        count: Returns how many there are in a batch; on an accelerator as a tensor there, so that nobody waits for it.
     """
 
     name: str
-    count: Callable[[Batch], int]
+    count: Callable[[Batch], Tensor | int]
+
+    def items(self, batch: Batch) -> Tensor | int:
+        """Returns what a model is given: the number of the whole step if it is known, or of this batch; at least 1."""
+        if batch.items is not None:
+            return batch.items
+        count = self.count(batch)
+        return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def names_items(model: nn.Module) -> bool:
@@ -66,7 +73,7 @@ def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | Non
         batches: Some rows of the data.
         counts: What the model has counted in each.
     """
-    fits = (rule for rule in _rules(batches[0]) if [rule.count(batch) for batch in batches] == list(counts))
+    fits = (rule for rule in _rules(batches[0]) if [int(rule.count(batch)) for batch in batches] == list(counts))
     return next(fits, None)
 
 
@@ -100,9 +107,12 @@ def _rows() -> ItemRule:
 
 
 def _of_labels(name: str, ignored: int | None, first: int) -> ItemRule:
-    def count(batch: Batch) -> int:
+    def count(batch: Batch) -> Tensor | int:
         labels = dict(_labels(batch))[name][..., first:] if first else dict(_labels(batch))[name]
-        return labels.numel() if ignored is None else int((labels != ignored).sum())
+        if ignored is None:
+            return labels.numel()
+        found = (labels != ignored).sum()
+        return int(found) if found.is_cpu else found
 
     place = f"{name}[..., 1:]" if first else name
     return ItemRule(place if ignored is None else f"{place} != {ignored}", count)

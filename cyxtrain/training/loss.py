@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -79,14 +80,21 @@ class BatchLoss:
     """
 
     value: Tensor
-    terms: float
+    terms: Tensor | float
     weight: Tensor | float
     parts: Mapping[str, BatchLoss] = field(default_factory=dict)
 
     @property
     def mean(self) -> Tensor:
         """The mean over this rank's part; NaN if nothing in it counts."""
+        if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # nobody waits for it
+            return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
         return self.value * self.terms / self.weight if self.weight else self.value * math.nan
+
+    @functools.cached_property
+    def counts(self) -> bool:
+        """Whether something in it counts. An accelerator is waited for, once, where the weight came out of the data."""
+        return bool(self.weight)
 
 
 class WeightedLosses(NamedTuple):
@@ -225,6 +233,13 @@ class Loss:
         """Whether a batch of weight 0 may hold 0 / 0: a loss of torch.nn gives a sum, which is 0 then."""
         # Gathered rows have gradients in each backward: the other ranks wait for them.
         return self.counts_terms and not self.is_known and not self.gathers
+
+    @property
+    def may_be_undefined(self) -> list[bool]:
+        """The same for each of the losses that `added` gives."""
+        known = [each.is_known for each in self.by_output.values()] or [self.is_known or self.obeys_items]
+        of_each = known if len(known) == len(self.weightings) else known * max(len(self.weightings), 1)
+        return [self.may_count_nothing and not is_known for is_known in of_each]
 
     def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Returns (factor, weighting, loss) of each loss that a batch's loss adds up."""
@@ -450,15 +465,18 @@ class Loss:
             return self._joined(parts, rows)
         self._check_form(own)
         if self.items is not None and self.obeys_items:
-            count = self.items.count(batch)
-            return BatchLoss(own.reshape(()), batch.items or max(count, 1), count, parts)
+            return BatchLoss(own.reshape(()), self.items.items(batch), self.items.count(batch), parts)
         return replace(_batch_loss(own, rows), parts=parts)
 
     def _joined(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
         """Returns the sum of several losses: its own weight is that of samples, each part has another."""
         added = self.added(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
-        counted = [factor * each.mean for factor, _, each in added if each.weight]
-        total = torch.stack(counted).sum() if counted else added[0][2].value * math.nan
+        if added[0][2].value.is_cpu:
+            counted = [factor * each.mean for factor, _, each in added if each.weight]
+            total = torch.stack(counted).sum() if counted else added[0][2].value * math.nan
+        else:
+            means = torch.stack([factor * each.mean.double() for factor, _, each in added])
+            total = means.nansum().masked_fill(means.isnan().all(), math.nan)
         return BatchLoss(total, rows, rows, parts)
 
     def _check_form(self, result: Any) -> None:
@@ -496,7 +514,11 @@ class Loss:
         valid = target != function.ignore_index
         if function.weight is None:
             return valid.sum()
-        return function.weight[target[valid]].sum()
+        if target.is_cpu:
+            return function.weight[target[valid]].sum()
+        # How many a mask lets through is known when it has been looked at.
+        of_each = function.weight.take(target.masked_fill(~valid, 0))
+        return of_each.masked_fill_(~valid, 0.0).sum()
 
 
 def part_of(value: Any, name: str) -> Any:

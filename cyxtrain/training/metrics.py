@@ -80,13 +80,16 @@ class MeanMetric(Metric):
         function: Takes output and target; returns a number per row, their mean, or (sum, weight). A module is copied,
             runs on the output's device and in evaluation mode, and its state is part of checkpoints.
         larger_is_better: As `Metric`; None: as its attribute `higher_is_better` says, where it has one.
+
+    Attributes:
+        sums: (sum, count), shape (2,), float64, where the function's numbers are.
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any], larger_is_better: bool | None = None) -> None:
         said = getattr(function, "higher_is_better", None) if larger_is_better is None else larger_is_better
         super().__init__(name, said)
         self._function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         self.reset()
 
     def add(self, output: Any, target: Any, rows: int) -> None:
@@ -95,7 +98,8 @@ class MeanMetric(Metric):
             self._function.to(output.device)
         result = self._function(output, target)
         if isinstance(result, tuple):
-            self._add(*(as_tensor(part).detach().double().reshape(()) for part in result))
+            there = next((part.device for part in result if isinstance(part, Tensor)), torch.device("cpu"))
+            self._add(*(_as_double(part, there) for part in result))
             return
         found = as_tensor(result).detach().double()
         per_row = found.dim() > 0 and len(found) == rows
@@ -108,21 +112,23 @@ class MeanMetric(Metric):
         self._add(total, torch.full_like(total, rows))
 
     def _add(self, total: Tensor, weight: Tensor) -> None:
-        self._sums = self._sums.to(total.device) + torch.stack([total, weight.to(total.device)])
+        device = total.device
+        earlier = self.sums if self.sums.device == device else self.sums.to(device, non_blocking=self.sums.is_cpu)
+        self.sums = earlier + torch.stack([total, weight.to(device)])
 
     def here(self) -> float:
         """Returns the mean."""
-        return _mean(self._sums)
+        return mean_of(self.sums)
 
     def over_ranks(self) -> float:
         """Returns the mean over all rows of all ranks."""
-        sums = self._sums.cpu().clone()
+        sums = self.sums.cpu().clone()
         dist.all_reduce(sums, group=runtime.cpu_group())
-        return _mean(sums)
+        return mean_of(sums)
 
     def reset(self) -> None:
         """Begins anew."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         if isinstance(self._function, nn.Module):
             self._function.eval()
         self._begun = {name: (id(each), torch_compat.version_of(each)) for name, each in self._own().items()}
@@ -139,21 +145,35 @@ class MeanMetric(Metric):
             for name, each in self._own().items()
             if self._begun[name] != (id(each), torch_compat.version_of(each))
         }
-        return {"sums": self._sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
+        return {"sums": self.sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
 
     def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Adds them up; a module goes on from the first one's state."""
         for state in states:
-            self._sums += torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
+            self.sums += torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
         own = states[0].get("own") if states else None
         if own and isinstance(self._function, nn.Module):
             found = {name: _tensor(each, torch.device("cpu")) for name, each in own.items()}
             self._function.load_state_dict(found, strict=False)
 
 
-def _mean(sums: Tensor) -> float:
+def _as_double(number: Any, device: torch.device) -> Tensor:
+    """Returns one number in float64; one of the host comes to an accelerator without a stop."""
+    if isinstance(number, Tensor):
+        return number.detach().double().reshape(())
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+def mean_of(sums: Tensor) -> float:
+    """Returns sum / count of shape (2,); NaN of nothing."""
     total, count = sums.tolist()
     return total / count if count else math.nan
+
+
+_KEPT_BATCHES = 16
+"""On an accelerator, batches that torchmetrics looks at in one go."""
+_KEPT_ELEMENTS = 1 << 20
+"""Elements of predictions that are kept until then: 8 MiB."""
 
 
 class LibraryMetric(Metric):
@@ -164,6 +184,8 @@ class LibraryMetric(Metric):
         metric: Its own; a copy is kept.
         prepare: Makes of (output, target) what it wants.
         larger_is_better: As `Metric`; None: what it says itself.
+        joins: Whether batches may be put together before it looks at them: torchmetrics' own often stop the host. On
+            an accelerator it then looks at several at once.
     """
 
     def __init__(
@@ -172,6 +194,8 @@ class LibraryMetric(Metric):
         metric: Any,
         prepare: Callable[[Any, Any], tuple[Any, Any]] = lambda output, target: (output, target),
         larger_is_better: bool | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
         super().__init__(name, metric.higher_is_better if larger_is_better is None else larger_is_better)
         _refuse_what_cannot_be_joined(name, metric)
@@ -184,14 +208,30 @@ class LibraryMetric(Metric):
         self._has_seen = False
         self._metric.set_dtype(torch.float64)
         self._prepare = prepare
+        self._joins = joins
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def add(self, output: Any, target: Any, rows: int) -> None:
         """Looks at a batch."""
         prediction, answer = self._prepare(output, target)
         if isinstance(prediction, Tensor) and self._metric.device != prediction.device:
             self._metric.to(prediction.device)
-        self._metric.update(own_copy(prediction) if isinstance(prediction, Tensor) else prediction, answer)
+        prediction = own_copy(prediction) if isinstance(prediction, Tensor) else prediction
         self._has_seen = True
+        if not self._joins or prediction.is_cpu:
+            self._metric.update(prediction, answer)
+            return
+        if self._kept and self._kept[0][0].shape[1:] != prediction.shape[1:]:
+            self._look_at_kept()
+        self._kept.append((prediction, answer))
+        if len(self._kept) >= _KEPT_BATCHES or prediction.numel() * len(self._kept) > _KEPT_ELEMENTS:
+            self._look_at_kept()
+
+    def _look_at_kept(self) -> None:
+        if self._kept:
+            kept, self._kept = self._kept, []
+            predictions, answers = zip(*kept, strict=True)
+            self._metric.update(torch.cat(predictions), torch.cat(answers))
 
     def here(self) -> float:
         """Returns the number of this rank's rows."""
@@ -213,6 +253,7 @@ class LibraryMetric(Metric):
         return self._together
 
     def _compute(self) -> float:
+        self._look_at_kept()
         with warnings.catch_warnings():  # one that has the states of others alone thinks that it was called too early
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")
             try:
@@ -229,12 +270,13 @@ class LibraryMetric(Metric):
     def reset(self) -> None:
         """Begins anew."""
         self._metric.reset()
-        self._has_seen = False
+        self._has_seen, self._kept = False, []
 
     def state(self) -> dict[str, Any]:
         """Returns its states: tensors as text."""
         if not self._has_seen:
             return {}
+        self._look_at_kept()
         states = {
             name: [_plain(part) for part in value] if isinstance(value, list) else _plain(value)
             for name, value in self._metric.metric_state.items()
@@ -359,9 +401,9 @@ class Metrics:
         """Returns what gives each over what this rank has seen."""
         return {metric.name: metric.here for metric in self._metrics}
 
-    def cheap_here(self) -> dict[str, float]:
-        """Returns those whose number costs nothing, over what this rank has seen."""
-        return {metric.name: metric.here() for metric in self._metrics if isinstance(metric, MeanMetric)}
+    def cheap_sums(self) -> dict[str, Tensor]:
+        """Returns (sum, count) of those that are means, over what this rank has seen."""
+        return {metric.name: metric.sums for metric in self._metrics if isinstance(metric, MeanMetric)}
 
     def over_ranks(self) -> dict[str, float]:
         """Returns each over what all ranks have seen, the same on each; all call it."""

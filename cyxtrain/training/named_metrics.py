@@ -191,7 +191,7 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
     if task.outputs > 1:
         settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.outputs}
     their = _averaging(getattr(_library(metric).regression, kind), lambda found, _: found.mean())
-    return LibraryMetric(name, their(**settings), task.prepare)
+    return LibraryMetric(name, their(**settings), task.prepare, joins=True)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
@@ -209,7 +209,7 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
 def _of_classes(name: str, kind: str, task: _Task) -> Metric:
     classification = _library(name).classification
     if task.kind == "binary":
-        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), task.prepare)
+        return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), task.prepare, joins=True)
     settings: dict[str, Any] = {"num_classes": task.classes, "ignore_index": task.loss.ignored}
     their = getattr(classification, f"Multiclass{kind}")
     if kind in _RANKED:
@@ -217,7 +217,7 @@ def _of_classes(name: str, kind: str, task: _Task) -> Metric:
         settings["average"] = "none"
     elif kind in _AVERAGED:
         settings["average"] = "macro"
-    return LibraryMetric(name, their(**settings), task.prepare)
+    return LibraryMetric(name, their(**settings), task.prepare, joins=True)
 
 
 def _averaging(their: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:

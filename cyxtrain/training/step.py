@@ -27,7 +27,7 @@ from cyxtrain.data.tree import Tree, map_output, map_tree, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
 from cyxtrain.training.calling import ModelCall
-from cyxtrain.training.clipping import Clip
+from cyxtrain.training.clipping import Clip, multiply_gradients
 from cyxtrain.training.clock import Clock, Part
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
 from cyxtrain.training.metrics import Metrics
@@ -37,6 +37,8 @@ from cyxtrain.training.rates import Rates
 from cyxtrain.training.stepping import Stepping
 from cyxtrain.training.totals import Answers, Totals, answers_to
 from cyxtrain.training.without_rows import WithoutRows
+
+Number = Tensor | float
 
 
 class TrainingStep:
@@ -92,10 +94,15 @@ class TrainingStep:
         self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings and not loss.obeys_items
         self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
         self._kinds = [kind for _, kind, _ in loss.added(loss.nothing())]
-        self._always_counts = not loss.weightings and not loss.may_count_nothing
         self._asks_ranks = loss.counts_terms and not self._weighs_at_end
         self._world_size = dist.get_world_size()
         self._device = device
+        self._is_accelerator = is_accelerator(device)
+        # There a loss of torch.nn is not waited for to be left out: what counts nothing adds zeros.
+        self._may_count_nothing = (
+            loss.may_be_undefined if self._is_accelerator else [loss.may_count_nothing] * len(self._kinds)
+        )
+        self._always_counts = not loss.weightings and not any(self._may_count_nothing)
         self._parameters = list(ddp.parameters())
         self._without_rows = without_rows
         self.totals = Totals(1, device, loss, metrics)
@@ -256,29 +263,28 @@ class TrainingStep:
     def _counted(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:
         """Returns (number, factor, loss) of each loss that a micro-batch's loss adds up, if something in it counts.
 
-        A mean over nothing, computed in the model, is 0 / 0: no factor would clear the NaN in its gradients.
+        A mean over nothing, computed in the model, is 0 / 0: no factor, and no choice on the device, would clear the
+        NaN in its gradients.
         """
         if self._always_counts:  # asked twice in each step
             return [(0, 1.0, loss)]
         added = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.added(loss))]
-        return [each for each in added if each[2].weight] if self._loss.may_count_nothing else added
+        return [each for each in added if not self._may_count_nothing[each[0]] or each[2].counts]
 
-    def _backward(self, loss: BatchLoss, divisors: Sequence[float], *, is_last: bool) -> None:
+    def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
         value = self._to_average(loss, divisors)
         if value is not None:
             value.backward()
         elif is_last:
             self._ddp.backward_without_batch()
 
-    def _to_average(self, loss: BatchLoss, divisors: Sequence[float]) -> Tensor | None:
+    def _to_average(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:
         """Returns what to call `backward` on, scaled; None: nothing in the loss counts."""
         value: Tensor | None = None
         for number, factor, each in self._counted(loss):
             # Gradients are averaged over ranks: N times each rank's share of the joined mean. Exactly 1 in even
             # batches.
-            divisor = divisors[number]
-            factor = factor * each.terms * self._world_size / divisor if divisor else 0.0
-            term = each.value if factor == 1 else each.value * factor
+            term = _times(each.value, _quotient(factor * each.terms * self._world_size, divisors[number]))
             value = term if value is None else value + term
         if value is None:
             return None
@@ -290,11 +296,9 @@ class TrainingStep:
 
     def _unscale(self) -> None:
         if self._multiplier != 1:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / self._multiplier)
+            multiply_gradients(self._parameters, 1.0 / self._multiplier)
 
-    def _divisors_of(self, loss: BatchLoss, share: Share, known: Sequence[float] | None) -> Sequence[float]:
+    def _divisors_of(self, loss: BatchLoss, share: Share, known: Sequence[Number] | None) -> Sequence[Number]:
         """Returns what the sum of all ranks' terms of each loss is divided by, in this backward."""
         if known is not None:
             return known
@@ -302,14 +306,14 @@ class TrainingStep:
             return self._divisors((), share)
         return self._divisors([each.weight for _, _, each in self._loss.added(loss)], share)
 
-    def _divisors(self, weights: Sequence[Tensor | float], share: Share) -> list[float]:
+    def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
         """Returns the divisor of each loss, the same on every rank.
 
         Args:
             weights: What this rank has counted of each; empty: nothing needs to be known of it.
             share: Of this rank.
         """
-        divisors = [1.0 if kind is Weighting.NOTHING else share.joined_rows for kind in self._kinds]
+        divisors: list[Number] = [1.0 if kind is Weighting.NOTHING else share.joined_rows for kind in self._kinds]
         if self._asks_ranks:
             places = [place for place, kind in enumerate(self._kinds) if kind is Weighting.TERMS]
             joined = self._sum_over_ranks([weights[place] for place in places], self._clock.backward)
@@ -317,56 +321,86 @@ class TrainingStep:
                 divisors[place] = weight
         return divisors
 
-    def _counted_first(self, share: Share, rounds: int = 0) -> tuple[int | None, Sequence[float] | None]:
+    def _counted_first(
+        self, share: Share, rounds: int = 0
+    ) -> tuple[Tensor | int | None, Sequence[Number] | None]:
         """Returns (items, divisors) of a step, if they are asked for before its first forward.
 
         Args:
             share: Of this rank.
             rounds: How many micro-batches each rank runs, if it has fewer; all that it has.
         """
-        items, divisors = None, None
+        items: Tensor | int | None = None
+        divisors: Sequence[Number] | None = None
         if self._loss.items is not None:
             count = sum(map(self._loss.items.count, share))
             (joined,) = self._sum_over_ranks([count], self._clock.forward)
-            items, divisors = max(int(joined), 1), [joined] if self._loss.obeys_items else None
+            items = joined.long().clamp_(min=1) if isinstance(joined, Tensor) else max(int(joined), 1)
+            divisors = [joined] if self._loss.obeys_items else None
         elif self._weighs_first:
             divisors = self._divisors(self._weights_of(share, rounds), share)
         return items, divisors
 
-    def _weights_of(self, share: Share, rounds: int) -> list[float]:
+    def _weights_of(self, share: Share, rounds: int) -> list[Number]:
         """Returns what this rank counts of each loss in a share, by a forward of each micro-batch without gradients.
 
         Of several losses, each is divided by a weight of its own, which must be known before the first backward.
         """
-        weights = [0.0] * len(self._kinds)
+        weights: list[Number] = [0.0] * len(self._kinds)
         with torch.no_grad(), generators_kept(self._device), gathering_alone():
             for batch in share:
                 loss = self._loss(self._call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.added(loss)):
-                    weights[number] += float(each.weight)
+                    stays = self._is_accelerator and isinstance(each.weight, Tensor)
+                    weights[number] += torch.as_tensor(each.weight).double() if stays else float(each.weight)
             for _ in range(rounds - len(share)):
                 if self._without_rows is not None:
                     self._without_rows.forward(self._ddp.forward)
         self._guard.bring_back()
         return weights
 
-    def _divide_by_weight(self, weight: Tensor | float, share: Share) -> None:
+    def _divide_by_weight(self, weight: Number, share: Share) -> None:
         """Divides by what all ranks have counted, instead of by the number of samples."""
         with self._clock.backward:
             (joined,) = self._sum_over_ranks([weight], self._clock.backward)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(share.joined_rows / joined if joined else 0.0)
+        multiply_gradients(self._parameters, _quotient(share.joined_rows, joined))
 
-    def _sum_over_ranks(self, weights: Sequence[Tensor | float], within: Part) -> list[float]:
-        parts = [torch.as_tensor(each, dtype=torch.float64, device="cpu").detach().reshape(1) for each in weights]
-        joined = torch.cat(parts)
-        began = time.perf_counter()
-        dist.all_reduce(joined, group=runtime.cpu_group())
-        seconds = time.perf_counter() - began
-        self._clock.communicated(within, seconds)
-        found: list[float] = joined.tolist()
-        return found
+    def _sum_over_ranks(self, weights: Sequence[Number], within: Part) -> list[Number]:
+        """Returns sums over ranks in float64; on an accelerator they stay there, so that the host need not wait."""
+        stays = self._is_accelerator and (self._world_size == 1 or dist.get_backend() != "ring")
+        if stays and self._world_size == 1 and not any(isinstance(each, Tensor) for each in weights):
+            return list(weights)
+        device = self._device if stays else torch.device("cpu")
+        joined = torch.cat([_as_double(each, device) for each in weights])
+        if self._world_size > 1 or not stays:
+            began = time.perf_counter()
+            dist.all_reduce(joined, group=dist.group.WORLD if stays else runtime.cpu_group())
+            self._clock.communicated(within, time.perf_counter() - began)
+        return [*joined.unbind()] if stays else joined.tolist()
+
+
+def _as_double(number: Number, device: torch.device) -> Tensor:
+    """Returns a number as shape (1,), without a copy to an accelerator, for which the host would wait."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64, non_blocking=number.is_cpu).reshape(1)
+    return torch.full((1,), number, dtype=torch.float64, device=device)
+
+
+def _quotient(number: Number, divisor: Number) -> Number:
+    """Returns number / divisor in float64, and 0 where the divisor is: on an accelerator without asking for it."""
+    if not isinstance(divisor, Tensor):
+        return number / divisor if divisor else 0.0
+    # Of a number, `/` would be a product with 1 / divisor, which is rounded twice.
+    numerator = torch.as_tensor(number, dtype=torch.float64, device=None if isinstance(number, Tensor) else "cpu")
+    return torch.div(numerator, divisor).masked_fill_(divisor == 0, 0.0)
+
+
+def _times(loss: Tensor, factor: Number) -> Tensor:
+    """Returns loss * factor with the bits that a number as factor gives, also where that is a float64 tensor."""
+    if not isinstance(factor, Tensor):
+        return loss if factor == 1 else loss * factor
+    wide = loss.float() if loss.dtype.itemsize == 2 else loss
+    return (wide * factor.to(wide.dtype)).to(loss.dtype)
 
 
 class Result(NamedTuple):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cyxtrain.accelerator import HostCopy, from_host
 from cyxtrain.data.tree import Tree
 from cyxtrain.training.compiling import may_use_cuda_graphs, own_copy
 from cyxtrain.training.loss import BatchLoss, Loss, Weighting
-from cyxtrain.training.metrics import Metrics
+from cyxtrain.training.metrics import Metrics, mean_of
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4
@@ -61,6 +62,8 @@ class Totals:
         self._loss = loss
         self._may_be_overwritten = may_use_cuda_graphs(device)
         self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
+        self._copies: dict[str, HostCopy] | None = None
+        self._latest: dict[str, float] = {}
 
     def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
         """Adds a batch to a row, without waiting for the device."""
@@ -84,7 +87,10 @@ class Totals:
         table[:, LOSS].mul_(torch.stack(values))  # what was there is the terms
         for column in (LOSS, *range(_COLUMNS, table.shape[1], 2)):  # where nothing counts, it may be 0 / 0
             table[:, column].masked_fill_(table[:, column + 1] == 0, 0.0)
-        self._sums.index_add_(0, torch.tensor(rows, device=self._sums.device), table)
+        if len(self._sums) == 1 and not self._sums.is_cpu:  # additions by row number come in any order there
+            self._sums[0].add_(table.sum(0))
+        else:
+            self._sums.index_add_(0, from_host(rows, self._sums.device, torch.int64), table)
         kinds: dict[tuple[torch.Size, torch.Size], list[tuple[int, Tensor, Tensor]]] = {}
         for row, each in zip(rows, answers, strict=True):
             if each.output is not None and each.target is not None:
@@ -102,10 +108,8 @@ class Totals:
             for column, each in found.items():
                 self._sums[0, column].add_(each.sum())
             return
-        where = torch.repeat_interleave(
-            torch.tensor(rows, device=right.device),
-            torch.tensor([len(output) for output in outputs], device=right.device),
-        )
+        numbers = from_host([rows, [len(output) for output in outputs]], right.device, torch.int64)
+        where = torch.repeat_interleave(*numbers, output_size=len(right))
         for column, each in found.items():
             self._sums[:, column].index_add_(0, where, each.reshape(len(where), -1).sum(1, dtype=torch.float64))
 
@@ -113,13 +117,16 @@ class Totals:
         """Returns numbers, a row for each batch, beside the sums."""
         if any(isinstance(number, Tensor) for row in numbers for number in row):
             return torch.stack([self._column(column) for column in zip(*numbers, strict=True)], dim=1)
-        return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
+        return from_host(numbers, self._sums.device, torch.float64)
 
     def _column(self, numbers: Sequence[_Number]) -> Tensor:
-        if any(isinstance(number, Tensor) for number in numbers):
-            device = self._sums.device
-            return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
-        return torch.tensor(numbers, dtype=torch.float64, device=self._sums.device)
+        device, dtype = self._sums.device, torch.float64
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return from_host(numbers, device, dtype)
+        each = [n if isinstance(n, Tensor) else torch.full((), n, dtype=dtype, device=device) for n in numbers]
+        if all(number.device == device and number.dtype is each[0].dtype for number in each):
+            return torch.stack(each).to(dtype)
+        return torch.stack([number.to(device, dtype, non_blocking=number.is_cpu) for number in each])
 
     def go_on_from(self, table: Sequence[Sequence[float]]) -> None:
         """Begins with the sums of an earlier table, of the same shape; none: with zeros."""
@@ -148,8 +155,26 @@ class Totals:
         return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazily()
 
     def cheap_here(self) -> dict[str, float]:
-        """Returns what costs little of it: loss, accuracy and means."""
-        return _measured(exact_sums(self.table), self._loss) | self.metrics.cheap_here()
+        """Returns what costs little of it: loss, accuracy and means.
+
+        On an accelerator, which is not waited for, as it was when this was called before; nothing at first.
+        """
+        self._fold()
+        tables = {"": self._sums, **self.metrics.cheap_sums()}
+        if self._sums.is_cpu:
+            return self._cheap(tables)
+        copies, self._copies = self._copies, None
+        if copies is not None and not all(copy.is_there() for copy in copies.values()):
+            self._copies = copies
+            return self._latest
+        if copies is not None:
+            self._latest = self._cheap({name: copy.read() for name, copy in copies.items()})
+        self._copies = {name: HostCopy(table) for name, table in tables.items()}
+        return self._latest
+
+    def _cheap(self, tables: Mapping[str, Tensor]) -> dict[str, float]:
+        own, *means = tables.items()
+        return _measured(exact_sums(own[1]), self._loss) | {name: mean_of(sums) for name, sums in means}
 
     def sums_over_ranks(self, group: Any) -> list[float]:
         """Returns the sums over all rows and ranks: the same on every rank.
