@@ -13,15 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
+from cyxtrain import runtime, torch_compat
+from cyxtrain.accelerator import HostCopy, from_host
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.parallel.hashing import fingerprints
 from cyxtrain.parallel.tensor_parts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
 
 _MESSAGE_BYTES = 25 << 20
+_COMPARED_STEPS = 2
+"""Before the second step all differs that a step makes differ."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def share_tensors(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None) -> None:
+def share_tensors(
+    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None
+) -> list[int]:
     """Make tensors equal on all ranks, in place; those that are equal already stay as they are. All ranks call it.
 
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
@@ -33,11 +39,14 @@ def share_tensors(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]],
             tensors become the mean over ranks, weighted by them (rank 0's where no rank has any); others rank 0's.
             So does what has another number of elements on another rank, such as a cache of the last batch.
 
+    Returns:
+        Which ones differed, by number; the same on every rank.
+
     Raises:
         ConfigError: A tensor differs that cannot be sent, such as a quantised one; on every rank, with its name.
     """
     if not tensors:
-        return
+        return []
     sizes = [tensor.numel() for tensor in tensors]
     own = torch.tensor([rows or 0, *fingerprints(tensors), *sizes], device="cpu")
     group = runtime.cpu_group()
@@ -60,6 +69,7 @@ def share_tensors(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]],
             raise on_all_ranks(_cannot_send(names()[number], tensors[number]))
     if others:
         _broadcast_parts([tensors[number] for number in others], group)
+    return differing
 
 
 def _cannot_send(name: str, tensor: Tensor) -> ConfigError:
@@ -73,12 +83,25 @@ def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _average(tensors: Sequence[Tensor], share: float) -> None:
+def _average(tensors: Sequence[Tensor], share: Tensor | float) -> None:
     """Make tensors their weighted mean over ranks; `share` is this rank's weight, all weights make up 1."""
-    flat = torch.cat([_real(tensor).reshape(-1).to(torch.float64) for tensor in tensors])
-    total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is no number
+    parts = [_real(tensor).reshape(-1) for tensor in tensors]
+    are_alike = all(part.dtype is parts[0].dtype for part in parts)
+    flat = torch.cat(parts).double() if are_alike else torch.cat([part.double() for part in parts])
+    if isinstance(share, Tensor):
+        total = (flat * share).masked_fill_(share == 0, 0.0)
+    else:
+        total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is no number
     dist.all_reduce(total, group=runtime.group_for(total.device))
-    for tensor, part in zip(tensors, total.split([_real(tensor).numel() for tensor in tensors]), strict=True):
+    means = total.split([part.numel() for part in parts])
+    if not total.is_cpu and all(tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors):
+        # data, as in `write`.
+        torch_compat.copy_all(
+            [tensor.data for tensor in tensors],
+            [mean.view(tensor.shape) for tensor, mean in zip(tensors, means, strict=True)],
+        )
+        return
+    for tensor, part in zip(tensors, means, strict=True):
         mean = part.view(_real(tensor).shape)
         write(tensor, (torch.view_as_complex(mean.clone()) if tensor.is_complex() else mean).to(tensor.dtype))
 
@@ -128,6 +151,67 @@ def _batches(tensors: Sequence[Tensor], kind: Callable[[Tensor], object]) -> Ite
                 batch, size = [], 0
         if batch:
             yield batch
+
+
+class SharedBuffers:
+    """The buffers of a module, made the same on all ranks before each step.
+
+    On CPUs ranks compare them all, and send what differs. On an accelerator that would stop the host in each step:
+    where nothing but the running statistics of batch norm has differed in the first steps, they are shared without
+    comparing, and nothing else is. A rank that changes another buffer tells the others; they hear it one step later,
+    and all compare from then on.
+
+    Args:
+        module: Whose buffers these are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._steps_to_compare = _COMPARED_STEPS
+        self._compares = False
+        self._noted: list[tuple[int, float]] = []
+        self._statistics: set[int] = set()
+        self._told: HostCopy | None = None
+
+    def share(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
+        """Compares all buffers, and makes them equal, as `share_tensors`."""
+        differing = share_tensors(buffers, names, rows=rows)
+        self._note(buffers)
+        self._told = None
+        self._compares |= any(id(buffers[number]) not in self._statistics for number in differing)
+
+    def share_before_step(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
+        """Makes buffers equal before the first forward of a step. All ranks call it; their decisions are the same."""
+        device = buffers[0].device
+        if self._told is not None:
+            self._compares |= self._told.read()[1].item() > 0
+        if device.type == "cpu" or self._steps_to_compare or self._compares:
+            self._steps_to_compare -= self._steps_to_compare > 0
+            self.share(buffers, names, rows)
+            return
+        before = self._noted
+        self._note(buffers)
+        own = from_host([rows, self._noted != before], device, torch.float64)
+        joined = own.clone()
+        dist.all_reduce(joined)
+        self._told = HostCopy(joined)
+        share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if dist.get_rank() == 0 else 0.0)
+        statistics = [buffer for buffer in buffers if id(buffer) in self._statistics]
+        for batch in _batches([each for each in statistics if _is_float(each)], lambda tensor: tensor.device):
+            _average(batch, share)
+        others = [each for each in statistics if not _is_float(each)]
+        for batch in _batches(others, lambda tensor: (tensor.dtype, tensor.device)):
+            _broadcast(batch)
+
+    def _note(self, buffers: Sequence[Tensor]) -> None:
+        """Note which buffers are running statistics, and the versions of all others."""
+        if [id(buffer) for buffer in buffers] != [number for number, _ in self._noted]:
+            norms = (each for each in self._module.modules() if isinstance(each, torch_compat.BatchNormModule))
+            own = (torch_compat.own_buffers(norm) for norm in norms)
+            self._statistics = {id(each) for found in own for name, each in found.items() if name in _STATISTICS}
+        self._noted = [
+            (id(buffer), 0 if id(buffer) in self._statistics else torch_compat.version_of(buffer)) for buffer in buffers
+        ]
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cyxtrain import runtime, torch_compat
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import ConfigError, counted
-from cyxtrain.parallel.broadcasting import share_tensors, tensors_of
+from cyxtrain.parallel.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
@@ -66,6 +66,7 @@ class DistributedDataParallel(nn.Module):
         self._world_size = world_size = runtime.get_world_size()
         trained_parameters(model)  # refuses what has no shape yet
         self._reducer: Reducer | None = None
+        self._sharing = SharedBuffers(model)
         self._latest = _Latest()
         if world_size > 1:
             torch_compat.require_end_of_backward()
@@ -346,9 +347,10 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             self._share_buffers(tensors_of(self.module)[1])
 
-    def _share_buffers(self, buffers: Sequence[Tensor]) -> None:
+    def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
         rows, self._latest.rows = self._latest.rows, 0
-        share_tensors(buffers, lambda: [name for name, _ in self.module.named_buffers()], rows=rows)
+        share = self._sharing.share_before_step if before_step else self._sharing.share
+        share(buffers, lambda: [name for name, _ in self.module.named_buffers()], rows)
 
     def _names(self) -> list[str]:
         return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
@@ -365,7 +367,7 @@ class DistributedDataParallel(nn.Module):
         if not reducer.held:
             self._follow_module(parameters)
         if buffers and self.training and not (reducer.unsynced or self._latest.is_prepared):
-            self._share_buffers(buffers)
+            self._share_buffers(buffers, before_step=True)
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average other parameters where the module has others: added, replaced, unfrozen or converted ones.

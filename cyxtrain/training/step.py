@@ -321,9 +321,7 @@ class TrainingStep:
                 divisors[place] = weight
         return divisors
 
-    def _counted_first(
-        self, share: Share, rounds: int = 0
-    ) -> tuple[Tensor | int | None, Sequence[Number] | None]:
+    def _counted_first(self, share: Share, rounds: int = 0) -> tuple[Tensor | int | None, Sequence[Number] | None]:
         """Returns (items, divisors) of a step, if they are asked for before its first forward.
 
         Args:
