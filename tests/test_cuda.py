@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_device_losses as device_losses
 import test_placement
 import torch
 import torch.distributed as dist
@@ -80,6 +81,35 @@ def test_a_fit_on_a_gpu_is_that_on_a_cpu(model, backend, device):
     [alone], [found] = fits(1, "cpu", model=model), fits(1, device, backend, model=model)
     assert found["devices"] == [GPU]
     assert_close(found, alone)
+
+
+def losses_on_both() -> dict[str, Any]:
+    """Returns, of each kind of loss, (numbers of the CPU, of the GPU, how often its files made the host wait)."""
+    found = {}
+    with cx.init():
+        for name in device_losses.CASES:
+            _, wanted = device_losses.fit(name, "cpu")
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                _, ours = device_losses.fit(name, GPU)
+                torch.cuda.set_sync_debug_mode("default")
+            waits = [f"{each.filename}:{each.lineno}" for each in heard if "synchronizing" in str(each.message)]
+            found[name] = [
+                wanted,
+                ours,
+                [each for each in waits if Path(each).name.split(":")[0] in device_losses.OURS],
+            ]
+    return found
+
+
+def test_no_step_waits_for_what_a_loss_counts():
+    [found] = run_processes(1, losses_on_both, seconds=100.0)
+    for name, (wanted, ours, waits) in found.value.items():
+        assert ours == pytest.approx(wanted, abs=1e-2), name
+        # Tries before the fit, and sums when it is over, may wait.
+        at_most = device_losses.STEPS * (1.5 if name == "a pair" else 0.5)
+        assert len(waits) < at_most, (name, waits)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16", "powersgd"])
