@@ -70,3 +70,15 @@ def ignored_class(function: Any, labels: Any, *, is_known: bool, are_all: bool) 
     number = getattr(function, "ignore_index", NEVER_COUNTED)
     number = number if isinstance(number, int) else NEVER_COUNTED
     return number if not are_all or bool(labels.eq(number).any()) else None
+
+
+def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
+    """Returns what a loss's classes weigh together in a batch, 0-dim; a class that does not count weighs nothing."""
+    valid = target != function.ignore_index
+    if function.weight is None:
+        return valid.sum()
+    if target.is_cpu:
+        return function.weight[target[valid]].sum()
+    # How many a mask lets through, an accelerator would have to be asked.
+    of_each = function.weight.take(target.masked_fill(~valid, 0))
+    return of_each.masked_fill_(~valid, 0.0).sum()

@@ -26,7 +26,7 @@ from cyxtrain.data.tree import Tree, as_tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.parallel import GatherCall
 from cyxtrain.settings import is_number, require, unknown_name
-from cyxtrain.training.accuracy import Accuracy, ignored_class, labels_in
+from cyxtrain.training.accuracy import Accuracy, ignored_class, labels_in, weight_of_classes
 from cyxtrain.training.items import ItemRule
 from cyxtrain.training.own_loss import NO_LOSS, models_own
 
@@ -234,12 +234,15 @@ class Loss:
         # Gathered rows have gradients in each backward: the other ranks wait for them.
         return self.counts_terms and not self.is_known and not self.gathers
 
-    @property
-    def may_be_undefined(self) -> list[bool]:
-        """The same for each of the losses that `added` gives."""
-        known = [each.is_known for each in self.by_output.values()] or [self.is_known or self.obeys_items]
-        of_each = known if len(known) == len(self.weightings) else known * max(len(self.weightings), 1)
-        return [self.may_count_nothing and not is_known for is_known in of_each]
+    def may_be_left_out(self, *, is_accelerator: bool) -> list[bool]:
+        """The same for each of the losses that `added` gives.
+
+        Args:
+            is_accelerator: Whether to ask means to wait: then losses that are 0, and not 0 / 0, add zeros.
+        """
+        known = [is_accelerator and each.is_known for each in self.by_output.values()]
+        known = known or [is_accelerator and self.obeys_items] * max(len(self.weightings), 1)
+        return [self.may_count_nothing and not is_known for is_known in known]
 
     def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Returns (factor, weighting, loss) of each loss that a batch's loss adds up."""
@@ -425,7 +428,7 @@ class Loss:
             return self._weighted(output, target, batch.weights)
         if self._summing is not None and self.weighting is Weighting.TERMS:
             assert isinstance(target, Tensor)
-            return BatchLoss(self._summing(output, target), 1, self._weight_of(target))
+            return BatchLoss(self._summing(output, target), 1, weight_of_classes(self.function, target))
         result = self.function(output, target)
         self._check_form(result)
         if self.weighting is Weighting.NOTHING:
@@ -506,19 +509,9 @@ class Loss:
         each = self._of_each(output, target).reshape(rows, -1)
         adds = self._reduction in ("sum", "batchmean") or self.weighting is Weighting.TERMS
         total = ((each.sum(1) if adds else each.mean(1)) * weights).sum()
-        return BatchLoss(total, 1, self._weight_of(target) if self.weighting is Weighting.TERMS else rows)
-
-    def _weight_of(self, target: Tensor) -> Tensor:
-        function = self.function
-        assert isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
-        valid = target != function.ignore_index
-        if function.weight is None:
-            return valid.sum()
-        if target.is_cpu:
-            return function.weight[target[valid]].sum()
-        # How many a mask lets through is known when it has been looked at.
-        of_each = function.weight.take(target.masked_fill(~valid, 0))
-        return of_each.masked_fill_(~valid, 0.0).sum()
+        return BatchLoss(
+            total, 1, weight_of_classes(self.function, target) if self.weighting is Weighting.TERMS else rows
+        )
 
 
 def part_of(value: Any, name: str) -> Any:

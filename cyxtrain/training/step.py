@@ -86,22 +86,17 @@ class TrainingStep:
         self._clip = clip
         self._guard = guard
         self._call = call
-        self._scale = scale
+        self._scale, self._multiplier = scale, 1.0
         self._clock = clock
         self._before_update = before_update
-        self._multiplier = 1.0
         # What a micro-batch counts is known when it has been run: of several, together, when all have.
         self._weighs_at_end = accumulates and loss.counts_terms and not loss.weightings and not loss.obeys_items
         self._weighs_first = accumulates and loss.counts_terms and bool(loss.weightings)
         self._kinds = [kind for _, kind, _ in loss.added(loss.nothing())]
         self._asks_ranks = loss.counts_terms and not self._weighs_at_end
         self._world_size = dist.get_world_size()
-        self._device = device
-        self._is_accelerator = is_accelerator(device)
-        # There a loss of torch.nn is not waited for to be left out: what counts nothing adds zeros.
-        self._may_count_nothing = (
-            loss.may_be_undefined if self._is_accelerator else [loss.may_count_nothing] * len(self._kinds)
-        )
+        self._device, self._is_accelerator = device, is_accelerator(device)
+        self._may_count_nothing = loss.may_be_left_out(is_accelerator=self._is_accelerator)
         self._always_counts = not loss.weightings and not any(self._may_count_nothing)
         self._parameters = list(ddp.parameters())
         self._without_rows = without_rows
@@ -349,8 +344,9 @@ class TrainingStep:
             for batch in share:
                 loss = self._loss(self._call(self._ddp.forward, batch), batch)
                 for number, (_, _, each) in enumerate(self._loss.added(loss)):
-                    stays = self._is_accelerator and isinstance(each.weight, Tensor)
-                    weights[number] += torch.as_tensor(each.weight).double() if stays else float(each.weight)
+                    weight = each.weight
+                    stays = self._is_accelerator and isinstance(weight, Tensor)
+                    weights[number] += _as_double(weight, self._device)[0] if stays else float(weight)
             for _ in range(rounds - len(share)):
                 if self._without_rows is not None:
                     self._without_rows.forward(self._ddp.forward)
@@ -389,8 +385,8 @@ def _quotient(number: Number, divisor: Number) -> Number:
     if not isinstance(divisor, Tensor):
         return number / divisor if divisor else 0.0
     # Of a number, `/` would be a product with 1 / divisor, which is rounded twice.
-    numerator = torch.as_tensor(number, dtype=torch.float64, device=None if isinstance(number, Tensor) else "cpu")
-    return torch.div(numerator, divisor).masked_fill_(divisor == 0, 0.0)
+    above = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
+    return torch.div(above.double(), divisor).masked_fill_(divisor == 0, 0.0)
 
 
 def _times(loss: Tensor, factor: Number) -> Tensor:
