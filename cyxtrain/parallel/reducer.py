@@ -321,11 +321,11 @@ class Reducer:
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
         """Return what measures how long an accelerator waits for its backend; over the ring the host waits."""
-        device = self._buckets[0].numbers.device
-        if device.type == "cpu" or isinstance(self._group, RingProcessGroup):
+        numbers = self._buckets[0].numbers
+        if numbers.is_cpu or isinstance(self._group, RingProcessGroup):
             return _NOT_MEASURED
         if self._device_waits is None:
-            self._device_waits = accelerator.Stopwatch(device)
+            self._device_waits = accelerator.Stopwatch(numbers.device)
         return self._device_waits
 
     def take_seconds(self, *, waits: bool) -> float:
