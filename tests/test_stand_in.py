@@ -20,12 +20,23 @@ from worlds import TESTS
 
 DAILY = (
     *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
-    *("accumulation, ignored targets", "bf16", "fp16", "skipped rows", "checkpoints"),
+    *("accumulation, ignored targets", "adagrad", "bf16", "fp16", "bfloat16 parameters", "skipped rows", "checkpoints"),
 )
 """The others run by night."""
-BOUNDS: dict[str, tuple[float, float]] = {}
-"""Host stops per step, alone and on two ranks with several buckets, where they are not BOUND."""
-BOUND = (4.0, 9.0)
+BOUND = (0.1, 0.1)
+"""Host stops per step, alone and on two ranks with several buckets."""
+BOUNDS = {
+    # PyTorch's kernels skip a step on the device only where they are fused: the others ask whether it was finite.
+    "rmsprop": (1.0, 1.0),
+    "adagrad": (1.0, 1.0),
+    "adam not fused": (1.0, 1.0),
+    # The next loss scale, the averaged weights and the next row to leave out follow from whether the step was taken.
+    "fp16": (1.0, 1.0),
+    "EMA": (1.0, 1.0),
+    "skipped rows": (1.8, 1.8),
+    "powersgd": (1.0, 2.0),
+}
+"""Where they are more."""
 
 
 def look_at_the_device() -> list[Any]:
@@ -71,11 +82,9 @@ def check(found: list[dict[str, Any]], name: str) -> None:
             assert "error" not in result, f"{name}, rank {rank}:\n{result['error']}"
         assert on_device["devices"] == [fakegpu.NAME]
         assert len(set(on_device["bits"])) == 1, "a resumed fit came to other parameters"
-        if case.exact:
+        if not case.close:
             assert on_device["bits"] == on_cpu["bits"]
-            assert on_device["losses"] == on_cpu["losses"]
-        else:
-            np.testing.assert_allclose(on_device["losses"], on_cpu["losses"], rtol=1e-2)
+        np.testing.assert_allclose(on_device["losses"], on_cpu["losses"], rtol=case.close)
         bound = BOUNDS.get(name, BOUND)[len(found) - 1]
         stops = stops_of(on_device)
         assert sum(stops.values()) <= bound, f"{name}, {len(found)} ranks, stops per step: {dict(stops)}"
@@ -115,6 +124,19 @@ def test_bounds_are_of_cases_that_there_are():
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_what_cuda_must_do_the_stand_in_does(fakegpu_folder):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "test_cuda.py")]
+    """The others of test_cuda.py need NCCL, Triton, or CUDA's own functions."""
+    chosen = "share_a_gpu_are_one or copied_ahead or bytes_on_the_gpu or not_finite or bfloat16 or compare_and_share"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(TESTS / "test_cuda.py"),
+        "-k",
+        chosen,
+    ]
     printed = run_command(fakegpu_folder, command, env={"CYXTRAIN_TEST_GPU": fakegpu.NAME}, seconds=500.0)
-    assert " passed" in printed.splitlines()[-1], printed
+    assert "passed" in printed.splitlines()[-1], printed
+    assert "skipped" not in printed.splitlines()[-1], printed
