@@ -214,28 +214,8 @@ def test_the_progress_bar_shows_what_was_true_when_it_was_drawn_before(fakegpu_f
     assert sum(waits.values()) <= ONCE_PER_EPOCH, waits
 
 
-def step_by_hand() -> list[Any]:
-    """Returns (losses on the CPU, on the device, how often the host has waited) of calls of a trainer in 16 bits."""
-    losses = []
-    with cx.init():
-        for device in ("cpu", fakegpu.NAME):
-            model = make_model()
-            trainer = cx.DistributedAMPTrainer(model.to(device), loss_fn=pair, optimizer="sgd")
-            batches = [(inputs, targets) for inputs, targets in DataLoader(Rows(*some_ignored()), BATCH)][:6]
-            with fakegpu.counting():
-                losses.append([trainer.training_step(batch) for batch in batches])
-        waits = sum(n for (kind, place), n in fakegpu.stops.items() if "SYNC" in kind and "amp_trainer.py" in place)
-        return [*losses, waits, next(trainer.model.parameters()).device.type]
-
-
-def test_a_step_by_hand_copies_its_numbers_once(fakegpu_folder):
-    ((wanted, ours, waits, device),) = run_on_stand_in(fakegpu_folder, 1, step_by_hand)
-    assert device == fakegpu.NAME
-    assert ours == wanted
-    assert waits == len(ours)
-
-
 def multiply() -> list[bool]:
+    """Returns, by dtype, whether gradients times a factor on the device have the bits of those times a number."""
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         sides = []
@@ -249,5 +229,23 @@ def multiply() -> list[bool]:
     return found
 
 
-def test_a_factor_on_the_device_gives_the_bits_of_a_number(fakegpu_folder):
-    assert run_on_stand_in(fakegpu_folder, 1, multiply) == [[True] * 4]
+def step_by_hand() -> list[Any]:
+    """Returns (losses on the CPU, on the device, how often the host has waited) of calls of a trainer in 16 bits."""
+    losses = []
+    with cx.init():
+        for device in ("cpu", fakegpu.NAME):
+            model = make_model()
+            trainer = cx.DistributedAMPTrainer(model.to(device), loss_fn=pair, optimizer="sgd")
+            batches = [(inputs, targets) for inputs, targets in DataLoader(Rows(*some_ignored()), BATCH)][:6]
+            with fakegpu.counting():
+                losses.append([trainer.training_step(batch) for batch in batches])
+        waits = sum(n for (kind, place), n in fakegpu.stops.items() if "SYNC" in kind and "amp_trainer.py" in place)
+        return [*losses, waits, next(trainer.model.parameters()).device.type, multiply()]
+
+
+def test_a_step_by_hand_copies_its_numbers_once(fakegpu_folder):
+    ((wanted, ours, waits, device, are_equal),) = run_on_stand_in(fakegpu_folder, 1, step_by_hand)
+    assert device == fakegpu.NAME
+    assert ours == wanted
+    assert waits == len(ours)
+    assert are_equal == [True] * 4
