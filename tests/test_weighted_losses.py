@@ -41,6 +41,7 @@ class Tagger(nn.Module):
 
     def __init__(self, answer: Callable[..., Any] | None = None) -> None:
         super().__init__()
+        self.register_buffer("version", torch.zeros(1))  # ranks share buffers once in a step, whatever counts
         with seeded():
             self.embedding, self.token, self.size = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS), nn.Linear(4, 1)
         self.double()

@@ -169,11 +169,15 @@ class DistributedDataParallel(nn.Module):
         Forwards that follow share no buffers, until `backward_without_batch`: other ranks may make fewer.
         """
         self._prepare()
-        self._latest.is_prepared = True
+        self.skip_backward()
+
+    def skip_backward(self) -> None:
+        """Notes that a micro-batch of this step has no backward: the next one's forward shares no buffers again."""
+        if self._reducer is not None:
+            self._reducer.is_prepared = True
 
     def backward_without_batch(self) -> None:
         """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
-        self._latest.is_prepared = False
         if self._reducer is not None:
             self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
 
@@ -366,7 +370,7 @@ class DistributedDataParallel(nn.Module):
         parameters, buffers = tensors_of(self.module)
         if not reducer.held:
             self._follow_module(parameters)
-        if buffers and self.training and not (reducer.unsynced or self._latest.is_prepared):
+        if buffers and self.training and not (reducer.unsynced or reducer.is_prepared):
             self._share_buffers(buffers, before_step=True)
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -455,8 +459,6 @@ class _Latest:
     """Of training forwards, since buffers were shared."""
     expected_rows: int | None = None
     """Of the next forward, where somebody knows."""
-    is_prepared: bool = False
-    """Whether buffers were shared for all forwards of this step."""
     is_suspended: bool = False
     """Whether another wrapper averages."""
 

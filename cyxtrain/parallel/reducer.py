@@ -87,6 +87,8 @@ class Reducer:
         """That the host has communicated, or waited for other ranks."""
         self.unsynced = False
         """Whether gradients have been accumulated that no other rank has seen."""
+        self.is_prepared = False
+        """Whether buffers have been shared for all forwards until the next synchronisation."""
         self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
@@ -114,7 +116,7 @@ class Reducer:
         """Continue where an `earlier` reducer of the same module ended; that one is closed."""
         earlier.close()
         earlier.read_flags()
-        self.unsynced, self.seconds = earlier.unsynced, earlier.seconds
+        self.unsynced, self.seconds, self.is_prepared = earlier.unsynced, earlier.seconds, earlier.is_prepared
         self._device_waits = earlier._device_waits
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
         self.reports = earlier.reports
@@ -293,6 +295,7 @@ class Reducer:
             raise cause from error
         finally:
             self._backward = self.loss = self._versions = None
+            self.is_prepared = False
         self.unsynced = False
         self._refuses_unused = check
         if check and unused:

@@ -272,6 +272,8 @@ class TrainingStep:
             value.backward()
         elif is_last:
             self._ddp.backward_without_batch()
+        else:
+            self._ddp.skip_backward()
 
     def _to_average(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor | None:
         """Returns what to call `backward` on, scaled; None: nothing in the loss counts."""
