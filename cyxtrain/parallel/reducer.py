@@ -85,10 +85,8 @@ class Reducer:
         """What the gradients of the next synchronisations are multiplied by."""
         self.seconds = 0.0
         """That the host has communicated, or waited for other ranks."""
-        self.unsynced = False
-        """Whether gradients have been accumulated that no other rank has seen."""
-        self.is_prepared = False
-        """Whether buffers have been shared for all forwards until the next synchronisation."""
+        self.unsynced = self.is_prepared = False
+        """Whether gradients have been accumulated that no other rank has seen; whether buffers are shared until then."""
         self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
