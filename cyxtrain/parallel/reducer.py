@@ -86,7 +86,7 @@ class Reducer:
         self.seconds = 0.0
         """That the host has communicated, or waited for other ranks."""
         self.unsynced = self.is_prepared = False
-        """Whether gradients have been accumulated that no other rank has seen; whether buffers are shared until then."""
+        """Whether gradients are here that no other rank has seen; whether buffers have been shared for this step."""
         self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
