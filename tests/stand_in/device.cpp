@@ -62,17 +62,22 @@ void tell(const std::string& what) {
 struct Copy {
   long kernel;
   std::string bytes;
-  void* to;
-  Tensor keeps;
+  void* to;  // null where that memory has been freed; no tensor: to let go of one takes Python's lock
 };
 std::deque<Copy> pending;
 long copied = 0;  // that have left `pending`
 
 void arrive_locked() {
   Copy& copy = pending.front();
-  std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+  if (copy.to) std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
   pending.pop_front();
   copied++;
+}
+
+void forget_copies_to(const char* first, const char* end) {
+  std::lock_guard<std::mutex> lock(guard);
+  for (Copy& copy : pending)
+    if (first <= copy.to && copy.to < end) copy.to = nullptr;
 }
 
 // Lets the first `end` copies arrive; returns whether the host had to wait for one.
@@ -114,7 +119,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(FAKE, &memory);
 
-std::mutex pinned_guard;  // of its own: a copy that arrives may free the memory that it was kept for
+std::mutex pinned_guard;
 std::set<std::pair<const char*, const char*>> pinned_blocks;
 
 struct Pinned final : c10::Allocator {
@@ -134,6 +139,7 @@ struct Pinned final : c10::Allocator {
       std::lock_guard<std::mutex> lock(pinned_guard);
       pinned_blocks.erase({block->data, block->data + block->size});
     }
+    forget_copies_to(block->data, block->data + block->size);
     std::free(block->data);
     delete block;
   }
@@ -229,7 +235,7 @@ Tensor empty_strided(IntArrayRef sizes, IntArrayRef strides, std::optional<at::S
 void copy_later(const Tensor& from, const Tensor& to) {
   size_t size = to.nbytes();
   std::lock_guard<std::mutex> lock(guard);
-  pending.push_back({launched, std::string(static_cast<const char*>(from.data_ptr()), size), to.data_ptr(), to});
+  pending.push_back({launched, std::string(static_cast<const char*>(from.data_ptr()), size), to.data_ptr()});
   std::memset(to.data_ptr(), 0xff, size);  // NaN, -1, True: wrong until it has arrived
 }
 

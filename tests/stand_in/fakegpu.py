@@ -8,7 +8,6 @@ speed.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import hashlib
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -138,17 +136,8 @@ def register(folder: Path) -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.nn.Module._apply = _swapping(torch.nn.Module._apply)  # type: ignore[method-assign]
     device.listen(_hear)
-    atexit.register(_let_autograd_finish)
     dist.Backend.register_backend("fakenccl", _make_fakenccl, devices=[NAME])
     return device
-
-
-def _let_autograd_finish() -> None:
-    """Waits until autograd's thread for this device has let go of Python's objects.
-
-    One that wants the interpreter's lock while Python ends is ended by force, in a destructor: the process aborts.
-    """
-    time.sleep(0.1)  # without the lock; nothing tells when that thread is done
 
 
 def _swapping(apply: Callable[..., Any]) -> Callable[..., Any]:
