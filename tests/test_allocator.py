@@ -51,6 +51,7 @@ def test_steps_do_not_ask_the_kernel_for_memory_again():
     assert faults < 70
 
 
+@pytest.mark.nightly
 def test_what_is_free_goes_back_when_training_is_over():
     before, kept, after = run("""
         import mmap

@@ -1065,6 +1065,7 @@ class Unfreeze(cx.callbacks.Callback):
             self.trainer.optimizer.add_param_group({"params": [*self.model[0].parameters()], "lr": 0.05})
 
 
+@pytest.mark.nightly
 def test_a_group_that_a_callback_adds_comes_back() -> None:
     found = []
     for num_processes in (1, RANKS):

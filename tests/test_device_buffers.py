@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, make_rows, seeded
 from stand_in import fakegpu
@@ -67,6 +68,7 @@ def train_on_both() -> list[Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_running_statistics_are_shared_without_a_look_and_all_others_as_on_cpus(fakegpu_folder):
     ranks = run_on_stand_in(fakegpu_folder, 2, train_on_both)
     assert ranks[0] == ranks[1]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from fitting import CLASSES, FEATURES, fingerprint, make_model, make_rows, seeded
 from stand_in import fakegpu
@@ -160,6 +161,7 @@ def our_stops() -> dict[str, int]:
     return {" ".join(each): n for each, n in waits.items() if each[1].split("/")[-1].split(":")[0] in OURS}
 
 
+@pytest.mark.nightly
 def test_no_step_waits_for_what_a_loss_counts_and_the_bits_are_those_of_the_cpu(fakegpu_folder):
     (found,) = run_on_stand_in(fakegpu_folder, 1, fit_on_both, list(CASES))
     for name, (agrees, values, waits) in found.items():
@@ -173,6 +175,7 @@ def fit_on_both_with_ranks(names: list[str]) -> dict[str, Any]:
     return {name: [agrees, values] for name, (agrees, values, _) in fit_on_both(names).items()}
 
 
+@pytest.mark.nightly
 def test_ranks_on_a_device_have_the_bits_of_ranks_on_cpus(fakegpu_folder):
     names = ["ignored rows", "ignored rows, accumulated", "several losses", "number of items, accumulated", "a pair"]
     for found in run_on_stand_in(fakegpu_folder, 2, fit_on_both_with_ranks, names):
@@ -243,6 +246,7 @@ def step_by_hand() -> list[Any]:
         return [*losses, waits, next(trainer.model.parameters()).device.type, multiply()]
 
 
+@pytest.mark.nightly
 def test_a_step_by_hand_copies_its_numbers_once(fakegpu_folder):
     ((wanted, ours, waits, device, are_equal),) = run_on_stand_in(fakegpu_folder, 1, step_by_hand)
     assert device == fakegpu.NAME

@@ -271,6 +271,7 @@ def fit_anywhere() -> tuple[str, str, dict[str, str]]:
     return fit()
 
 
+@pytest.mark.nightly
 def test_where_one_rank_sees_no_accelerator_all_train_on_cpus(fakegpu_folder):
     with start_processes(2, fit_anywhere, ranks=()) as world:
         for rank, count in enumerate("10"):

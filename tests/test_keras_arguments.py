@@ -121,6 +121,7 @@ def fit_kinds_in_parts() -> list[list[int]]:
     return [fit_in_parts(kind, "", None, epochs=3, steps_per_epoch=2)[0] for kind in KINDS]
 
 
+@pytest.mark.nightly
 def test_two_ranks_continue_as_one_does():
     [alone] = everywhere(1, fit_kinds_in_parts)
     for one, *others in zip(alone, *run_world(2, fit_kinds_in_parts), strict=True):

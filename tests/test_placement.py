@@ -368,6 +368,7 @@ def main() -> None:
     print(json.dumps([fit_in_turns(turns), fit_in_turns([("cpu", 1)] * len(turns))]))
 
 
+@pytest.mark.nightly
 def test_workers_and_their_notebook_have_the_optimizers_state_where_the_parameters_are(fakegpu_folder):
     printed = run_command(fakegpu_folder, [sys.executable, "-c", "import test_placement; test_placement.main()"])
     (losses, devices), (expected, _) = json.loads(printed.splitlines()[-1])

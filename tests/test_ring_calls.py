@@ -323,7 +323,8 @@ def test_works_that_are_let_go_of_keep_no_memory():
 
 @pytest.mark.parametrize(("count", "devices"), [(0, ["cpu"]), (2, ["cpu", "cuda"])])
 def test_cuda_is_registered_where_cuda_is(monkeypatch, count, devices):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     assert backend._devices() == devices
 
 

@@ -285,6 +285,7 @@ def test_either_way_of_setting_the_precision_of_products_is_fine(new):
         with one_process():
             traced("StepLR")
     finally:
+        torch.set_float32_matmul_precision("highest")
         torch.backends.mkldnn.matmul.fp32_precision, cuda.fp32_precision = before
 
 

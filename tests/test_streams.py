@@ -258,6 +258,7 @@ def own_said_and_found() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly
 def test_data_said_to_be_each_ranks_own_train_exactly_as_data_found_to_be():
     for results in everywhere(2, own_said_and_found):
         for found, said in zip(results[::2], results[1::2], strict=True):
