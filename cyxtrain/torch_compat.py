@@ -67,6 +67,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.autograd.Variable._execution_engine.queue_callback", "refused: DistributedDataParallel"),
     PrivateName("torch.Tensor._version", "what is finite is looked through again; a step in backward is not noticed"),
     PrivateName("torch.Tensor._backward_hooks", "refused: sending a tensor to the workers of a notebook"),
+    PrivateName("torch.Tensor._cdata", "parameters whose tensors were swapped after wrapping are not averaged"),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "refused: sending a tensor to the workers of a notebook"),
     PrivateName("torch.nn.Module:_parameters", "refused: what reads it"),
     PrivateName("torch.nn.Module:_buffers", "refused: what reads it"),
@@ -258,6 +259,18 @@ def version_of(tensor: Tensor) -> float:
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor was changed in place; without PyTorch's counter, zeros."""
     return [getattr(tensor, "_version", 0) for tensor in tensors]
+
+
+def tensor_of(parameter: Tensor) -> int:
+    """Return which tensor of C++ a parameter is at the moment; where nobody knows, 0."""
+    return getattr(parameter, "_cdata", 0)
+
+
+def attach_hooks(parameter: Tensor) -> None:
+    """Let hooks that Python still knows be called, also where PyTorch has swapped the tensor below and left them there."""
+    known = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if known is not None:
+        parameter._post_accumulate_grad_hooks = known
 
 
 def hooks_of(tensor: Tensor) -> tuple[list[Any], list[Any]]:

@@ -40,7 +40,15 @@ def remove(model: nn.Sequential) -> None:
     del model[4]
 
 
-CHANGES: list[Callable[[nn.Sequential], None]] = [unfreeze, add, replace, remove]
+def swap(model: nn.Sequential) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(copy.deepcopy(model.state_dict()))  # the same parameters, without their hooks
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+CHANGES: list[Callable[[nn.Sequential], None]] = [unfreeze, add, replace, remove, swap]
 
 
 @on_ranks(2)

@@ -95,6 +95,7 @@ class Reducer:
         return self._trained[0].device if self._trained else torch.device("cpu")
 
     def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._first = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._device_waits: accelerator.Stopwatch | None = None
         self._handles: list[Any] = []
@@ -108,6 +109,7 @@ class Reducer:
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
                 hook = _hook(own, index, slot)
+                torch_compat.attach_hooks(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
@@ -129,7 +131,9 @@ class Reducer:
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether the module still has the parameters that it had, of the same kind.
 
-        A parameter that is frozen now still fits: it has no gradient. Cost: a look-up for each.
+        A parameter that is frozen now still fits: it has no gradient. Where tensors were swapped, as `load_state_dict`
+        does after torch.__future__.set_swap_module_params_on_conversion(True), the same parameters have lost their
+        hooks: the first one tells. Cost: a look-up for each.
 
         Args:
             parameters: All that the module has now.
@@ -141,7 +145,8 @@ class Reducer:
                 return False
             if parameter.requires_grad and not kind[2]:
                 return False
-        return len(parameters) == len(kinds)
+        is_swapped = bool(self._trained) and torch_compat.tensor_of(self._trained[0]) != self._first
+        return len(parameters) == len(kinds) and not is_swapped
 
     def new_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the `parameters` that the module did not have."""
