@@ -267,7 +267,7 @@ def tensor_of(parameter: Tensor) -> int:
 
 
 def attach_hooks(parameter: Tensor) -> None:
-    """Let hooks that Python still knows be called, also where PyTorch has swapped the tensor below and left them there."""
+    """Let hooks that Python still knows be called, also where PyTorch has swapped the tensor below."""
     known = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if known is not None:
         parameter._post_accumulate_grad_hooks = known
