@@ -23,6 +23,7 @@ def run(program: str) -> list[float]:
     return found
 
 
+@pytest.mark.nightly
 def test_steps_do_not_ask_the_kernel_for_memory_again():
     """A convnet frees 9 MiB in each step. Given back, they came as 200 to 600 faults a step."""
     [faults] = run("""

@@ -127,6 +127,7 @@ def test_numbers_are_those_of_launched_ranks_to_the_bit():
     assert (trainer.predict(X).numpy() == launched[3]).all()
 
 
+@pytest.mark.nightly
 def test_a_fit_without_workers_goes_on_from_weights_that_workers_have_laid_out_anew():
     images = torch.randn(20, 3, 6, 6)
     found = []
@@ -769,6 +770,7 @@ class Failing(cx.callbacks.Callback):
             self.how()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["raises", by_night("is killed")])
 def test_what_was_trained_until_an_error_is_kept(how):
     def fail() -> None:

@@ -207,6 +207,7 @@ def draw() -> list[Any]:
     return [wanted, shown, our_stops()]
 
 
+@pytest.mark.nightly
 def test_the_progress_bar_shows_what_was_true_when_it_was_drawn_before(fakegpu_folder):
     ((wanted, shown, waits),) = run_on_stand_in(fakegpu_folder, 1, draw)
     assert shown[0] == {}

@@ -255,6 +255,7 @@ def choose_together(folder: str) -> list[Any]:
     return [backend, list(places), [header.get("device") for header in headers]]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_each_rank_takes_the_device_of_its_local_rank_over_the_ring(fakegpu_folder, tmp_path, count):
     env = {"FAKEGPU_DEVICES": str(count)}

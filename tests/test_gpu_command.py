@@ -21,6 +21,7 @@ def run(folder: Any, *arguments: str, seconds: float = 100.0) -> tuple[int, str,
     return ended.returncode, ended.stdout + ended.stderr, json.loads(file.read_text())["rows"] if file.exists() else []
 
 
+@pytest.mark.nightly
 def test_it_reports_what_ran_what_stops_the_host_and_what_has_no_time(fakegpu_folder, tmp_path):
     code, printed, rows = run(tmp_path, "--only", "machine", "stops")
     assert [(row["name"], row["what"]) for row in rows] == [

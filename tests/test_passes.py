@@ -102,6 +102,7 @@ def told_epochs() -> list[Any]:
     return [*found, alone.told, within.told]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_data_set_is_told_each_epoch_also_in_workers_that_stay(world_size):
     for *seen, alone, within in everywhere(world_size, told_epochs):

@@ -224,6 +224,7 @@ def through_workers() -> tuple[list[float], float, int]:
     return found["seen"], trainer.evaluate(data).loss, len(trainer.predict(data))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_data_set_that_does_not_know_its_workers_is_split_over_them(world_size):
     found = everywhere(world_size, through_workers)
