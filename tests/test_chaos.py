@@ -200,6 +200,7 @@ def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
     assert differing == [flow.peer]
 
 
+@pytest.mark.nightly
 @by_day_and_nightly(4, 1000)
 def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
     clean = run_world(2, everything, options=CHECKED)

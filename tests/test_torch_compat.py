@@ -137,6 +137,7 @@ def _is_found(path: str) -> bool:
     return last in dir(torch_compat.find(holder))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)  # it imports all of PyTorch's compiler
 def test_a_fit_comes_to_the_same_bits_without_what_can_be_done_without():
     hidden = [e.name for e in torch_compat.PRIVATE_NAMES if "refused" not in e.without and ":" not in e.name]
