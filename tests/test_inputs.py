@@ -168,7 +168,15 @@ def test_two_targets_with_a_loss_of_ones_own_on_any_number_of_ranks():
             assert found[1] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mean", "sum", "classes", "ignoring", "elements", "own"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mean",
+        "classes",
+        "own",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sum", "ignoring", "elements")),
+    ],
+)
 def test_rows_with_weights_on_any_number_of_ranks(kind):
     [(parameters, losses)] = everywhere(1, fit_weighted, kind)
     for world_size in (2, 4):

@@ -187,7 +187,7 @@ def test_one_rank_does_what_a_loop_by_hand_does(name):
     assert alone()[name]["evaluation"][0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_n_ranks_do_what_one_rank_does(name, world_size):
     expected = alone()[name]

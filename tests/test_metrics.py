@@ -101,7 +101,15 @@ def by_scikit_learn(kind: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["classes", "logits", "probabilities", "numbers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "classes",
+        "probabilities",
+        pytest.param("logits", marks=pytest.mark.nightly),
+        pytest.param("numbers", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_metric_is_scikit_learns_on_any_number_of_ranks(kind):
     wanted = by_scikit_learn(kind)
     [alone] = everywhere(1, evaluated, kind)

@@ -70,7 +70,7 @@ def test_each_step_has_the_rate_that_was_asked_for():
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_trace_is_the_same_on_any_number_of_ranks(world_size):
     with one_process():
         alone = traces()

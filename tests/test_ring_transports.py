@@ -92,7 +92,7 @@ def check_bits(transport, world_size, checksums=False, full=False):
         assert not wrong, f"{transport}, rank {rank} of {world_size}: {wrong}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_collective_gives_the_documented_bits_over_every_transport_around_every_limit(transport, world_size):
     check_bits(transport, world_size)

@@ -241,7 +241,7 @@ def test_moving_means_of_a_fit_are_those_of_one_rank_with_the_joined_batch():
             assert found["graph"] == alone["graph"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_fit_with_buffers_of_any_form_is_resumed_bit_for_bit(world_size, tmp_path: Path):
     for form in ("more in csr", "overlapping"):
         for steps in (1, 2):

@@ -77,7 +77,7 @@ SHORT = {
         same_on_two_ranks=False,
     ),
 }
-LONG = dict.fromkeys(("imbalanced", "text_bytes"), pytest.mark.nightly)
+LONG = dict.fromkeys(("imbalanced", "powersgd", "regression", "text_bytes", "vae"), pytest.mark.nightly)
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
 """Those of which tests/test_examples.py speaks, and one that needs a browser."""
 

@@ -114,7 +114,7 @@ def alone() -> dict[str, Any]:
         return fit_all()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_n_ranks_do_what_one_rank_does(world_size):
     ranks = run_world(world_size, fit_all)
     for name, expected in alone().items():

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "fakenccl.
 stops: collections.Counter[tuple[str, str]] = collections.Counter()
 """How often each (kind, place in the package) has been told, while `counting`."""
 _active = [False]
+_WRITER = "cyxtrain-checkpoint"
 
 
 def why_not() -> str:
@@ -191,7 +193,8 @@ def stop_counting() -> None:
 
 
 def _hear(kind: str) -> None:
-    if not _active[0]:
+    # The thread that writes checkpoints may wait: the steps go on meanwhile.
+    if not _active[0] or threading.current_thread().name.startswith(_WRITER):
         return
     own = [frame for frame in traceback.extract_stack() if f"{os.sep}cyxtrain{os.sep}" in frame.filename]
     place = "?"
