@@ -109,13 +109,15 @@ def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatc
 # --- groups that carry no CPU tensors -------------------------------------------------------------------------------
 
 
-def fit(asked: str = "auto", model: torch.nn.Module | None = None) -> tuple[str, str, dict[str, str]]:
+def fit(
+    asked: str = "auto", model: torch.nn.Module | None = None, rows_on: str = "cpu"
+) -> tuple[str, str, dict[str, str]]:
     """Trains a small model; returns the device it was trained on, its bits, and the header by its words."""
     model = make_model() if model is None else model
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.SGD(model.parameters(), 0.1), device=asked)
-        trainer.fit(*make_rows(24), epochs=1, batch_size=6)
+        trainer.fit(*(each.to(rows_on) for each in make_rows(24)), epochs=1, batch_size=6)
     place = next(model.parameters()).device
     lines = (line.split(None, 1) for line in shown.getvalue().splitlines() if not line.startswith(" "))
     header = {words[0]: words[1] for words in lines if len(words) == 2}
@@ -183,6 +185,7 @@ def choose_alone() -> None:
     assert (place, header["device"]) == ("fakegpu:0", "fakegpu:0 (1 of 2 visible fakegpu)")
     place, _, header = fit("cpu")
     assert (place, header["device"].partition("; ")[2]) == ("cpu", f"{unused}: device='cpu'")
+    assert fit("cpu", rows_on="fakegpu")[:2] == ("cpu", bits)  # the CPU waits for rows that come from a device
     for wrong, words in [
         ("fakegpu:2", r"2 such devices visible \(fakegpu:0 to fakegpu:1\)"),
         ("cuda", "no CUDA device"),

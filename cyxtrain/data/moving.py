@@ -66,7 +66,9 @@ class Placement:
         return self.prepare_target(self._moved(tensor), self.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        if tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device, non_blocking=tensor.is_cpu)  # from an accelerator the host has to wait
 
 
 def as_channels_last(tensor: Tensor) -> Tensor:
