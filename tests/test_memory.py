@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-REMEDIES = r"smaller batch_size, with accumulation_steps.*bf16.*enable_gradient_checkpointing\(\).*--gpus"
+REMEDIES = r"smaller batch_size, with accumulation_steps.*bf16.*enable_gradient_checkpointing\(\)\. On.*--gpus"
+IN_EVALUATION = r"smaller batch_size \(in fit, validation_batch_size; a DataLoader has its own\)\. On.*--gpus"
 
 
 LIBRARIES = (
@@ -76,16 +77,39 @@ def test_it_names_the_rank_and_the_remedies_and_stays_what_it_is(how, kind, word
     assert str(caught.value).count("is out of memory: ") == 1
 
 
-def test_training_step_and_evaluate_say_it_too():
+def test_training_step_says_it_too():
     with one_process():
         amp = cx.DistributedAMPTrainer(Greedy(), loss_fn="cross_entropy")
         amp.model.fails_with = "python"
         with pytest.raises(MemoryError, match=REMEDIES):
             amp.training_step(make_rows(8))
-        model = Greedy()
-        model.net.register_forward_hook(lambda module, rows, output: setattr(model, "fails_with", "python"))
-        with pytest.raises(MemoryError, match=REMEDIES):  # after the rows that are tried first
-            cx.DistributedTrainer(model, "cross_entropy").evaluate(*make_rows(8), batch_size=4)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "fit"])
+def test_evaluation_and_prediction_name_what_helps_there(call):
+    class Full(nn.Linear):
+        is_full = call != "fit"
+
+        def forward(self, rows: Tensor) -> Tensor:
+            if self.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (see pytorch.org)")
+            return super().forward(rows)
+
+    def fill(logs: Any) -> None:
+        trainer.model.is_full = True
+
+    rows, targets = make_rows(8)
+    trainer = cx.DistributedTrainer(Full(rows.shape[1], 3), "cross_entropy")
+    filling = {"callbacks": [cx.callbacks.LambdaCallback(on_test_begin=fill)], "epochs": 1, "verbose": False}
+    calls = {
+        "evaluate": lambda: trainer.evaluate(rows, targets, batch_size=4),
+        "predict": lambda: trainer.predict(rows, batch_size=4),
+        "fit": lambda: trainer.fit(rows, targets, rows, targets, batch_size=4, **filling),
+    }
+    with one_process(), pytest.raises(torch.OutOfMemoryError, match=IN_EVALUATION) as caught:
+        calls[call]()
+    assert "GiB (see pytorch.org). PYTORCH_ALLOC_CONF" in str(caught.value)
+    assert "accumulation_steps" not in str(caught.value)
 
 
 def test_another_error_stays_as_it_is():

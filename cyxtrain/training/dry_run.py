@@ -98,7 +98,7 @@ class DryRun:
         if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
             batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
         check = WeightCheck(self._model, self._loss, self._call, few)
-        with self._without_trace(), torch.enable_grad():
+        with memory_explained(), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
             for module in self._model.modules():
                 if isinstance(module, nn.SyncBatchNorm):
@@ -123,7 +123,7 @@ class DryRun:
         """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
         batch = self._placed(source.first(_ROWS))
         check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
-        with self._without_trace(), torch.no_grad():
+        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._put_into_evaluation()
             with gathering_alone():
                 warning_of(check.find_items)
@@ -133,7 +133,7 @@ class DryRun:
     def predict(self, source: Source) -> None:
         """Tries a prediction for a source's first rows. Raises as `train`."""
         batch = self._placed(source.first(_ROWS))
-        with self._without_trace(), torch.no_grad():
+        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
             self._output(batch, predicting=True)
 
@@ -228,7 +228,7 @@ class DryRun:
     def _without_trace(self) -> Iterator[None]:
         owners = [self._model, *self._loss.functions, *self._metrics.values()]
         kept = untouched(owners, self._placement.device, copies=self._is_of_fit)
-        with kept, memory_explained(), gathering_alone() as self._loss.gathers:
+        with kept, gathering_alone() as self._loss.gathers:
             yield
 
 

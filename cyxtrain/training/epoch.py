@@ -33,7 +33,7 @@ def run_epoch(
         device: That computes.
         give_up: Asked after each whether to leave the others.
     """
-    with memory_explained(), steps_marked(device) as mark:
+    with steps_marked(device) as mark:
         for batch in batches:
             if mark is not None:
                 mark()
@@ -66,7 +66,7 @@ def run_whole_batches(
     rank, world_size = (runtime.get_rank(), runtime.get_world_size()) if distributed else (0, 1)
     problem, complete = None, False
     try:
-        with modes_kept(model, *rows.loss.modules):
+        with memory_explained(trains=False), modes_kept(model, *rows.loss.modules):
             for module in (model, *rows.loss.modules):
                 module.eval()
             batches = rows.source.whole_batches(rows.batch_size, rows.placement, rank, world_size)

@@ -28,6 +28,7 @@ from cyxtrain.training.facts import trained_facts
 from cyxtrain.training.flops import explain_usage, usage_of
 from cyxtrain.training.history import record_epoch
 from cyxtrain.training.keeping import Keeper
+from cyxtrain.training.memory import memory_explained
 from cyxtrain.training.modes import put_into_training
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.optimizers import fuse
@@ -283,7 +284,7 @@ class Fit:
         self._put_into_training()
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
-            with contextlib.closing(run.shares(position)) as shares, self._settled(step):
+            with memory_explained(), contextlib.closing(run.shares(position)) as shares, self._settled(step):
                 given = (clock.data.each(shares), step_and_listen, self._device)
                 run_epoch(*given, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read

@@ -448,7 +448,7 @@ def _tried(
         check_targets(source, loss)
     inputs, targets, weights = source.example
     loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
-    with memory_explained():
+    with memory_explained(trains=trains_on is not None):
         placement = place_model(model, loss, device, channels_last=config.channels_last)
         place_state(optimizer)
     call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
