@@ -26,26 +26,43 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 _OTHER_NAMES = {
+    "accumulate_grad_batches": "accumulation_steps",
     "auroc": "auc",
+    "bf16": "precision",
     "bucket_cap_mb": "bucket_size_mb",
+    "ckpt_path": "resume",
     "clipnorm": "clip_norm",
+    "devices": "num_processes",
+    "dtype": "precision",
     "enabled": "use_dynamic_scaling",
     "f1_score": "f1",
+    "float32_matmul_precision": "float32_precision",
+    "fp16": "precision",
+    "fused": "fused_optimizer",
+    "gpus": "num_processes",
     "gradient_clip_val": "clip_norm",
+    "gradient_clipping": "clip_norm",
     "growth_interval": "dynamic_history_size",
     "init_scale": "initial_scale",
-    "float32_matmul_precision": "float32_precision",
     "jit_compile": "compile",
+    "matmul_precision": "float32_precision",
     "max_epochs": "epochs",
     "max_grad_norm": "clip_norm",
-    "matmul_precision": "float32_precision",
     "max_time": "max_time_seconds",
     "memory_format": "channels_last",
     "mixed_precision": "precision",
+    "nproc_per_node": "num_processes",
+    "nprocs": "num_processes",
+    "num_gpus": "num_processes",
+    "num_train_epochs": "epochs",
     "num_warmup_steps": "warmup_steps",
+    "per_device_eval_batch_size": "validation_batch_size",
+    "per_device_train_batch_size": "batch_size",
     "random_seed": "seed",
     "roc_auc": "auc",
+    "tf32": "float32_precision",
     "torch_compile": "compile",
+    "torch_dtype": "precision",
     "x": "X",
 }
 """What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
@@ -198,6 +215,18 @@ def require_boolean(owner: str, name: str, value: object) -> None:
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
-def require_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuses what is none of the choices."""
-    require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.")
+def require_choice(
+    owner: str, name: str, value: object, choices: tuple[object, ...], theirs: Mapping[str, str] | None = None
+) -> None:
+    """Refuses what is none of the choices.
+
+    Args:
+        owner: The class that has the setting.
+        name: Of the setting.
+        value: That it was given.
+        choices: That it has.
+        theirs: Which of them other libraries call something else, by that name in lower case.
+    """
+    meant = (theirs or {}).get(str(value).lower().removeprefix("torch."))
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.{hint}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import cyxtrain as cx
 
@@ -157,6 +158,10 @@ def test_the_names_that_others_have_are_known():
         (cx.AMPConfig, "init_scale", "initial_scale"),
         (cx.DDPConfig, "bucket_cap_mb", "bucket_size_mb"),
         (cx.DistributedTrainingConfig, "gradient_clip_val", "clip_norm"),
+        (cx.DistributedTrainingConfig, "devices", "num_processes"),
+        (cx.DistributedTrainingConfig, "per_device_train_batch_size", "batch_size"),
+        (cx.DistributedTrainingConfig, "bf16", "precision"),
+        (cx.DistributedTrainingConfig, "tf32", "float32_precision"),
     ):
         with pytest.raises(cx.ConfigError, match=f"Did you mean '{ours}'"):
             cls(**{theirs: 1})
@@ -166,6 +171,21 @@ def test_the_names_that_others_have_are_known():
         cx.DistributedTrainingConfig(compression="fp16")
     with pytest.raises(cx.ConfigError, match=r"'scheduler': it belongs to DistributedTrainer\(scheduler="):
         cx.DistributedTrainingConfig(scheduler="cosine")
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("precision", "bf16-mixed", "bf16"),
+        ("precision", "mixed_float16", "fp16"),
+        ("precision", torch.bfloat16, "bf16"),
+        ("precision", 16, "fp16"),
+        ("float32_precision", "TF32", "high"),
+    ],
+)
+def test_the_values_that_others_have_are_known(name, theirs, ours):
+    with pytest.raises(cx.ConfigError, match=f"got {theirs!r}. Did you mean '{ours}'"):
+        cx.DistributedTrainingConfig(**{name: theirs}).validate()
 
 
 def test_a_rank_of_matrices_that_are_not_approximated_is_refused():

@@ -9,6 +9,12 @@ from cyxtrain.settings import is_number, require, require_boolean, require_choic
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Of `torch.compile`."""
+_PRECISIONS = {
+    **dict.fromkeys(("16", "16-mixed", "float16", "half", "mixed_float16"), "fp16"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16", "mixed_bfloat16"), "bf16"),
+    **dict.fromkeys(("32", "32-true", "float", "float32", "full", "no", "none"), "fp32"),
+}
+"""Names of Lightning, Keras, Accelerate and PyTorch for those that `precision` has."""
 
 
 @settings
@@ -193,7 +199,7 @@ class DistributedTrainingConfig:
         self._validate_clipping(owner)
         self._validate_rates(owner)
         require_choice(owner, "fused_optimizer", self.fused_optimizer, ("auto", True, False))
-        require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"))
+        require_choice(owner, "precision", self.precision, ("fp32", "bf16", "fp16"), _PRECISIONS)
         self._validate_speedups(owner)
         if self.amp is not None:
             right = isinstance(self.amp, AMPConfig)
@@ -224,9 +230,8 @@ class DistributedTrainingConfig:
         self._validate_checkpoints(owner)
 
     def _validate_speedups(self, owner: str) -> None:
-        right, asked = (None, "highest", "high", "medium"), self.float32_precision
-        hint = " TF32 is 'high'." if "tf32" in str(asked).lower() else ""
-        require(asked in right, f"{owner}.float32_precision must be one of {right}, got {asked!r}.{hint}")
+        right, theirs = (None, "highest", "high", "medium"), {"tf32": "high", "ieee": "highest", "true": "high"}
+        require_choice(owner, "float32_precision", self.float32_precision, right, theirs)
         known = isinstance(self.compile, bool) or self.compile in COMPILE_MODES
         modes = ", ".join(map(repr, COMPILE_MODES))
         require(

@@ -22,6 +22,8 @@ _NOT_HERE = {
     "lr": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
     "workers": "a DataLoader has it, as num_workers",
     "num_workers": "a DataLoader has it, as in fit(DataLoader(dataset, num_workers=4))",
+    "pin_memory": "a DataLoader has it, and rows go to a GPU from pinned memory by themselves",
+    "accelerator": "DistributedTrainer(device=...) has it, and takes a visible GPU by itself",
     "gradient_checkpointing": "call trainer.enable_gradient_checkpointing() before it",
 }
 _FIELDS = [field.name for field in dataclasses.fields(DistributedTrainingConfig)]
