@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fitting import fingerprint, make_model, make_rows
+from fitting import fingerprint, make_model, make_rows, one_process
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
 from test_ring_cuda import every_collective
@@ -104,6 +105,30 @@ def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatc
     device.check_devices(everyone[:2], torch.device("cuda", 0))
     with pytest.raises(cx.ConfigError, match="rank 0 and rank 2 train on one GPU, cuda:0 of node, which NCCL refuses"):
         device.check_devices(everyone, torch.device("cuda", 0))
+
+
+MIXED = [
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in aten::addmm)",
+    "Expected all tensors to be on the same device, but got weight is on cpu, different from other tensors on cuda:0",
+    "indices should be either on cpu or on the same device as the indexed tensor (cuda:0)",
+    "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+]
+
+
+@pytest.mark.parametrize("words", MIXED, ids=["addmm", "nll_loss", "index", "conv"])
+@pytest.mark.parametrize("part", ["model", "loss", "metric"])
+def test_an_error_of_tensors_on_several_devices_says_what_to_do(part, words):
+    def fails(*_: Any) -> Any:
+        raise RuntimeError(words)
+
+    model = make_model()
+    if part == "model":
+        model.register_forward_hook(fails)
+    loss_fn = fails if part == "loss" else torch.nn.functional.cross_entropy
+    trainer = cx.DistributedTrainer(model, loss_fn, "sgd", metrics=[fails] if part == "metric" else [])
+    expected = re.escape(f"{words}. One of your tensors has stayed where it was made") + r".*register_buffer.*x\.device"
+    with one_process(), pytest.raises(cx.ConfigError, match=expected):
+        trainer.fit(*make_rows(8), epochs=1, verbose=False)
 
 
 # --- groups that carry no CPU tensors -------------------------------------------------------------------------------

@@ -18,6 +18,21 @@ _NOT_COUNTED = ("cpu", "meta", "mps")
 """Kinds of device of which `accelerator` does not know how many there are."""
 
 
+_OTHER_DEVICE = ("on the same device", "and weight type")
+"""PyTorch's words in the errors of operations whose tensors are on several devices."""
+
+
+def remedy_for_devices(error: Exception) -> str:
+    """Returns what to do about an error of a user's code whose tensors are on several devices; "" about others."""
+    text = str(error)
+    if not any(words in text for words in _OTHER_DEVICE):
+        return ""
+    return ("" if text.endswith(("!", ".")) else ".") + (
+        " One of your tensors has stayed where it was made: make what a model or a loss keeps a buffer "
+        "(self.register_buffer), and the others on the device of what comes in (device=x.device)."
+    )
+
+
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
     """Returns the device that a user named, "auto" as it is.
 

@@ -24,6 +24,7 @@ from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.calling import ModelCall
 from cyxtrain.training.checks import check_classes
+from cyxtrain.training.device import remedy_for_devices
 from cyxtrain.training.find_accuracy import find_accuracy
 from cyxtrain.training.flops import flops_of_step
 from cyxtrain.training.loss import Loss
@@ -242,6 +243,7 @@ def _blaming(what: str) -> Iterator[None]:
         if is_full(error):
             raise
         remedy = f". {_ONE_ROW.format(counted(runtime.get_world_size(), 'rank'))}" if ONE_VALUE in str(error) else ""
+        remedy = remedy or remedy_for_devices(error)
         raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError
 from cyxtrain.settings import unknown_name
+from cyxtrain.training.device import remedy_for_devices
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.metrics import LibraryMetric, MeanMetric, Metric, Metrics
 
@@ -153,7 +154,8 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"the metric {metric.name} cannot take the model's output and y: {error}") from error
+            what = f"the metric {metric.name} cannot take the model's output and y"
+            raise ConfigError(f"{what}: {error}{remedy_for_devices(error)}") from error
     return Metrics(made).copy()
 
 
