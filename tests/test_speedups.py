@@ -329,7 +329,8 @@ def test_a_fit_on_an_accelerator_tells_memory_and_flops_in_the_epochs_line_and_t
     [found] = run_on_stand_in(fakegpu_folder, 1, use_a_device, tmp_path.as_posix())
     usage, told = found["usage"], found["told"]
     assert usage["peak_memory"] > found["weights"]
-    assert "GiB at most" in found["printed"]
+    assert f"peak memory {usage['peak_memory'] / 2**20:.1f} MiB" in found["printed"]
+    assert flops.explain_usage({"peak_memory": 71.25 * 2**30}) == ["peak memory 71.2 GiB"]
     assert "FLOP/s" in found["printed"]
     assert "MFU" not in found["printed"]  # nobody knows what this device can
     assert told["epoch/peak memory (GiB)"] == pytest.approx(usage["peak_memory"] / 2**30)

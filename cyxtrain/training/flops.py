@@ -137,9 +137,14 @@ def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.
 
 def explain_usage(usage: Mapping[str, float]) -> list[str]:
     """Returns what `usage_of` gives, in words for an epoch's line."""
-    words = {
-        "peak_memory": lambda value: f"{value / 2**30:.3g} GiB at most",
+    words: dict[str, Callable[[float], str]] = {
+        "peak_memory": _peak_in_words,
         "flops_per_second": lambda value: f"{in_words(value)}/s",
         "mfu": lambda value: f"MFU {value:.1%}",
     }
     return [words[name](value) for name, value in usage.items()]
+
+
+def _peak_in_words(memory: float) -> str:
+    scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
+    return f"peak memory {memory / scale:.1f} {unit}"
