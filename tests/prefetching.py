@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ RESUMED: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
 
 
 def resume_each(folder: str, names: list[str]) -> dict[str, list[str]]:
-    """The bits of a fit on the CPU, of the same on the stand-in, and of those that resume from its checkpoints."""
+    """The bits of a fit on the CPU, of the same on the stand-in, and of those that resume its checkpoints on either."""
     with cx.init():
         return {name: _resume_each(name, Path(folder, name)) for name in names}
 
@@ -234,7 +235,13 @@ def _resume_each(name: str, folder: Path) -> list[str]:
 
     whole = [train("cpu"), train(GPU, folder)]
     cx.barrier()  # rank 0 has written all
-    return whole + [train(GPU, path=path) for path in sorted(folder.glob("*.ckpt"))]
+    paths = sorted(folder.glob("*.ckpt"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        whole.append(train("cpu", path=paths[0]))
+    if cx.is_master():
+        assert any("computed otherwise: the device was fakegpu and is cpu. The" in str(each.message) for each in told)
+    return whole + [train(GPU, path=path) for path in paths]
 
 
 class Notes(nn.Module):

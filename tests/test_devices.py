@@ -107,6 +107,13 @@ def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatc
         device.check_devices(everyone, torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("asked", ["mps", torch.device("mps")])
+def test_a_device_that_pytorch_was_not_built_for_is_refused(monkeypatch, asked):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(cx.ConfigError, match=r"device='mps': no MPS device is visible\. Use 'auto' or 'cpu'"):
+        fit(asked)
+
+
 MIXED = [
     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in aten::addmm)",
     "Expected all tensors to be on the same device, but got weight is on cpu, different from other tensors on cuda:0",
@@ -135,7 +142,7 @@ def test_an_error_of_tensors_on_several_devices_says_what_to_do(part, words):
 
 
 def fit(
-    asked: str = "auto", model: torch.nn.Module | None = None, rows_on: str = "cpu"
+    asked: str | torch.device = "auto", model: torch.nn.Module | None = None, rows_on: str = "cpu"
 ) -> tuple[str, str, dict[str, str]]:
     """Trains a small model; returns the device it was trained on, its bits, and the header by its words."""
     model = make_model() if model is None else model
@@ -214,6 +221,7 @@ def choose_alone() -> None:
     for wrong, words in [
         ("fakegpu:2", r"2 such devices visible \(fakegpu:0 to fakegpu:1\)"),
         ("cuda", "no CUDA device"),
+        ("gpu", "one of torch's such as 'cpu' or 'fakegpu', got 'gpu'"),
     ]:
         with pytest.raises(cx.ConfigError, match=words):
             fit(wrong)

@@ -32,7 +32,7 @@ def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, A
         "the optimizer's kernel": "fused" if run.fuses else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
-        "the number of threads per rank": torch.get_num_threads() if device.type == "cpu" else 0,
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
         "the precision of float32 products": _product_precision(device, run.config.float32_precision),
         **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
     }

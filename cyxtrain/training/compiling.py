@@ -22,10 +22,14 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes in which a model's kernels are launched together, as a CUDA graph."""
 
 
-def check_compiler(device: torch.device) -> None:
+def check_compiler(mode: bool | str, device: torch.device) -> None:
     """Compiles something small, to find out whether anything can be compiled here.
 
     Cost: some seconds, the first time in a process; the model's own compilation would have taken them else.
+
+    Args:
+        mode: That was asked for.
+        device: That computes.
 
     Raises:
         ConfigError: With what PyTorch says.
@@ -33,10 +37,10 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(_small)(torch.ones(2, device=device))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"compile=True: torch.compile does not work here: {type(error).__name__}: {reason} It needs a C++ compiler "
-            "on CPUs and Triton on GPUs; without compile=True the model runs as it is."
+            f"compile={mode!r}: torch.compile does not work here: {type(error).__name__}: {reason}. It needs "
+            "a C++ compiler on CPUs and Triton on GPUs; without compile the model runs as it is."
         ) from error
 
 
@@ -61,7 +65,7 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
     """
     if not mode:
         return False
-    check_compiler(device)
+    check_compiler(mode, device)
     is_free = torch_compat.compiled_call(model) is None
     return is_free and world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
 

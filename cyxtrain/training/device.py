@@ -39,20 +39,25 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
     Raises:
         ConfigError: There is no such device, or the model cannot be trained there.
     """
+    visible, count = accelerator.visible(), accelerator.count()
     try:
         found = torch.device("cpu" if device == "auto" else device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device must be 'auto', or one of torch's such as 'cpu', got {device!r}.") from error
-    visible, count = accelerator.visible(), accelerator.count()
-    if found.type not in _NOT_COUNTED and (visible is None or visible.type != found.type):
-        raise ConfigError(f"device={device!r}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
-    if visible is not None and found.type == visible.type and (found.index or 0) >= count:
+        gpu = "cuda" if visible is None else visible.type
+        raise ConfigError(
+            f"device must be 'auto' (a visible GPU, else the CPU), or one of torch's such as 'cpu' or {gpu!r}, got "
+            f"{device!r}."
+        ) from error
+    asked = f"device={str(device)!r}"
+    is_there = visible is not None and visible.type == found.type
+    if not (torch.backends.mps.is_available() if found.type == "mps" else is_there or found.type in _NOT_COUNTED):
+        raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
+    if is_there and (found.index or 0) >= count:
         numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")
         raise ConfigError(
-            f"device={device!r}: {counted(count, 'such device')} visible ({numbers}). Use {found.type!r}: it is this "
-            "rank's own."
+            f"{asked}: {counted(count, 'such device')} visible ({numbers}). Use {found.type!r}: it is this rank's own."
         )
-    if device == "cpu" or visible is None:
+    if str(device) == "cpu" or visible is None:
         check_batch_norm(model, torch.device("cpu"), wanted=False)
     return device
 
