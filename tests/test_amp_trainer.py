@@ -423,3 +423,13 @@ def test_a_micro_batch_in_which_nothing_counts_leaves_the_others_as_they_are():
                 trainer.training_step(batch)
             ends.append(flat(model.parameters()))
     np.testing.assert_allclose(*ends, rtol=0, atol=1e-6)
+
+
+def test_a_step_makes_pytorch_warn_of_nothing(recwarn):
+    torch.set_warn_always(True)
+    try:
+        with one_process():
+            cx.DistributedAMPTrainer(make_model(), loss_fn="cross_entropy").training_step(make_rows(4))
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(each.message) for each in recwarn]

@@ -371,10 +371,11 @@ class DistributedAMPTrainer:
 
 def _on_host(*numbers: Tensor | float) -> list[float]:
     """Returns numbers of a device, or of the host; an accelerator is waited for once."""
-    there = {at: each for at, each in enumerate(numbers) if isinstance(each, Tensor) and not each.is_cpu}
-    found = torch.stack([each.detach().double().reshape(()) for each in there.values()]).tolist() if there else []
+    alone = [each.detach() if isinstance(each, Tensor) else each for each in numbers]
+    there = {at: each for at, each in enumerate(alone) if isinstance(each, Tensor) and not each.is_cpu}
+    found = torch.stack([each.double().reshape(()) for each in there.values()]).tolist() if there else []
     copied = dict(zip(there, found, strict=True))
-    return [copied[at] if at in there else float(each) for at, each in enumerate(numbers)]
+    return [copied[at] if at in there else float(each) for at, each in enumerate(alone)]
 
 
 def _optimizer(optimizer: OptimizerLike | None, learning_rate: float) -> OptimizerLike:
