@@ -10,6 +10,7 @@ import time
 
 import hosts
 import pytest
+import torch
 import torch.distributed as dist
 from doctor_ranks import (
     examine_among_strangers,
@@ -295,6 +296,14 @@ def test_alone_it_says_what_is_here(capsys, monkeypatch):
     assert squeezed(out).endswith(
         "nothing is broken here; cyxtrain launch -n 2 -- cyxtrain doctor also tries the way between processes"
     )
+
+
+def test_accelerators_other_than_cuda_are_listed(capsys, monkeypatch):
+    monkeypatch.setattr("cyxtrain.accelerator.visible", lambda: torch.device("xpu"))
+    monkeypatch.setattr("cyxtrain.accelerator.count", lambda: 2)
+    monkeypatch.setattr("cyxtrain.accelerator.name_of", lambda device: "Arc")
+    assert examine(config_of()) == 0
+    assert "GPUs xpu:0 Arc xpu:1 Arc" in squeezed(capsys.readouterr().out)
 
 
 def test_a_pytorch_that_nobody_has_tested_is_called_untested(capsys, monkeypatch):

@@ -186,8 +186,8 @@ def test_gpus_are_counted_or_listed(started, words, variables, num_ranks, more):
 @pytest.mark.parametrize(
     ("word", "gpus", "says"),
     [
-        ("all", 0, "--gpus all: PyTorch sees no GPU on this machine; -n N starts ranks on CPUs"),
-        ("2", 0, "--gpus 2: PyTorch sees no GPU"),
+        ("all", 0, "--gpus all: PyTorch sees no CUDA GPU; -n N starts N ranks on what there is"),
+        ("2", 0, "--gpus 2: PyTorch sees no CUDA GPU"),
         ("5", 4, "--gpus 5: this machine has 4"),
         ("0", 4, "--gpus 0: this machine has 4"),
         ("1,4", 4, "there is no GPU 4; they count from 0 to 3"),

@@ -171,7 +171,7 @@ def _num_ranks(own: Options, environment: Mapping[str, str]) -> tuple[int, dict[
         return _on_gpus(own.gpus, environment)
     if word in (None, "auto", "gpu", "cpu"):
         gpus = 0 if word == "cpu" else _count_gpus(environment)
-        _require(word != "gpu" or gpus > 0, "PyTorch sees no GPU on this machine")
+        _require(word != "gpu" or gpus > 0, "PyTorch sees no CUDA GPU on this machine")
         number = gpus or ranks_by_cores(environment)
         per = "GPU" if gpus else "core"
         click.echo(f"cyxtrain launch: {number} ranks, one per {per}; -n says how many", err=True)
@@ -185,7 +185,7 @@ def _num_ranks(own: Options, environment: Mapping[str, str]) -> tuple[int, dict[
 def _on_gpus(word: str, environment: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     """Returns how many ranks there are, one per GPU, and which GPUs they see."""
     visible = _count_gpus(environment)
-    _require(visible > 0, f"--gpus {word}: PyTorch sees no GPU on this machine; -n N starts ranks on CPUs")
+    _require(visible > 0, f"--gpus {word}: PyTorch sees no CUDA GPU; -n N starts N ranks on what there is")
     if word == "all":
         return visible, _nccl(environment)
     numbers = word.split(",")

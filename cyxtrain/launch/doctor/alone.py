@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cyxtrain import devices, environment, torch_compat
+from cyxtrain import accelerator, devices, environment, torch_compat
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.launch import tables
@@ -131,7 +131,11 @@ def _gpus() -> list[Fact]:
         Fact("GPUs", f"cuda:{number}", "", f"{name}, {tables.size(memory)}")
         for number, (name, memory) in enumerate(machine.gpus())
     ]
-    return found or [Fact("GPUs", "none", "", "PyTorch sees no CUDA device: training runs on CPUs")]
+    other = accelerator.visible()
+    if not found and other is not None:
+        name = accelerator.name_of(other)
+        found = [Fact("GPUs", f"{other.type}:{number}", "", name) for number in range(accelerator.count())]
+    return found or [Fact("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
 
 
 def _ways(ways: Sequence[Way], asked: str) -> list[Fact]:
