@@ -225,6 +225,13 @@ def choose_alone() -> None:
     ]:
         with pytest.raises(cx.ConfigError, match=words):
             fit(wrong)
+    spread = make_model()
+    layers = [each for each in spread.modules() if isinstance(each, torch.nn.Linear)]
+    for number, layer in enumerate(layers):
+        layer.to(f"fakegpu:{number % 2}")
+    with pytest.raises(cx.ConfigError, match="parameters are on fakegpu:0 and fakegpu:1, and each rank"):
+        fit(model=spread)
+    assert fit("fakegpu", spread)[:2] == ("fakegpu:0", bits)  # asked for, it is moved
     cx.finalize()
     with cx.init(cx.DistributedConfig(backend="cpu")):
         place, same, header = fit()

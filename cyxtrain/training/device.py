@@ -71,11 +71,17 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
         model: Not wrapped.
 
     Raises:
-        ConfigError: NCCL has connected this rank on another GPU.
+        ConfigError: NCCL has connected this rank on another GPU, or the model is spread over several.
     """
     parameter = next(model.parameters(), None)
     here = torch.device("cpu") if parameter is None else parameter.device
     visible = accelerator.visible()
+    places = sorted({str(each.device) for each in model.parameters() if accelerator.is_accelerator(each.device)})
+    if asked == "auto" and len(places) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {' and '.join(places)}, and each rank trains a whole model on one device. "
+            f"Leave out device_map or its like; device={torch.device(places[0]).type!r} moves the model to one."
+        )
     if asked != "auto":
         chosen = torch.device(asked)
     elif here.type == "cpu" and visible is not None and not runtime.why_cpus():
