@@ -152,7 +152,7 @@ def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tupl
     weights = source.example.weights
     if weights is not None and len(weights):
         first = "" if source.is_whole else " in the first batch"
-        yield "weights", f"of rows (sample_weight), from {weights.min():g} to {weights.max():g}{first}"
+        yield "weights", f"of rows (sample_weight, class_weight), from {weights.min():g} to {weights.max():g}{first}"
 
 
 def _backend(device: torch.device) -> str:
