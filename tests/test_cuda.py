@@ -31,6 +31,7 @@ from cyxtrain.data.moving import Placement
 GPU = os.environ.get("CYXTRAIN_TEST_GPU", "cuda")
 """Or the stand-in of tests/stand_in, on which test_stand_in.py runs some of these."""
 pytestmark = pytest.mark.skipif(str(accelerator.visible()) != GPU, reason="no CUDA device is here")
+OF_CUDA = pytest.mark.skipif(GPU != "cuda", reason="it needs NCCL, or what PyTorch has for CUDA alone")
 ROWS, STEP = 50, 12
 
 
@@ -78,7 +79,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("cpu", GPU)])
+@pytest.mark.parametrize(("backend", "device"), [pytest.param("nccl", "auto", marks=OF_CUDA), ("cpu", GPU)])
 @pytest.mark.parametrize("model", ["quiet", "batch norm"])
 def test_a_fit_on_a_gpu_is_that_on_a_cpu(model, backend, device):
     [alone], [found] = fits(1, "cpu", model=model), fits(1, device, backend, model=model)
@@ -106,6 +107,7 @@ def losses_on_both() -> dict[str, Any]:
     return found
 
 
+@OF_CUDA
 def test_no_step_waits_for_what_a_loss_counts():
     [found] = run_processes(1, losses_on_both, seconds=100.0)
     for name, (wanted, ours, waits) in found.value.items():
@@ -122,6 +124,7 @@ def test_two_ranks_that_share_a_gpu_are_one(compression):
     assert_close(together[0], alone, 1e-2)
 
 
+@OF_CUDA
 def test_batch_norm_over_two_ranks_that_share_a_gpu_is_that_of_one():
     [alone] = fits(1, GPU, model="batch norm")
     for found in fits(2, GPU, model="batch norm", sync_batchnorm=True):
@@ -137,7 +140,7 @@ def resume_each(folder: str, settings: dict[str, Any]) -> list[str]:
         return [found["bits"] for found in (whole, *resumed)]
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "cpu")])
+@pytest.mark.parametrize(("world_size", "backend"), [pytest.param(1, "nccl", marks=OF_CUDA), (2, "cpu")])
 def test_a_resumed_fit_equals_the_uninterrupted_one(world_size, backend, tmp_path):
     settings = {"model": "dropout", "precision": "fp16", "compression": "powersgd", "accumulation_steps": 2}
     settings |= {"effective_batch_size": None, "batch_size": 3}
@@ -155,7 +158,8 @@ ROUNDED = [{"precision": "fp16"}, {"precision": "bf16"}, {"float32_precision": "
 def test_16_bits_and_a_compiled_model_train_as_well(settings):
     if settings.get("compile"):
         pytest.importorskip("triton", reason="PyTorch compiles for GPUs by Triton, which is not here")
-    [plain], [found] = fits(1, GPU), fits(1, "auto", "nccl", **settings)
+    asked = ("auto", "nccl") if GPU == "cuda" else (GPU, "cpu")
+    [plain], [found] = fits(1, GPU), fits(1, *asked, **settings)
     assert_close(found, plain, 0.1)
 
 
@@ -178,6 +182,7 @@ class SyncsCounted(cx.callbacks.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@OF_CUDA
 @pytest.mark.parametrize(
     "make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)], ids=["adamw", "sgd"]
 )
@@ -296,6 +301,7 @@ def fit_with_graphs(compiles: bool) -> list[float]:
         return [value for name in sorted(history.history) for value in history.history[name]]
 
 
+@OF_CUDA
 def test_a_model_that_its_user_runs_by_cuda_graphs_is_fitted_as_without():
     pytest.importorskip("triton", reason="PyTorch compiles for GPUs by Triton, which is not here")
     plain, graphs = (
@@ -339,6 +345,7 @@ def test_without_a_backend_a_visible_gpu_is_used_over_nccl_where_each_rank_has_o
             assert "barrier()" not in found.stderr
 
 
+@OF_CUDA
 def test_a_group_of_nccl_is_adopted_and_trains_on_its_gpu():
     [alone] = fits(1, "cpu")
     [found] = run_processes(1, adopt_nccl, seconds=100.0)
@@ -346,6 +353,7 @@ def test_a_group_of_nccl_is_adopted_and_trains_on_its_gpu():
     assert_close(found.value, alone)
 
 
+@OF_CUDA
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU of its own")
 def test_two_ranks_of_nccl_on_one_gpu_are_refused_when_they_join():
     found = run_processes(2, meet, env={"DISTRIBUTED_BACKEND": "nccl"}, seconds=100.0, succeed=False)
