@@ -2,12 +2,13 @@
 
     git worktree add ../old v0.1.0
     python benchmarks/old_vs_new.py --old ../old --new . [--pairs 20] [--models mlp "large mlp" convnet] [--ranks 1 2]
-        [--sizes 4 1024 ...] [--transports tcp auto] [--json results.json]
+        [--sizes 4 1024 ...] [--transports tcp auto] [--joins 20] [--json results.json]
 
-`fit` is the work of `fit_vs_peers.py`, a collective that of `ring_vs_gloo.py`, each launch in processes of its own with
-one thread per rank. A pair is one launch of the old code and one of the new, directly after each other and in
-alternating order, so that both meet the same machine. Printed is the median of old time / new time over the pairs,
-with its quartiles: 1.00 is as fast as before, 0.95 is five percent slower. Use a machine with nothing else to do.
+`fit` is the work of `fit_vs_peers.py`, a collective that of `ring_vs_gloo.py`; a join is `init`, a barrier and
+`finalize`, again and again. Each launch has processes of its own with one thread per rank. A pair is one launch of the
+old code and one of the new, directly after each other and in alternating order, so that both meet the same machine.
+Printed is the median of old time / new time over the pairs, with its quartiles: 1.00 is as fast as before, 0.95 is five
+percent slower. Use a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ def collective_times(checkout: Path, transport: str, ranks: int, sizes: list[int
     return {f"{row['operation']} {size_text(row['bytes'])} ({transport})": row["seconds"] for row in rows}
 
 
+def join_times(checkout: Path, joins: int, ranks: int) -> dict[str, float]:
+    """Launches ranks that join and leave; returns the seconds of one time, in the median, on the slowest rank."""
+    found = launches.launch(
+        "join_ranks.py", ranks, {"joins": joins}, seconds=_LAUNCH_SECONDS, **path_variable(checkout)
+    )
+    return {"join and leave": max(rank["seconds"] for rank in found)}
+
+
 def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures everything; returns a row for each work and number of ranks."""
     tasks: list[tuple[int, Any, tuple[Any, ...]]] = []
@@ -58,6 +67,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if ranks > 1:
             given = (ranks, arguments.sizes, arguments.seconds_per_size)
             tasks += [(ranks, collective_times, (transport, *given)) for transport in arguments.transports]
+            tasks += [(ranks, join_times, (arguments.joins, ranks))] if arguments.joins else []
     checkouts = {"old": arguments.old, "new": arguments.new}
     rows = []
     for ranks, measure, given in tasks:
@@ -93,6 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--transports", nargs="*", choices=("tcp", "unix", "cma", "auto"), default=["tcp", "auto"])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(_SIZES), help="bytes, of a collective's tensor")
     parser.add_argument("--seconds-per-size", type=float, default=0.05, help="of a launch; at least 3 calls are made")
+    parser.add_argument("--joins", type=int, default=20, help="of a launch; 0: none")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -183,7 +184,7 @@ def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
     rank = facts.get("rank")
     during = facts.get("during")
     error = kind(
-        str(facts.get("message", "an error without a message")),
+        printable(str(facts.get("message", "an error without a message"))),
         rank=rank if isinstance(rank, int) else None,
         during=during if isinstance(during, str) else None,
     )
@@ -197,7 +198,12 @@ def _failures(values: object) -> Iterator[Failure]:
     kinds = {field.name: int if field.name == "rank" else str for field in fields(Failure)}
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
-            yield Failure(**{name: value[name] for name in kinds})
+            yield Failure(value["rank"], *(printable(value[name]) for name in ("type", "message", "traceback")))
+
+
+def printable(text: str) -> str:
+    """Returns a text of somebody else's without what a terminal would obey: control and format characters are "?"."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "?" for c in text)
 
 
 def reported(message: object, rank: int) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,19 +20,24 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousErro
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.backend import TORCHS_WORLD
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import Board, StoreLostError, root_of
+from cyxtrain.ring.meeting import pytorch_store
+from cyxtrain.ring.meeting.board import StoreLostError, root_of
 from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.meeting.key_values import Connection, KeyValueServer, KeyValueStore
+from cyxtrain.ring.meeting.listening import own_address
 from cyxtrain.ring.meeting.rollcall import RollCall
-from cyxtrain.ring.meeting.store import StoreEnd, StoreWatch, host_store, reach_store
+from cyxtrain.ring.meeting.store import reach_store, serve_store
 
 _lives: Counter[tuple[str, int]] = Counter()
 """How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
 
 A world of one has no store, and does not count: other ranks may be new processes."""
-_ends: list[StoreEnd | StoreWatch] = []
-"""At most one: tells when the store that this process used last has closed, from rank 0 to the others."""
-_END_PORT, _END_PORT_SECONDS = "cyxtrain/end", 1.0
-"""The key at which rank 0 tells the port, and for how long the others look for it."""
+_store: KeyValueStore | None = None
+"""The store that this process serves, as rank 0, or has reached. C++, which uses it, keeps no Python object alive."""
+_server: KeyValueServer | Connection | None = None
+"""What is behind it."""
+_PYTORCHS_STORE = "pytorch/store"
+"""Where rank 0 tells the address of a store of PyTorch's."""
 
 
 @dataclass
@@ -79,11 +82,10 @@ def join(config: DistributedConfig) -> Joined:
     # What cannot be is refused before anything starts.
     options = replace(environment.ring_options(), devices=seen.to_text())
     while True:
-        store = _store_of_this_life(config, deadline)
+        store = _store_of_this_life(config, options, deadline)
         try:
-            _watch_store(store, config, deadline)
             if config.backend is BackendType.GLOO:
-                _make_gloo(store, config, options, deadline)
+                store = _make_gloo(store, config, options, deadline)
                 joined = Joined(dist.group.WORLD, config, dist.group.WORLD, [seen], BackendType.GLOO, "", store)
             else:
                 joined = _make_groups(store, config, options, deadline)
@@ -97,66 +99,67 @@ def join(config: DistributedConfig) -> Joined:
         _lives[config.master_addr, config.master_port] += 1
     # Groups that are made later meet there: over NCCL at their first collective, to which a rank may come late.
     is_nccl = joined.cpu_group is not joined.group
-    store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
+    joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
     if not environment.sets_threads():
         _share_cores(environment.ranks_that_share_cores(), environment.cores_left())
     return joined
 
 
-def open_store(config: DistributedConfig, seconds: float) -> dist.Store:
+def open_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
     """Opens the store as rank 0, or reaches it; torchrun's agent keeps one for all.
 
     Args:
         config: Complete, of a world of several.
+        secret: What members know; None: there is none.
         seconds: Until it gives up.
 
     Raises:
         RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
     """
+    global _store, _server
     rank, world_size = config.rank or 0, config.world_size or 1
+    address, port = config.master_addr, config.master_port
     prefix = environment.agent_store_prefix(config)
-    if rank == 0 and prefix is None:
-        return host_store(config.master_addr, config.master_port, world_size, seconds)
-    store = reach_store(rank, config.master_addr, config.master_port, world_size, seconds)
-    return store if prefix is None else dist.PrefixStore(prefix, store)
+    if prefix is not None:
+        return dist.PrefixStore(prefix, pytorch_store.reach_store(rank, address, port, world_size, seconds))
+    if rank == 0:
+        _server = serve_store(address, port, secret, seconds)
+        _store = KeyValueStore(_server.values.answer, address, timedelta(seconds=seconds), _server.unproven)
+    else:
+        _server = reach_store(rank, address, port, world_size, secret, seconds)
+        _store = KeyValueStore(_server.ask, address, timedelta(seconds=seconds))
+    return _store
 
 
-def _store_of_this_life(config: DistributedConfig, deadline: Deadline) -> dist.Store:
+def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
     place = (config.master_addr, config.master_port)
-    for end in _ends:
-        if isinstance(end, StoreWatch):
-            end.await_end(config.master_addr, deadline)
+    is_same = _store is not None and _store.host == config.master_addr
+    if is_same and isinstance(_server, Connection) and not _server.await_end(deadline.left()):
+        raise RendezvousError(
+            f"rank 0 is still in the world that this process has left, and has its port at {config.master_addr}. To "
+            "begin a new world, every rank must leave the old one first (cyxtrain.finalize()).",
+            rank=0,
+        )
     forget_store()
-    store = open_store(config, _left(deadline).total_seconds())
-    if config.rank == 0 and isinstance(store, dist.TCPStore):
-        end = StoreEnd(config.master_addr)
-        _ends.append(end)
-        store.set(_END_PORT, str(end.port))
-    return dist.PrefixStore(f"/cyxtrain/{_lives[place] + 1}", store)
-
-
-def _watch_store(store: dist.Store, config: DistributedConfig, deadline: Deadline) -> None:
-    """Connects to what will tell when the store of rank 0 has closed; torchrun's agent keeps its own open."""
-    if config.world_size == 1 or config.rank == 0 or environment.agent_store_prefix(config) is not None:
-        return
-    patience = Deadline(_END_PORT_SECONDS)
-    with contextlib.closing(Board(root_of(store), f"rank {config.rank}", deadline)) as board:
-        while not board.has(_END_PORT) and not patience.passed():
-            time.sleep(0.001)  # rank 0 has just opened the store
-        if board.has(_END_PORT):
-            _ends.append(StoreWatch(config.master_addr, int(board.get(_END_PORT))))
+    return dist.PrefixStore(
+        f"/cyxtrain/{_lives[place] + 1}", open_store(config, options.secret_bytes, _left(deadline).total_seconds())
+    )
 
 
 def forget_store() -> None:
-    """Closes what tells of the end of the store that was used last."""
-    while _ends:
-        _ends.pop().close()
+    """Closes the store that was used last: that of rank 0 frees its port, and its end tells the other ranks."""
+    global _store, _server
+    if _server is not None:
+        _server.close()
+    _store = _server = None
 
 
 def forget_parent() -> None:
     """Lets go, in a forked child, of what its parent has joined: the child joins as a new process does."""
+    if isinstance(_server, KeyValueServer):
+        _server.abandon()
     forget_store()
     _lives.clear()
 
@@ -183,6 +186,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
             dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
             return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
         devices.check_nccl(seen)
+        group["store"] = store = _pytorchs_store(store, config, deadline)
         _make_nccl(group, config, deadline)
         beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
         return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
@@ -203,19 +207,50 @@ def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadl
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
 
 
-def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> None:
-    """Makes Gloo's group the default one."""
+def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
+    """Makes Gloo's group the default one; returns its store."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    waits = options.comes_again
-    roll = RollCall(dist.PrefixStore("roll", store), rank, range(world_size), deadline, waits_for_next_store=waits)
+    roll = RollCall(
+        dist.PrefixStore("roll", store),
+        rank,
+        range(world_size),
+        deadline,
+        waits_for_next_store=options.comes_again,
+        secret=options.secret_bytes,
+    )
     with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
         roll.answer(Entry(world_size))
         roll.table()
+    store = _pytorchs_store(store, config, deadline)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
+    return store
+
+
+def _pytorchs_store(store: dist.Store, config: DistributedConfig, deadline: Deadline) -> dist.Store:
+    """Returns a store of PyTorch's, which NCCL and Gloo ask from threads of C++. All ranks call it.
+
+    Once all are connected to it nobody else gets there.
+    """
+    ours = root_of(store)
+    if not isinstance(ours, KeyValueStore):
+        return store  # torchrun's agent has one; alone none is needed
+    rank, seconds = config.rank or 0, max(deadline.left(), 0.001)
+    ours.set_timeout(timedelta(seconds=seconds))
+    if rank == 0:
+        served, listener = pytorch_store.host_store(own_address(config.master_addr), seconds)
+        store.set(_PYTORCHS_STORE, f"{served.host} {served.port}")
+    else:
+        host, port = store.get(_PYTORCHS_STORE).decode().split()
+        served = pytorch_store.reach_store(rank, host, int(port), config.world_size or 1, seconds)
+    store.set(f"{_PYTORCHS_STORE}/{rank}", "connected")
+    store.wait([f"{_PYTORCHS_STORE}/{other}" for other in range(config.world_size or 1)])
+    if rank == 0:
+        pytorch_store.close_to_newcomers(listener)
+    return served
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +13,8 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.host import Process
+from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.board import Board
 from cyxtrain.ring.meeting.entry import Entry
 
 LATE = 0.5
@@ -43,7 +46,14 @@ def meet_all(store, ranks, world_size, seconds=5.0, **options):
     return [found[rank] for rank in ranks]
 
 
-def say_entry(store, rank, world_size, port, **fields):
+def board_of(store, world_size, secret=None):
+    """The keys of the ranks' meeting as a member sees them."""
+    group = f"0 {' '.join(map(str, range(world_size)))}"
+    return Board(store, "the test", Deadline(10.0), secret and secret.encode(), group)
+
+
+def say_entry(store, rank, world_size, port, secret=None, **fields):
     """Says at the store what a rank would say that is somewhere else."""
-    entry = Entry(world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, **fields)
-    store.set(f"1/entry/{rank}", entry.to_json())
+    entry = Entry(world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields)
+    with contextlib.closing(board_of(store, world_size, secret)) as board:
+        board.set(f"1/entry/{rank}", entry.to_json())

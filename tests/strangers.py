@@ -6,8 +6,9 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from cyxtrain.ring.meeting.handshake import Caller, Claim, HandshakeError, Role, message, take_message
+from cyxtrain.ring.meeting.handshake import Caller, Claim, HandshakeError, Role, message, place_of, take_message
 
 Address = tuple[str, int]
 SECONDS = 10.0
@@ -71,7 +72,7 @@ def shake_hands(sock: socket.socket, claim: Claim, key: bytes) -> None:
         HandshakeError: As `Caller`; also where the other side closes the connection.
         RefusedError: The other side says why.
     """
-    caller, heard = Caller(claim, key), bytearray()
+    caller, heard = Caller(replace(claim, to_place=place_of(sock.getpeername())), key), bytearray()
     say(sock, caller.hello())
     say(sock, caller.prove(_hear(sock, heard)))
     caller.conclude(_hear(sock, heard))

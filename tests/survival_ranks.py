@@ -24,7 +24,7 @@ from worlds import wait_until
 import cyxtrain as cx
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.link import Deadline, Poller
-from cyxtrain.ring.meeting import handshake
+from cyxtrain.ring.meeting import handshake, rendezvous
 
 MIB = 2**20
 Facts = dict[str, Any]
@@ -164,7 +164,9 @@ def suffer_and_note(folder: str, suffer: Callable[[Any], None], what: Any) -> No
 
 def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
     """One rank is killed at a step of its handshakes: after the roll call, before its last connection is made."""
-    if int(os.environ["RANK"]) == victim:
+    gather = rendezvous._Members.gather
+
+    def gather_and_be_killed(members: Any, roll: Any) -> None:
         steps = itertools.count()
         for owner, names in (
             (handshake.Caller, ("hello", "prove", "conclude")),
@@ -172,6 +174,10 @@ def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
         ):
             for name in names:
                 setattr(owner, name, _dying(folder, getattr(owner, name), steps, step))
+        gather(members, roll)
+
+    if int(os.environ["RANK"]) == victim:
+        rendezvous._Members.gather = gather_and_be_killed  # type: ignore[method-assign]
     try:
         cx.init()
         cx.barrier()

@@ -20,7 +20,7 @@ from worlds import child_environment, free_port, wait_until
 import cyxtrain as cx
 from cyxtrain import joining
 from cyxtrain.ring.meeting.board import StoreLostError
-from cyxtrain.ring.meeting.store import StoreWatch
+from cyxtrain.ring.meeting.key_values import Connection
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 LATE = 0.5  # seconds after the deadline that an error may come
@@ -75,13 +75,13 @@ def join_again_before_rank_0_has_left(folder):
     if own_rank() == 0:
         wait_until(lambda: all(file.exists() for file in waiting))
     else:
-        await_end = StoreWatch.await_end
+        await_end = Connection.await_end
 
-        def tell_and_await(watch, *arguments):
+        def tell_and_await(connection, seconds):
             waiting[own_rank() - 1].touch()
-            await_end(watch, *arguments)
+            return await_end(connection, seconds)
 
-        StoreWatch.await_end = tell_and_await
+        Connection.await_end = tell_and_await
     dist.destroy_process_group()  # finalize would wait for rank 0
     return join(10.0)[0]
 

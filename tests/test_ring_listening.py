@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 from types import SimpleNamespace
@@ -62,7 +61,7 @@ class Network:
 )
 def test_a_rank_listens_where_it_is_reached_from_the_store(monkeypatch, host, names, routes, own):
     monkeypatch.setattr(listening, "socket", Network({"192.0.2.1": "192.0.2.1", **names}, routes))
-    assert listening._own_address(host) == own
+    assert listening.own_address(host) == own
 
 
 def test_of_a_store_in_a_file_the_default_route_is_taken(tmp_path):
@@ -70,7 +69,7 @@ def test_of_a_store_in_a_file_the_default_route_is_taken(tmp_path):
 
 
 def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
-    monkeypatch.setattr(listening, "_own_address", lambda host: "192.0.2.1")  # nobody's
+    monkeypatch.setattr(listening, "own_address", lambda host: "192.0.2.1")  # nobody's
     with pytest.raises(RendezvousError, match=r"rank 3 cannot listen at 192\.0\.2\.1 \(.+\)") as caught:
         listening.listen(3, dist.HashStore())
     assert caught.value.rank == 3
@@ -81,7 +80,7 @@ def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
 
 def test_rank_0_says_why_it_cannot_wait_at_its_address():
     with pytest.raises(RendezvousError, match=r"cannot wait at 127\.0\.0\.300:29500: (?!unknown)"):
-        store.host_store("127.0.0.300", 29500, 2, 1.0)
+        store.serve_store("127.0.0.300", 29500, None, 1.0)
 
 
 def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
@@ -97,14 +96,14 @@ def test_an_interrupted_rank_0_gives_its_port_back(monkeypatch):
 
     port = free_port()
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_await_listener", interrupt)
+        patch.setattr(store, "await_listener", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            store.host_store("127.0.0.1", port, 2, 1.0)
+            store.serve_store("127.0.0.1", port, None, 1.0)
     socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_a_rank_that_has_met_itself_goes_on_looking(monkeypatch):
     """By chance the kernel connects a socket to itself, where the port that is tried is the one that it gives."""
-    itself = contextlib.nullcontext(SimpleNamespace(getsockname=lambda: "itself", getpeername=lambda: "itself"))
+    itself = SimpleNamespace(getsockname=lambda: "itself", getpeername=lambda: "itself", close=lambda: None)
     monkeypatch.setattr(socket, "create_connection", lambda *arguments, **named: itself)
-    assert store._await_listener("127.0.0.1", 1, 0.0) == "connection refused (1 tries)"
+    assert store.await_listener("127.0.0.1", 1, 0.0) == "connection refused (1 tries)"

@@ -145,3 +145,8 @@ class RingOptions:
     auto: in a thread where there are several machines, or cores that are free."""
     devices: str = ""
     """What this rank tells the others of its accelerators while they meet (`cyxtrain.devices`)."""
+
+    @property
+    def secret_bytes(self) -> bytes | None:
+        """The secret as bytes; None: there is none. An environment can hold bytes that are no text."""
+        return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")

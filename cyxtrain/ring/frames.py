@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from xxhash import xxh3_64_digest
 
-from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts, printable
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 _MAGIC = b"CX"
 MAX_DIMENSIONS = 6
 _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
@@ -376,7 +376,8 @@ def take_control_frame(heard: bytearray) -> tuple[Control, dict[str, Any]] | Non
     del heard[:end]
     if xxh3_64_digest(body) != body_sum:
         raise DamagedError("the body of a control frame is damaged")
-    return Control(kind), json_object(body)
+    facts = json_object(body)
+    return Control(kind), {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
 
 
 def json_object(data: bytes) -> dict[str, Any]:

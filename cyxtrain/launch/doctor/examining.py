@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cyxtrain import environment
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.errors import RendezvousError, counted
-from cyxtrain.joining import open_store
+from cyxtrain.joining import forget_store, open_store
 from cyxtrain.launch.doctor import alone, meeting, pairs, report
 from cyxtrain.launch.doctor.findings import Cause, Pair, View, from_json
 from cyxtrain.launch.doctor.machine import this_machine
@@ -67,7 +67,9 @@ def _examine_world(config: DistributedConfig) -> int:
     if rank == 0:
         where = f"{config.master_addr}:{config.master_port}"
         _show([f"{counted(world_size, 'rank')} meet at {where}, within {config.timeout_ms / 1000:g} s", ""])
-    store = dist.PrefixStore(_KEYS, open_store(config, config.timeout_ms / 1000))
+    store = dist.PrefixStore(
+        _KEYS, open_store(config, None, config.timeout_ms / 1000)
+    )  # it must find secrets that differ
     listening = Meeting()
     try:
         listening.listener, listening.near = listen(rank, store), listen_near(options.transport)
@@ -75,6 +77,7 @@ def _examine_world(config: DistributedConfig) -> int:
         world = _visit_all(store, config, roster, listening, options)
     finally:
         listening.close()
+        forget_store()
     if world is None:
         return 0
     _show(report.lines_of(world))
@@ -113,7 +116,7 @@ def _visit_all(
         visits.make()
         proof = _proof(options, roster)
         board.set(f"proof/{rank}", proof)
-        board.set(f"done/{rank}", "")
+        board.set(f"done/{rank}", "yes")
         if rank:
             _leave(board, visits, rank, limit)
             return None
@@ -143,12 +146,12 @@ def _leave(board: Board, visits: pairs.Visits, rank: int, limit: Deadline) -> No
             rank=0,
         )
     with contextlib.suppress(StoreLostError):  # rank 0 does not wait for ever
-        board.set(f"left/{rank}", "")
+        board.set(f"left/{rank}", "yes")
 
 
 def _let_go(board: Board, visits: pairs.Visits, roster: meeting.Roster) -> None:
     """Lets the others go, and keeps the store until they have."""
-    board.set("over", "")
+    board.set("over", "yes")
     patience = Deadline(_LEAVING_SECONDS)
     for other in roster.ranks[1:]:
         visits.await_word(f"left/{other}", other, patience)
@@ -156,7 +159,8 @@ def _let_go(board: Board, visits: pairs.Visits, roster: meeting.Roster) -> None:
 
 def _read_pair(board: Board, low: int, high: int) -> Pair:
     keys = (f"view/{low}/{high}", f"view/{high}/{low}")
-    return Pair(low, high, tuple(from_json(View, board.get(key)) for key in keys if board.has(key)))
+    texts = [text for text in map(board.get, keys) if text is not None]
+    return Pair(low, high, tuple(from_json(View, text) for text in texts))
 
 
 def _proof(options: RingOptions, roster: meeting.Roster) -> str:
@@ -169,9 +173,7 @@ def _proof(options: RingOptions, roster: meeting.Roster) -> str:
 
 def _knows_another(board: Board, rank: int, proof: str) -> bool:
     """Returns whether a rank knows another secret than rank 0; one that has none is told so elsewhere."""
-    if not board.has(f"proof/{rank}"):
-        return False
-    theirs = board.get(f"proof/{rank}").decode("ascii", "replace")
+    theirs = (board.get(f"proof/{rank}") or b"").decode("ascii", "replace")
     return bool(theirs) and bool(proof) and theirs != proof
 
 

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def arrive(board: Board, rank: int, entry: Entry, machine: Machine) -> None:
     Raises:
         RendezvousError: Another process came as this rank.
     """
-    if board.add(f"claims/{rank}", 1) > 1:
+    token = secrets.token_hex(8)
+    if board.set_first(f"claims/{rank}", token) != token.encode():
         raise RendezvousError(
             f"rank {rank} is taken: another process has come as rank {rank} already. Give every process a RANK of its "
             "own; where that one is left from an earlier run, end it.",
@@ -111,7 +113,7 @@ def hear_roster(board: Board, rank: int, world_size: int, deadline: Deadline) ->
             rank=0,
         )
     try:
-        roster = Roster(*json.loads(board.get("roster")))
+        roster = Roster(*json.loads(board.get("roster") or b""))
         bytes.fromhex(roster.token)
     except (ValueError, TypeError) as error:
         raise not_ours(error) from None
@@ -137,7 +139,9 @@ def read_arrivals(board: Board, ranks: list[int]) -> dict[int, Arrival]:
         RendezvousError: It is something else.
     """
     return {
-        rank: Arrival(Entry.from_json(board.get(f"entry/{rank}")), from_json(Machine, board.get(f"machine/{rank}")))
+        rank: Arrival(
+            Entry.from_json(board.get(f"entry/{rank}") or b""), from_json(Machine, board.get(f"machine/{rank}") or b"")
+        )
         for rank in ranks
     }
 

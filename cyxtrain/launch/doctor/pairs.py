@@ -159,15 +159,15 @@ class Visits:
         self._reception.serve(seconds)
         if self._beat.passed():
             self._beat = Deadline(_TICK_SECONDS)
-            self._board.add(f"pulse/{self._rank}", 1)
+            self._board.set(f"pulse/{self._rank}", str(time.monotonic()))
 
     def _pulse_of(self, peer: int) -> bytes:
         key = f"pulse/{peer}"
-        return self._board.get(key) if self._board.has(key) else b""
+        return self._board.get(key) or b""
 
     def _visit(self, peer: int, number: int) -> View:
         """Returns what this rank finds of one other, in the round of that number."""
-        self._board.set(f"ready/{self._rank}/{peer}", "")
+        self._board.set(f"ready/{self._rank}/{peer}", "yes")
         until = self._began + (number + 1) * ROUND_SECONDS + _SLACK_SECONDS
         patience = Deadline(until - time.monotonic())
         cause = self.await_word(f"ready/{peer}/{self._rank}", peer, patience, knocks=True)
@@ -197,7 +197,7 @@ class Visits:
     def _call(self, peer: int, role: Role, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
         """Returns (connection or None, why there is none, the same in words)."""
         entry = self._arrivals[peer].entry
-        claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False)
+        claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False, to_rank=peer)
         address = socket_address(entry, near=role is Role.MESSAGES)
         try:
             return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""

@@ -8,12 +8,21 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.link import Deadline, Poller
 from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.handshake import MAX_BYTES, Caller, Claim, HandshakeError, RefusedError, take_message
+from cyxtrain.ring.meeting.handshake import (
+    MAX_BYTES,
+    Caller,
+    Claim,
+    HandshakeError,
+    RefusedError,
+    place_of,
+    take_message,
+)
 from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RollCall
 
 _EXPLAIN_SECONDS = 0.1
@@ -135,16 +144,35 @@ def call_once(
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
-        caller = Caller(claim, key)
-        heard = bytearray()
-        _send(sock, caller.hello(), proven=False)
-        answer = _hear(sock, heard, deadline, look, proven=False)
-        _send(sock, caller.prove(answer), proven=True)
-        caller.conclude(_hear(sock, heard, deadline, look, proven=True))
+        introduce(sock, replace(claim, to_place=place_of(address[1])), key, deadline, look)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def introduce(sock: socket.socket, claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]) -> None:
+    """Proves on a new connection who we are, and that the other side knows the secret.
+
+    Args:
+        sock: Connected, non-blocking.
+        claim: What we say of ourselves.
+        key: The run's secret.
+        deadline: When to give up.
+        look: Called again and again while it waits.
+
+    Raises:
+        RefusedError: It knows the secret, and does not let us in.
+        ClosedError: It closed the connection.
+        HandshakeError: What answers there is no rank.
+        OSError: It does not answer.
+    """
+    caller = Caller(claim, key)
+    heard = bytearray()
+    _send(sock, caller.hello(), proven=False)
+    answer = _hear(sock, heard, deadline, look, proven=False)
+    _send(sock, caller.prove(answer), proven=True)
+    caller.conclude(_hear(sock, heard, deadline, look, proven=True))
 
 
 def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:

@@ -16,7 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cyxtrain.ring.meeting.handshake import MAX_BYTES, Claim, HandshakeError, Listener, NoProofError, take_message
+from cyxtrain.ring.meeting.handshake import (
+    MAX_BYTES,
+    Claim,
+    HandshakeError,
+    Listener,
+    NoProofError,
+    place_of,
+    take_message,
+)
 
 _log = logging.getLogger("cyxtrain.ring")
 _HANDSHAKE_SECONDS = 5.0
@@ -202,7 +210,10 @@ class Door:
             self._turn_away(sock, str(error))
             return
         # Last: a proof that came in time counts, also where this process was too busy to read it then.
-        if not part or stranger.count >= MAX_BYTES:
+        if not stranger.count:
+            self._forget(sock)  # somebody who looks whether the port is open
+            sock.close()
+        elif not part or stranger.count >= MAX_BYTES:
             self._turn_away(sock, "it said too much" if part else "it left")
         elif time.monotonic() >= stranger.until:
             self._turn_away(sock, _TOO_SLOW)
@@ -218,7 +229,14 @@ class Door:
             _send(sock, stranger.listener.answer(body))
             return False
         stranger.listener.check(body)
-        refused = self._judge(claim)
+        place = place_of(sock.getsockname())
+        if claim.to_place and claim.to_place != place:
+            refused = (
+                f"it means to call {claim.to_place}, and has reached {place}: somebody stands between, or addresses "
+                "are translated on the way"
+            )
+        else:
+            refused = self._judge(claim)
         _send(sock, stranger.listener.verdict(refused))
         if refused:
             self._turn_away(sock, refused)

@@ -84,10 +84,10 @@ class Entry:
         try:
             facts = json_object(text.encode() if isinstance(text, str) else text)
             entry: Entry = made(cls, facts | {"process": made(Process, facts["process"])})
-            if not (0 <= entry.port < 2**16 and 0 <= entry.process.pid < 2**31):
-                raise ValueError("a port or a pid that cannot be")
-            if not 0.01 <= entry.heartbeat_timeout_seconds <= 1e9:  # others beat as often as it wants to hear
-                raise ValueError("a heartbeat that cannot be")
+            for field in dataclasses.fields(entry):
+                _check_range(field.name, getattr(entry, field.name))
+            if not 0 <= entry.process.pid < 2**31:
+                raise ValueError("a pid that cannot be")
             if not (entry.host.isascii() and entry.host.isprintable()):
                 raise ValueError("a host that cannot be")
             if entry.host:
@@ -96,6 +96,31 @@ class Entry:
         except (FrameError, ValueError, TypeError, KeyError) as error:
             raise not_ours(error) from None
         return entry
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "world_size": (1, 2**32),
+    "port": (0, 2**16 - 1),
+    "room": (0, 2**20),
+    "cores": (0, 2**20),
+    "heartbeat_timeout_seconds": (0.01, 1e9),  # others beat as often as it wants to hear
+    "protocol": (0, 2**32),
+}
+_MAX_CHARACTERS = 4096
+
+
+def _check_range(name: str, value: object) -> None:
+    """Refuses a value that no rank can have written.
+
+    Raises:
+        ValueError: With its name.
+    """
+    if isinstance(value, str) and not (len(value) <= _MAX_CHARACTERS and value.isprintable()):
+        raise ValueError(f"its {name} is too long, or no text")
+    if name in _RANGES:
+        lowest, highest = _RANGES[name]
+        if not (isinstance(value, (int, float)) and lowest <= value <= highest):
+            raise ValueError(f"a {name} that cannot be")
 
 
 def made(kind: type[Any], facts: dict[str, Any]) -> Any:

@@ -3,13 +3,15 @@
 Four messages, each the magic "CYXT", its length (u32, big-endian) and a JSON object; the envelope is the same in
 every version of the protocol, so that versions can refuse each other in words:
 
-    caller      hello     run, generation, role, rank, world_size, checksums, protocol, nonce
+    caller      hello     run, generation, role, rank, world_size, checksums, to_rank, to_place, protocol, nonce
     listener    hello     nonce
     caller      proof     HMAC-SHA256(key, "caller", hello, hello)
     listener    verdict   refused ("" or why), HMAC-SHA256(key, "listener", hello, hello, refused)
 
-The nonces make a recorded handshake worthless. Who cannot prove itself hears nothing: reasons are for members.
-Nothing here touches a socket. It proves who connects; what travels afterwards is not encrypted.
+The nonces make a recorded handshake worthless. The hello names whom the caller means to call: somebody who listens
+elsewhere and relays every byte is found out by the listener, also where the table of addresses was forged. If you
+cannot prove that you know the secret, you are told nothing: reasons are for members.
+Nothing here touches a socket. It proves who connects; what is sent afterwards is not encrypted.
 
 Source: mutual authentication in three passes as in ISO/IEC 9798-4, with the keyed hash of RFC 2104.
 """
@@ -20,11 +22,13 @@ import enum
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cyxtrain.errors import printable
 from cyxtrain.ring.frames import PROTOCOL_VERSION, FrameError, json_object
 
 _PREFIX = struct.Struct(">4sI")
@@ -54,6 +58,11 @@ class Role(str, enum.Enum):
     COLLECTIVES = "collectives"
     MESSAGES = "messages"
     CONTROL = "control"
+    STORE = "store"
+
+
+PAIRED = (Role.COLLECTIVES, Role.MESSAGES, Role.CONTROL)
+"""The connections between each two ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,8 @@ class Claim:
         rank: The caller.
         world_size: How many ranks it looks for.
         checksums: Whether its frames carry checksums.
+        to_rank: The rank that it calls.
+        to_place: Where it calls that rank, as `place_of` writes it; "" where a name leads there, or other machines.
         protocol: The version that it speaks.
     """
 
@@ -76,7 +87,16 @@ class Claim:
     rank: int
     world_size: int
     checksums: bool
+    to_rank: int = 0
+    to_place: str = ""
     protocol: int = PROTOCOL_VERSION
+
+
+def place_of(address: Any) -> str:
+    """Returns the address of a socket as text: "host:port", or "@name" for an abstract Unix socket."""
+    if isinstance(address, tuple):
+        return f"{address[0]}:{address[1]}"
+    return (os.fsdecode(address) if isinstance(address, bytes) else str(address)).replace("\0", "@", 1)
 
 
 def message(facts: dict[str, Any]) -> bytes:
@@ -144,7 +164,7 @@ class Caller:
         refused = facts.text("refused")
         _check(facts, _proof(self._key, "listener", self._transcript, refused))
         if refused:
-            raise RefusedError(refused)
+            raise RefusedError(printable(refused))
 
 
 class Listener:
@@ -180,6 +200,8 @@ class Listener:
             rank=facts.number("rank"),
             world_size=facts.number("world_size"),
             checksums=facts.truth("checksums"),
+            to_rank=facts.number("to_rank"),
+            to_place=facts.text("to_place"),
             protocol=facts.number("protocol"),
         )
         nonce = secrets.token_hex(_NONCE_BYTES)

@@ -10,6 +10,7 @@ from torch.distributed import FileStore, Store, TCPStore
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.meeting.board import root_of
+from cyxtrain.ring.meeting.key_values import KeyValueStore
 
 _BACKLOG = 1024
 """Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
@@ -27,7 +28,7 @@ def listen(name: int, store: Store) -> socket.socket:
     Raises:
         RendezvousError: It cannot listen there.
     """
-    address = _own_address(_store_host(store))
+    address = own_address(_store_host(store))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -60,10 +61,10 @@ def _store_host(store: Store) -> str:
     store = root_of(store)
     if isinstance(store, FileStore):  # on a disk that machines share
         return _DEFAULT_ROUTE
-    return store.host if isinstance(store, TCPStore) else "localhost"
+    return store.host if isinstance(store, (KeyValueStore, TCPStore)) else "localhost"
 
 
-def _own_address(store_host: str) -> str:
+def own_address(store_host: str) -> str:
     """Returns the address of this machine that others can reach: the one it uses towards the store.
 
     No packet is sent: connecting a UDP socket only asks the routing table.

@@ -30,10 +30,11 @@ from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.courier import room_for_ranks
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.meeting.agreement import agree
 from cyxtrain.ring.meeting.calling import call, knock
 from cyxtrain.ring.meeting.door import Door
 from cyxtrain.ring.meeting.entry import Entry, misfit
-from cyxtrain.ring.meeting.handshake import Claim, Role
+from cyxtrain.ring.meeting.handshake import PAIRED, Claim, Role
 from cyxtrain.ring.meeting.listening import listen, listen_near
 from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, RankTakenError, RollCall, ended, naps
 from cyxtrain.ring.memory import PeerMemory, open_to_reading
@@ -41,10 +42,9 @@ from cyxtrain.ring.siblings import Siblings
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
-    "CYXTRAIN_SECRET is not set: rank 0 made a secret for this run, and the store at which the ranks meet gives it to "
-    "whoever asks. That keeps out strays, not attackers; set CYXTRAIN_SECRET to the same long random text on every "
-    "rank (python -c 'import secrets; print(secrets.token_hex(32))'), and require_secret=True in DistributedConfig to "
-    "never start without."
+    "CYXTRAIN_SECRET is not set: every process that reaches rank 0's port and speaks this protocol can join this run "
+    "or end it. Set CYXTRAIN_SECRET to the same long random text on every rank (python -c 'import secrets; "
+    "print(secrets.token_hex(32))'); require_secret=True in DistributedConfig refuses to start without."
 )
 
 
@@ -67,7 +67,7 @@ class Meeting:
     near: socket.socket | None = None
     door: Door | None = None
     selector: selectors.BaseSelector | None = None
-    sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in Role})
+    sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PAIRED})
     readers: list[set[int]] = field(default_factory=list)
 
     def close(self) -> None:
@@ -129,7 +129,16 @@ def meet(
     if len(names) == 1:
         return meeting  # a world of one binds no port
     deadline = Deadline(timeout_seconds)
-    roll = RollCall(store, rank, names, deadline, siblings, waits_for_next_store=options.comes_again)
+    roll = RollCall(
+        store,
+        rank,
+        names,
+        deadline,
+        siblings,
+        waits_for_next_store=options.comes_again,
+        secret=options.secret_bytes,
+        generation=generation,
+    )
     claim = Claim("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
     try:
         with roll.taking_part():
@@ -140,7 +149,7 @@ def meet(
             _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
     except RankTakenError as taken:
         if taken.holder is not None and taken.first is not None:
-            knock(taken.holder, replace(claim, run=taken.first.run), _key(options, taken.first))
+            knock(taken.holder, replace(claim, run=taken.first.run, to_rank=rank), _key(options, taken.first))
         raise RendezvousError(str(taken), rank=taken.rank) from None
     except BaseException:
         meeting.close()
@@ -167,26 +176,27 @@ class _Members:
         self._rank = own.rank
         self._names = names
         self._own = own
-        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in Role}
+        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in PAIRED}
         self._failure: RendezvousError | None = None
 
     def gather(self, roll: RollCall) -> None:
         """Opens the door to the higher ranks, connects to the lower ones, and waits until all are here."""
         meeting = self._meeting
         assert meeting.listener is not None
-        meeting.readers = [set() for _ in self._names]
         meeting.selector = selectors.DefaultSelector()
         name = f"rank {self._names[self._rank]}"
         listeners = [listener for listener in (meeting.listener, meeting.near) if listener is not None]
         meeting.door = Door(listeners, name, self._key, self._judge, self._admit, meeting.selector)
         for peer in range(self._rank):
-            for role in Role:
+            for role in PAIRED:
                 meeting.sockets[role][peer] = self._call(peer, role, roll)
         for peer in range(self._rank):
             self._notice_end_of(peer)
         while self._awaited:
             self._wait(LOOK_SECONDS, roll)
-        self._await_the_others(roll)
+        reads = self._await_the_others(roll)
+        sockets = meeting.sockets[Role.COLLECTIVES]
+        meeting.readers = agree(self._rank, self._names, meeting.table, reads, sockets, roll.deadline)
         if meeting.near is not None:
             meeting.door.leave(meeting.near)
             meeting.leave_near()
@@ -194,25 +204,28 @@ class _Members:
             with contextlib.suppress(KeyError):
                 meeting.selector.unregister(sock)
 
-    def _await_the_others(self, roll: RollCall) -> None:
-        """Waits until all are connected with all: if one ends before, who is done must not leave with the cause."""
+    def _await_the_others(self, roll: RollCall) -> list[int]:
+        """Waits until all are connected with all: if one ends before, who is done must not leave with the cause.
+
+        Returns:
+            Whose memory this rank can read.
+        """
+        reads: list[int] = []
         try:
-            self._wait_until_all_met(roll)
-            self._meeting.readers = roll.readers()
+            nap_seconds = naps()
+            try:
+                reads = self._readable()
+                roll.met()
+                while not roll.all_met():
+                    self._wait(next(nap_seconds), roll)
+            except CyxtrainError as error:
+                if roll.tell(error):
+                    raise
         except CyxtrainError:
             # Else all connections of this rank stand: the watch will hear what has happened.
             if not roll.board.lost:
                 raise
-
-    def _wait_until_all_met(self, roll: RollCall) -> None:
-        nap_seconds = naps()
-        try:
-            roll.met(self._readable())
-            while not roll.all_met():
-                self._wait(next(nap_seconds), roll)
-        except CyxtrainError as error:
-            if roll.tell(error):
-                raise
+        return reads
 
     def _readable(self) -> list[int]:
         """Returns whose memory this rank can read.
@@ -251,7 +264,7 @@ class _Members:
             raise self._missing(roll)
 
     def _call(self, peer: int, role: Role, roll: RollCall) -> socket.socket:
-        who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role)
+        who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role, to_rank=peer)
         table = self._meeting.table
         # What is said beside the data stays on TCP, whose kernel timers it needs.
         near = role is not Role.CONTROL and bool(table[peer].unix) and table[peer].machine == table[self._rank].machine
@@ -262,6 +275,8 @@ class _Members:
         own, name = self._own, self._names[self._rank]
         if claim.run != own.run or claim.generation != own.generation:
             return f"it belongs to another run, or to an earlier life of this one, than rank {name}"
+        if not claim.to_place or claim.to_rank != own.rank:
+            return f"it means to call rank {claim.to_rank}, and has reached rank {own.rank}"
         if claim.rank >= claim.world_size:
             return f"there is no rank {claim.rank} in a world of {claim.world_size}"
         theirs = Entry(claim.world_size, checksums=claim.checksums, protocol=claim.protocol)
@@ -327,8 +342,7 @@ class _Members:
 
 def _key(options: RingOptions, first: Entry) -> bytes:
     """Returns the secret of the run: the environment's, else the one that rank 0 made."""
-    # An environment can hold bytes that are no text.
-    return bytes.fromhex(first.key) if options.secret is None else options.secret.encode("utf-8", "surrogateescape")
+    return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
 
 def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> Entry:

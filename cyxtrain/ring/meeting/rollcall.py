@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed import Store
 
@@ -17,7 +17,7 @@ from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, re
 from cyxtrain.ring.frames import FrameError, json_object
 from cyxtrain.ring.host import State, state_of
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import Board, StoreLostError
+from cyxtrain.ring.meeting.board import Board, StoreLostError, root_of
 from cyxtrain.ring.meeting.entry import Entry, misfit, not_ours
 from cyxtrain.ring.siblings import Siblings
 
@@ -26,6 +26,9 @@ LOOK_SECONDS = 0.05
 _SHORTEST_NAP_SECONDS = 0.001
 _HEARERS_SECONDS = 0.3
 """For how long the end of a store waits for those who want to know why, and these for who says so."""
+
+_CHECK_WRITTEN_SECONDS = 0.5
+"""How often a rank that waits looks whether what it has written is still there."""
 
 _MET = b"all have met"
 
@@ -55,6 +58,8 @@ class RollCall:
         siblings: The other groups of the same world; None: there are none.
         waits_for_next_store: Whether a launcher has started this rank again. Where another process is this rank, it is
             the one of before, and rank 0's of before has the store: both are about to end.
+        secret: Of the run; None: there is none.
+        generation: Of the group.
 
     Attributes:
         board: The store.
@@ -69,17 +74,23 @@ class RollCall:
         siblings: Siblings | None = None,
         *,
         waits_for_next_store: bool = False,
+        secret: bytes | None = None,
+        generation: int = 0,
     ) -> None:
         self.deadline = deadline
-        self.board = Board(store, f"rank {names[rank]}", deadline)
+        group = f"{generation} {' '.join(map(str, names))}"
+        self.board = Board(store, f"rank {names[rank]}", deadline, secret, group)
         self._rank = rank
         self._names = names
+        self._unproven: Mapping[int, int] = getattr(root_of(store), "unproven", {})
         self._siblings = siblings or Siblings()
         self._waits = waits_for_next_store
         self._life = 0
         self._told = False
         self._own = Entry(len(names))
         self._here: dict[int, Entry] = {}
+        self._written: dict[str, str] = {}
+        self._check_written = Deadline(0.0)
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -110,16 +121,26 @@ class RollCall:
             RankTakenError: Another process is this rank.
             StoreLostError: The store has gone.
         """
-        self._life = self.board.add(f"claims/{self._rank}", 1)
-        if self._life > 1:
-            try:
-                self._check_taken()
-            except RankTakenError:
+        key, token = f"claims/{self._rank}", self._own.token
+        while not self._life:
+            if self.deadline.passed():
+                name = self._names[self._rank]
+                raise RendezvousError(
+                    f"rank {name} could not take its place at the store within {self.deadline.seconds:g} s: somebody "
+                    "writes there all the time. Choose another MASTER_PORT, the same on every rank.",
+                    rank=name,
+                )
+            before = self.board.get(key)
+            last, holder = _life_of(before)
+            if last and holder != token:
+                error = self._taken(last)
                 self._await_end_of_store()
-                raise
+                raise error
+            if self.board.replace(key, before, f"{last + 1} {token}"):
+                self._life = last + 1
         if self._life > 2:  # nobody is in the meeting before the last any more, and the store may live for ever
-            for name in ("entry", "met"):
-                self.board.delete(f"{self._life - 2}/{name}/{self._rank}")
+            for kind in ("entry", "met", "heard"):
+                self.board.delete(f"{self._life - 2}/{kind}/{self._rank}")
             if self._rank == 0:
                 self.board.delete(f"{self._life - 2}/verdict")
 
@@ -130,7 +151,7 @@ class RollCall:
             StoreLostError: The store has gone.
         """
         self._own = entry
-        self.board.set(self._entry_key(self._rank), entry.to_json())
+        self._write(self._entry_key(self._rank), entry.to_json())
 
     def table(self) -> list[Entry]:
         """Waits until all ranks have answered, and returns what they said, by rank.
@@ -156,8 +177,10 @@ class RollCall:
             PeerLostError, PeerSilentError: Another group of this world has lost a rank.
         """
         with self._reaching_the_store():
-            if self.board.has(self._key("verdict")):
-                self._hear(self.board.get(self._key("verdict")))
+            verdict = self.board.get(self._key("verdict"))
+            if verdict is not None:
+                self._hear(verdict)
+            self._write_again()
         loss = self._siblings.loss(time.monotonic())
         if loss is not None:
             raise loss.again()
@@ -185,19 +208,10 @@ class RollCall:
                 self._await_hearers()
         return True
 
-    def met(self, reads: Iterable[int] = ()) -> None:
-        """Says that this rank is connected with all others, and whose memory it can read."""
+    def met(self) -> None:
+        """Says that this rank is connected with all others."""
         with self._reaching_the_store():
-            self.board.set(self._key(f"met/{self._rank}"), json.dumps({"reads": sorted(reads)}))
-
-    def readers(self) -> list[set[int]]:
-        """Returns whose memory each rank can read, by rank, once all have met."""
-        with self._reaching_the_store():
-            told = [self.board.get(self._key(f"met/{rank}")) for rank in range(len(self._names))]
-        try:
-            return [set(map(int, json_object(text)["reads"])) for text in told]
-        except (FrameError, KeyError, TypeError, ValueError) as error:
-            raise not_ours(error) from None
+            self._write(self._key(f"met/{self._rank}"), "yes")
 
     def all_met(self) -> bool:
         """Returns whether all ranks are connected with all others: on every rank, or on none.
@@ -206,6 +220,9 @@ class RollCall:
             RendezvousError: A rank that was connected has failed before all were.
         """
         with self._reaching_the_store():
+            # A rank that has seen it may have left, and cannot write again what somebody deletes.
+            if self.board.get(self._key("verdict")) == _MET:
+                return True
             if not self.board.has(*(self._key(f"met/{rank}") for rank in range(len(self._names)))):
                 return False
             self._hear(self.board.set_first(self._key("verdict"), _MET.decode()))
@@ -221,13 +238,14 @@ class RollCall:
         # Also those whose entry this rank has not read, or was the cause.
         others = sum(self.board.has(self._entry_key(rank)) for rank in range(1, len(self._names)))
         patience = Deadline(_HEARERS_SECONDS)
-        while not patience.passed() and self.board.add(self._key("heard"), 0) < others:
+        ranks = range(1, len(self._names))
+        while not patience.passed() and sum(self.board.has(self._key(f"heard/{rank}")) for rank in ranks) < others:
             time.sleep(_SHORTEST_NAP_SECONDS)
 
     def _hear(self, verdict: bytes) -> None:
         """Raises the failure of the meeting, if that is its verdict."""
         if verdict != _MET:
-            self.board.add(self._key("heard"), 1)
+            self.board.set(self._key(f"heard/{self._rank}"), "yes")
             raise _failure(verdict)
 
     def _key(self, name: str) -> str:
@@ -246,21 +264,32 @@ class RollCall:
 
     def _entry_of(self, rank: int) -> Entry | None:
         """Returns what a rank has said of itself; None: nothing yet."""
-        key = self._entry_key(rank)
-        return Entry.from_json(self.board.get(key)) if self.board.has(key) else None
+        text = self.board.get(self._entry_key(rank))
+        return None if text is None else Entry.from_json(text)
 
     def _check_fits(self, name: int, entry: Entry) -> None:
         reason = misfit(name, entry, self._names[self._rank], self._own)
         if reason:
             raise RendezvousError(reason, rank=name)
 
-    def _check_taken(self) -> None:
-        """Refuses to be a rank that another process was, or is; this process itself may come again."""
-        self._life -= 1  # the meeting of that other process, in which this one has no say
-        holder = self._entry_of(self._rank)
-        if holder is not None and holder.token == self._own.token:
-            self._life += 1
+    def _write(self, key: str, value: str) -> None:
+        self._written[key] = value
+        self.board.set(key, value)
+
+    def _write_again(self) -> None:
+        """Writes again what somebody has deleted or replaced: at a store of PyTorch's anybody can."""
+        if not self._check_written.passed():
             return
+        self._check_written = Deadline(_CHECK_WRITTEN_SECONDS)
+        for key, value in self._written.items():
+            if self.board.get(key) != value.encode():
+                self.board.set(key, value)
+
+    def _taken(self, life: int) -> RankTakenError:
+        """Returns the error for a rank that another process is; this process itself may come again."""
+        self._life = life  # the meeting of that other process, in which this one has no say
+        holder, first = self._entry_of(self._rank), self._entry_of(0)
+        self._life = 0
         name = self._names[self._rank]
         who = "another process" if holder is None or not holder.host else f"another process at {holder.host}"
         pid = "" if holder is None or not holder.process.pid else f" (pid {holder.process.pid})"
@@ -269,9 +298,8 @@ class RollCall:
             "process a RANK of its own; where that one is left from an earlier run, end it and start all ranks anew.",
             rank=name,
         )
-        error.holder, error.first = holder, self._entry_of(0)
-        self._life = 0
-        raise error
+        error.holder, error.first = holder, first
+        return error
 
     def _await_end_of_store(self) -> None:
         """Waits until the store has gone, where that is to be expected; at most until the deadline.
@@ -284,13 +312,24 @@ class RollCall:
             time.sleep(LOOK_SECONDS)
 
     def _missing(self) -> RendezvousError:
-        missing = [name for rank, name in enumerate(self._names) if rank not in self._here]
-        names = ", ".join(f"rank {name}" for name in missing)
+        missing = [rank for rank in range(len(self._names)) if rank not in self._here]
+        names = ", ".join(f"rank {self._names[rank]}" for rank in missing)
+        unproven = [
+            self._names[rank]
+            for rank in missing
+            if self._unproven.get(rank) or self._entry_key(rank) in self.board.forged
+        ]
+        hint = (
+            f"Somebody came as rank {unproven[0]} and did not know the secret of this run: CYXTRAIN_SECRET must be the "
+            "same on every rank, and no other run may use this MASTER_PORT."
+            if unproven
+            else f"Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; "
+            "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait."
+        )
         return RendezvousError(
             f"{names} of a world of {len(self._names)} did not come before the deadline: joining timed out after "
-            f"{self.deadline.seconds:g} s. Look at the output of {names}, or start it, with the MASTER_ADDR and "
-            "MASTER_PORT of the others; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait.",
-            rank=missing[0],
+            f"{self.deadline.seconds:g} s. {hint}",
+            rank=self._names[missing[0]],
         )
 
     @contextlib.contextmanager
@@ -319,6 +358,12 @@ def ended(name: int) -> RendezvousError:
         f"Look at the output of rank {name}, and start all ranks again.",
         rank=name,
     )
+
+
+def _life_of(claim: bytes | None) -> tuple[int, str]:
+    """Returns (how often a process has claimed a rank, its token); 0 times: nobody has."""
+    life, _, token = (claim or b"0").decode("ascii", "replace").partition(" ")
+    return (int(life), token) if life.isdecimal() else (0, "")
 
 
 def _failure(text: bytes) -> CyxtrainError:

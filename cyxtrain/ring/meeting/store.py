@@ -1,37 +1,36 @@
-"""PyTorch's TCP store, opened so that whatever is wrong is said: the true cause, within the deadline.
-
-PyTorch's own client hides why it cannot connect, and waits for ever where something else answers on the port.
-"""
+"""The store of one run, at rank 0: opened and reached so that every error has the true cause, within the deadline."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
 import os
-import selectors
 import socket
-import threading
 import time
-from datetime import timedelta
-
-from torch.distributed import TCPStore
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import first_line
+from cyxtrain.ring.meeting.calling import ClosedError, introduce
+from cyxtrain.ring.meeting.handshake import Claim, HandshakeError, RefusedError, Role
+from cyxtrain.ring.meeting.key_values import Connection, KeyValueServer
 
-_RETRY_SECONDS = 0.1
+_log = logging.getLogger("cyxtrain.ring")
+RETRY_SECONDS = 0.1
 _LONGEST_TRY_SECONDS = 2.0
+_DISBELIEVED = 3
+"""So often a rank proves in vain that it knows the secret before it says so."""
+_NO_SECRET = b"cyxtrain without a secret"
+"""What everybody knows: it keeps out other programs, and nobody else."""
 
 
-def host_store(address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
+def serve_store(address: str, port: int, secret: bytes | None, timeout_seconds: float) -> KeyValueServer:
     """Opens the store on this machine, for all ranks.
 
     Args:
         address: Where the other ranks look for it.
         port: TCP port; it must be free.
-        world_size: How many ranks will come.
-        timeout_seconds: Until it gives up, and of each later access.
+        secret: Of the run; None: everybody who speaks this protocol is let in.
+        timeout_seconds: How long to try whether the address leads here.
 
     Raises:
         RendezvousError: The port is in use, or must not be used; the address does not lead here.
@@ -49,8 +48,7 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
             message = f"rank 0 cannot wait at {address}:{port}: {_cause(error)}. Choose another MASTER_PORT."
         raise RendezvousError(message, rank=0) from error
     try:
-        # PyTorch's server is its own first client, and gives up later than it was told.
-        failure = _await_listener(address, port, timeout_seconds)
+        failure = await_listener(address, port, timeout_seconds)
     except BaseException:
         listener.close()
         raise
@@ -61,156 +59,132 @@ def host_store(address: str, port: int, world_size: int, timeout_seconds: float)
             "MASTER_ADDR (or master_addr) must be the host name or an address of rank 0's machine.",
             rank=0,
         )
-    timeout = timedelta(seconds=timeout_seconds)
-    return TCPStore(
-        address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    return KeyValueServer(listener, secret or _NO_SECRET)
+
+
+def reach_store(
+    rank: int, address: str, port: int, world_size: int, secret: bytes | None, seconds: float
+) -> Connection:
+    """Connects to the store of rank 0, which may start later.
+
+    Args:
+        rank: This rank.
+        address: Host name or address of rank 0.
+        port: Its port.
+        world_size: How many ranks there are.
+        secret: Of the run; None: there is none.
+        seconds: Until it gives up.
+
+    Raises:
+        RendezvousError: The true cause, and how often it was tried.
+    """
+    deadline, place = Deadline(seconds), f"{address}:{port}"
+    claim = Claim("", 0, Role.STORE, rank, world_size, checksums=False)
+    disbelieved = 0
+    while True:
+        sock, failure = _connect(address, port, deadline)
+        if sock is None and disbelieved < _DISBELIEVED:
+            raise not_reached(rank, address, port, seconds, failure)
+        if sock is None:
+            raise _not_believed(rank, place, seconds)  # and that run has ended since
+        try:
+            sock.setblocking(False)
+            introduce(sock, claim, secret or _NO_SECRET, deadline, lambda: None)
+            return Connection(sock, seconds)
+        except RefusedError as refused:
+            sock.close()
+            raise RendezvousError(f"rank 0 at {place} refused rank {rank}: {refused}.", rank=0) from None
+        except (ClosedError, HandshakeError, OSError) as error:
+            sock.close()
+            failure = str(error)
+            if isinstance(error, ClosedError) and error.proven:
+                disbelieved += 1  # a proof that came late is believed at the next try
+                _warn_of_disbelief(disbelieved, rank, place, deadline.left())
+        except BaseException:
+            sock.close()
+            raise
+        if deadline.left() <= RETRY_SECONDS:
+            raise _not_believed(rank, place, seconds) if disbelieved >= _DISBELIEVED else not_ours(rank, place, failure)
+        time.sleep(RETRY_SECONDS)  # the store of a life before may be closing
+
+
+def not_ours(rank: int, place: str, detail: str) -> RendezvousError:
+    """Returns the error for what answers at the address of rank 0, and is something else."""
+    return RendezvousError(
+        f"rank {rank} found something at {place} that is not the meeting point of this run"
+        f"{f' ({detail})' if detail else ''}. Another program may use that port: choose another MASTER_PORT, the same "
+        "on every rank.",
+        rank=0,
     )
+
+
+def _not_believed(rank: int, place: str, seconds: float) -> RendezvousError:
+    return RendezvousError(
+        f"another run has {place}, or rank {rank} and rank 0 were started with different secrets: rank 0 there did not "
+        f"believe rank {rank} for {seconds:.3g} s. Where two runs use one port, choose another MASTER_PORT; else set "
+        "CYXTRAIN_SECRET to the same value on every rank.",
+        rank=0,
+    )
+
+
+def _warn_of_disbelief(times: int, rank: int, place: str, seconds: float) -> None:
+    """Warns once: whoever waits for a port that another run has should know it at once."""
+    if times == _DISBELIEVED:
+        _log.warning(
+            "rank %d does not know the secret of the run that has %s, and tries again for %.3g s: is that another run, "
+            "or does CYXTRAIN_SECRET differ between your ranks?",
+            rank,
+            place,
+            seconds,
+        )
+
+
+def not_reached(rank: int, address: str, port: int, seconds: float, failure: str) -> RendezvousError:
+    """Returns the error for a rank 0 that could not be reached."""
+    return RendezvousError(
+        f"rank {rank} could not reach rank 0 at {address}:{port} within {seconds:.3g} s: {failure}. "
+        "Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a firewall stand between? "
+        "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
+        rank=0,
+    )
+
+
+def await_listener(address: str, port: int, timeout_seconds: float) -> str | None:
+    """Waits until something listens there; returns None, or at the deadline why it could not be reached."""
+    sock, failure = _connect(address, port, Deadline(timeout_seconds))
+    if sock is None:
+        return failure
+    sock.close()
+    return None
 
 
 def _listen(address: str, port: int) -> socket.socket:
     if address == "localhost" or address.startswith("127."):  # a run on one machine stays inside it
         return socket.create_server(("127.0.0.1" if address == "localhost" else address, port), backlog=1024)
+    if address == "::1":
+        return socket.create_server((address, port), family=socket.AF_INET6, backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=1024)
 
 
-def reach_store(rank: int, address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
-    """Connects to the store of rank 0, which may start later.
-
-    Args:
-        rank: This rank, for the error.
-        address: Host name or address of rank 0.
-        port: Its port.
-        world_size: How many ranks there are.
-        timeout_seconds: Until it gives up.
-
-    Raises:
-        RendezvousError: The true cause, and how often it was tried.
-    """
-    deadline = Deadline(timeout_seconds)
-    while True:
-        failure = _await_listener(address, port, deadline.left())
-        if failure is not None:
-            raise RendezvousError(
-                f"rank {rank} could not reach rank 0 at {address}:{port} within {timeout_seconds:.3g} s: {failure}. "
-                "Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a firewall stand between? "
-                "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
-                rank=0,
-            )
-        opened = _connect(address, port, world_size, deadline)
-        if isinstance(opened, TCPStore):
-            return opened
-        detail = "" if opened is None else f" ({first_line(opened)})"
-        if deadline.left() <= _RETRY_SECONDS:
-            break
-        time.sleep(_RETRY_SECONDS)  # the store of a life before may be closing
-    raise RendezvousError(
-        f"rank {rank} found something at {address}:{port} that is not the meeting point of this run{detail}. "
-        "Another program may use that port: choose another MASTER_PORT, the same on every rank.",
-        rank=0,
-    )
-
-
-class StoreEnd:
-    """A socket of rank 0 that closes after its store has: connections to it end then, which tells the other ranks.
-
-    The store's own connections end before its port is free. A rank that joins again just then would reach a store
-    that is about to close, and PyTorch's client would print pages of C++.
-
-    Args:
-        address: Of the store.
-
-    Attributes:
-        port: Where the others connect.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._socket = _listen(address, 0)
-        self.port = int(self._socket.getsockname()[1])
-
-    def close(self) -> None:
-        """Closes it; harmless twice."""
-        self._socket.close()
-
-
-class StoreWatch:
-    """Another rank's connection to the `StoreEnd` of rank 0.
-
-    Args:
-        address: Of the store.
-        port: Of its end.
-    """
-
-    def __init__(self, address: str, port: int) -> None:
-        self._address = address
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError):
-            self._socket = socket.create_connection((address, port), _LONGEST_TRY_SECONDS)
-
-    def await_end(self, address: str, deadline: Deadline) -> None:
-        """Waits until the store has closed, if it is the one at this address.
-
-        Args:
-            address: Where a next store will open.
-            deadline: When to give up.
-
-        Raises:
-            RendezvousError: It is still open at the deadline.
-        """
-        if self._socket is None or self._address != address:
-            return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            if not selector.select(max(deadline.left(), 0.001)):
-                raise RendezvousError(
-                    f"rank 0 is still in the world that this process has left, and has its port at {address}. To begin "
-                    "a new world, every rank must leave the old one first (cyxtrain.finalize()).",
-                    rank=0,
-                )
-
-    def close(self) -> None:
-        """Closes the connection; harmless twice."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TCPStore | Exception | None:
-    """Returns PyTorch's client, or why there is none; None where what listens there says nothing."""
-    opened: list[TCPStore | Exception] = []
-
-    def connect() -> None:
-        left = timedelta(seconds=max(deadline.left(), 0.1))
-        try:
-            opened.append(TCPStore(address, port, world_size, False, left, wait_for_workers=False))
-        except Exception as error:
-            opened.append(error)
-
-    # PyTorch's client never gives up where a silent stranger listens: it waits in a thread that we can leave.
-    thread = threading.Thread(target=connect, name="cyxtrain-store", daemon=True)
-    thread.start()
-    thread.join(max(deadline.left(), 0.1) + 0.2)
-    return opened[0] if opened else None
-
-
-def _await_listener(address: str, port: int, timeout_seconds: float) -> str | None:
-    """Waits until something listens there; returns None, or at the deadline why it could not be reached."""
-    deadline = Deadline(timeout_seconds)
+def _connect(address: str, port: int, deadline: Deadline) -> tuple[socket.socket | None, str]:
+    """Returns a connection, and ""; or at the deadline None, and why there is none."""
     tries = 0
     while True:
         tries += 1
         seconds = max(min(deadline.left(), _LONGEST_TRY_SECONDS), 0.01)
         try:
-            with socket.create_connection((address, port), timeout=seconds) as probe:
-                if probe.getsockname() != probe.getpeername():
-                    return None
-                cause = "connection refused"  # by chance the kernel gave us that very port, and we met ourselves
+            sock = socket.create_connection((address, port), timeout=seconds)
+            if sock.getsockname() != sock.getpeername():
+                return sock, ""
+            sock.close()
+            cause = "connection refused"  # by chance the kernel gave us that very port, and we met ourselves
         except OSError as error:
             cause = _cause(error)
         if deadline.passed():
-            return f"{cause} ({tries} tries)"
-        time.sleep(min(deadline.left(), _RETRY_SECONDS))  # rank 0 may not listen yet
+            return None, f"{cause} ({tries} tries)"
+        time.sleep(min(deadline.left(), RETRY_SECONDS))  # rank 0 may not listen yet
 
 
 def _cause(error: OSError) -> str:

@@ -1,0 +1,257 @@
+"""The store of one run: what it does for PyTorch, whom it lets in, and what a stranger can cost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import socket
+import struct
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from strangers import HELLO, WORDS, connect, hear_all, say
+from worlds import join_threads
+
+from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.meeting import store as store_module
+from cyxtrain.ring.meeting.handshake import Claim
+from cyxtrain.ring.meeting.key_values import KeyValues, KeyValueStore
+from cyxtrain.ring.meeting.store import reach_store, serve_store
+
+
+def error_of(call):
+    """What a call raises; None: nothing."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+SECRET = b"the secret of this run"
+SECONDS = timedelta(seconds=10)
+
+
+@contextlib.contextmanager
+def store_of_rank_0(secret=SECRET):
+    """Gives (server, port, the store as rank 0 has it, a function that connects as another rank)."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = serve_store("127.0.0.1", port, secret, 5.0)
+    connections = []
+
+    def join(rank=1, known=secret, seconds=5.0):
+        connections.append(reach_store(rank, "127.0.0.1", port, 2, known, seconds))
+        return KeyValueStore(connections[-1].ask, "127.0.0.1", SECONDS)
+
+    try:
+        yield server, port, KeyValueStore(server.values.answer, "127.0.0.1", SECONDS), join
+    finally:
+        for connection in connections:
+            connection.close()
+        server.close()
+
+
+@pytest.fixture(params=["rank 0", "rank 1"])
+def store(request):
+    with store_of_rank_0() as (_, _, own, join):
+        yield own if request.param == "rank 0" else join()
+
+
+@pytest.mark.parametrize("prefixed", [False, True], ids=["called from Python", "called from C++"])
+def test_it_does_what_a_store_of_pytorchs_does(store, prefixed):
+    used = dist.PrefixStore("run", store) if prefixed else store
+    like = dist.PrefixStore("run", dist.HashStore())
+    for each in (used, like):
+        each.set_timeout(timedelta(seconds=0.1))
+
+    def outcomes(each):
+        yield each.set("text", "value")
+        yield each.get("text")
+        yield each.set("bytes", bytes(range(256)).decode("latin-1"))
+        yield each.get("bytes")
+        yield each.add("number", 3)
+        yield each.add("number", -5)
+        yield each.get("number")
+        yield each.compare_set("new", "", "first")
+        yield each.compare_set("new", "", "second")
+        yield each.compare_set("new", "first", "second")
+        yield each.compare_set("absent", "something", "second")
+        yield each.check(["text", "new"])
+        yield each.check(["text", "absent"])
+        yield each.delete_key("text")
+        yield each.delete_key("text")
+        yield each.check(["text"])
+        yield each.append("longer", "a")
+        yield each.append("longer", "b")
+        yield each.get("longer")
+        yield each.multi_set(["one", "two"], ["1", "2"])
+        yield each.multi_get(["two", "one"])
+        yield each.wait(["one", "two"])
+        yield isinstance(error_of(lambda: each.wait(["absent"], timedelta(seconds=0.05))), dist.DistStoreError)
+        yield isinstance(error_of(lambda: each.get("absent")), dist.DistStoreError)
+
+    assert [*outcomes(used)] == [*outcomes(like)]
+
+
+def test_many_threads_use_one_connection_while_one_waits():
+    with store_of_rank_0() as (_, _, own, join):
+        other = join()
+        waiting = threading.Thread(target=lambda: other.wait(["late"]))
+        waiting.start()
+        adding = [threading.Thread(target=lambda: [other.add("sum", 1) for _ in range(100)]) for _ in range(4)]
+        join_threads(adding, 20.0)
+        assert other.add("sum", 0) == 400
+        own.set("late", "here")
+        waiting.join(10)
+        assert not waiting.is_alive()
+
+
+def test_who_does_not_know_the_secret_is_not_let_in_and_the_run_goes_on():
+    with store_of_rank_0() as (_, _, own, join):
+        error = error_of(lambda: join(1, b"another secret", 0.6))
+        assert isinstance(error, RendezvousError)
+        assert "another run has 127.0.0.1:" in str(error)
+        assert "CYXTRAIN_SECRET" in str(error)
+        assert "choose another MASTER_PORT" in str(error)
+        own.set("key", "value")
+        assert join().get("key") == b"value"
+
+
+def test_a_client_of_pytorchs_writes_nothing_and_reads_nothing():
+    with store_of_rank_0() as (server, port, _, _):
+        error = error_of(lambda: dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=1)))
+        assert isinstance(error, RuntimeError)
+        assert server.values.answer({"do": "count", "keys": []}) == 0
+
+
+def test_a_member_that_says_what_is_no_question_is_sent_away_alone():
+    with store_of_rank_0() as (server, _, own, join):
+        where = server._listener.getsockname()
+        bad, good = reach_store(1, *where, 2, SECRET, 5.0), join()
+        for words in (struct.pack(">I", 2**32 - 1), struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{{{"):
+            say(bad._socket, words)
+            bad._socket.settimeout(10)
+            assert hear_all(bad._socket) == b""
+            bad.close()
+            bad = reach_store(1, *where, 2, SECRET, 5.0)
+        bad.close()
+        own.set("key", "value")
+        assert good.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {},
+        {"do": "set"},
+        {"do": "set", "keys": []},
+        {"do": "set", "keys": ["a"]},
+        {"do": "set", "keys": ["a"], "value": 5},
+        {"do": "set", "keys": ["a"], "value": "€"},
+        {"do": "add", "keys": ["a"], "number": "many"},
+        {"do": "add", "keys": ["a"], "number": None},
+        {"do": "fly", "keys": ["a"], "value": ""},
+        {"do": "get", "keys": [["a"]]},
+        {"do": "get", "keys": ["a", "b"]},
+    ],
+    ids=json.dumps,
+)
+def test_a_question_that_cannot_be_changes_nothing(question):
+    values = KeyValues()
+    assert isinstance(error_of(lambda: values.answer(question)), (ValueError, KeyError, TypeError, AttributeError))
+    assert values.answer({"do": "count", "keys": []}) == 0
+
+
+def test_its_size_is_bounded_and_deleting_makes_room():
+    with store_of_rank_0() as (_, _, _, join):
+        store = join()
+        for number in range(16):
+            error = error_of(lambda number=number: store.set(f"key {number}", "x" * (1 << 20)))
+            if error is not None:
+                break
+        assert number == 15
+        assert "holds at most 16 MiB" in str(error)
+        assert store.delete_key("key 3")
+        store.set("key 15", "x" * (1 << 20))
+        assert "at most 2 MiB" in str(error_of(lambda: store.set("long", "x" * (5 << 20))))
+
+
+def rss_bytes(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def serve_until_told(secret, pipe):
+    with store_of_rank_0(secret) as (_, port, own, _):
+        own.set("of a member", "kept")
+        pipe.send(port)
+        pipe.recv()
+        pipe.send(own.get("of a member"))
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["with a secret", "without"])
+def test_a_stranger_costs_rank_0_little_memory(secret):
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve_until_told, args=(secret, there))
+    process.start()
+    port = here.recv()
+    before = rss_bytes(process.pid)
+    for number in range(600):  # more than may wait at a time
+        with contextlib.suppress(OSError), connect(("127.0.0.1", port)) as sock:
+            say(sock, [*WORDS.values(), HELLO][number % (len(WORDS) + 1)])
+    with contextlib.suppress(RendezvousError, RuntimeError, ValueError):
+        connection = reach_store(1, "127.0.0.1", port, 2, None, 0.5)
+        stranger = KeyValueStore(connection.ask, "127.0.0.1", SECONDS)
+        with contextlib.closing(connection):
+            for number in range(10_000):
+                stranger.set(f"key {number}", "x" * 100_000)
+    assert rss_bytes(process.pid) - before < 50 << 20
+    here.send("enough")
+    assert here.recv() == b"kept"
+    process.join(10)
+    assert process.exitcode == 0
+
+
+def test_its_end_is_noticed_after_the_port_is_free():
+    with store_of_rank_0() as (server, port, _, join):
+        other = join()
+        connection = other._ask.__self__
+        assert not connection.await_end(0.05)
+        found = []
+
+        def await_end():
+            found.append(connection.await_end(10.0))
+            found.append(error_of(lambda: serve_store("127.0.0.1", port, SECRET, 1.0).close()))
+
+        waiting = threading.Thread(target=await_end)
+        waiting.start()
+        server.close()
+        waiting.join(10)
+        assert found == [True, None]
+        assert isinstance(error_of(lambda: other.set("key", "value")), dist.DistNetworkError)
+
+
+def test_a_forked_child_lets_go_of_it():
+    with store_of_rank_0() as (server, port, own, join):
+
+        def child():
+            server.abandon()
+            error_of(lambda: socket.create_connection(("127.0.0.1", port), 1.0))
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(10)
+        assert process.exitcode == 0
+        own.set("key", "value")
+        assert join().get("key") == b"value"
+
+
+def test_a_rank_of_another_version_hears_so(monkeypatch):
+    monkeypatch.setattr(store_module, "Claim", functools.partial(Claim, protocol=3))
+    with store_of_rank_0() as (_, _, _, join):
+        assert "rank 1 speaks version 3 of the ring's protocol" in str(error_of(join))
