@@ -6,8 +6,14 @@
     history = trainer.fit(X, y, cx.DistributedTrainingConfig(epochs=10, batch_size=64))
     loss, accuracy = trainer.evaluate(X_test, y_test)
 
-Importing opens no socket, starts no thread, logs nothing and reads no environment.
+Importing opens no socket, starts no thread, logs nothing and reads no environment; it opens the null device in place
+of a standard stream that is absent.
 """
+# ruff: noqa: E402
+
+from cyxtrain import standard_streams
+
+standard_streams.open_absent()  # before PyTorch or anything else can open a file under its number
 
 from torch.distributed import ReduceOp
 
@@ -137,4 +143,4 @@ __all__ = [  # noqa: RUF022
 ring.register()
 
 # cx.distributed.X works without another import. Last: it takes every name above.
-from cyxtrain import distributed as distributed  # noqa: E402
+from cyxtrain import distributed as distributed

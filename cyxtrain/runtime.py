@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cyxtrain import devices, environment, talking, torch_compat
+from cyxtrain import devices, environment, standard_streams, talking, torch_compat
 from cyxtrain.aborting import AbortOnFailure
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.errors import (
@@ -130,6 +130,7 @@ def init(config: DistributedConfig | None = None) -> World:
 def _join() -> None:
     """Joins with what `init` was asked for last."""
     global _joined, _beside
+    standard_streams.open_absent()  # the program may have closed one since the import
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
     config = environment.complete(_asked or DistributedConfig())
     try:

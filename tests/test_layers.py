@@ -12,7 +12,7 @@ import cyxtrain
 
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
-    {"errors", "cores", "allocator"},
+    {"errors", "cores", "allocator", "standard_streams"},
     {"accelerator", "settings", "torch_compat"},
     {"config", "clusters"},
     {"devices", "environment"},

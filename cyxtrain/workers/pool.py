@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from cyxtrain import environment, runtime
+from cyxtrain import environment, runtime, standard_streams
 from cyxtrain.errors import PeerLostError, RendezvousError
 from cyxtrain.workers.channel import Answer, Channel, Done, Here, Job, Report, Signal, pair
 from cyxtrain.workers.machine import free_port, launch_environment
@@ -118,6 +118,7 @@ class Pool:
         self._signals: list[int] = []
         self._marks = 0
         self._mark = f"\0{secrets.token_hex(8)}\n".encode()
+        standard_streams.open_absent()  # no worker can be given a channel as its stdout
         self._channels, self._ends = zip(*(pair() for _ in range(num_processes)), strict=True)
         terminal = Terminal(_Writer(self._events.put, to_stderr=False), _Writer(self._events.put, to_stderr=True))
         self._port = contextlib.ExitStack()
