@@ -134,7 +134,8 @@ def _join() -> None:
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
     config = environment.complete(_asked or DistributedConfig())
     try:
-        _joined = join(config)
+        with torch_compat.noting_excepthook():
+            _joined = join(config)
     except RendezvousError as error:
         raise environment.with_disagreement(error, config) from error.__cause__
     group, beside = _joined.group, _joined.cpu_group
@@ -228,6 +229,7 @@ def finalize() -> None:
 def _leave(*, calls_roll: bool) -> None:
     global _joined, _beside, _asked
     _asked = None
+    torch_compat.put_back_excepthook()
     for function in _leave_first:
         function()
     joined, _joined = _joined, None

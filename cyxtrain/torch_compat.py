@@ -6,11 +6,13 @@ PyTorch has a public name from some version on, that is taken.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pkgutil
+import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -386,6 +388,32 @@ def begin_profiled(name: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
 
 
 # Process groups.
+
+_excepthooks: tuple[Any, Any] | None = None
+"""`sys.excepthook` before and after PyTorch wrapped it."""
+
+
+@contextlib.contextmanager
+def noting_excepthook() -> Iterator[None]:
+    """Note, within, how init_process_group wraps `sys.excepthook`: each line of a traceback then begins with the rank.
+
+    What is left of an earlier group, which the program has destroyed by itself, is taken off first.
+    """
+    global _excepthooks
+    put_back_excepthook()
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        _excepthooks = before, sys.excepthook
+
+
+def put_back_excepthook() -> None:
+    """Take off what PyTorch has put around `sys.excepthook`; a hook that the program has set since then stays."""
+    global _excepthooks
+    if _excepthooks is not None and sys.excepthook is _excepthooks[1]:
+        sys.excepthook = _excepthooks[0]
+    _excepthooks = None
 
 
 def set_timeout(timeout: timedelta) -> None:

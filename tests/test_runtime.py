@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,53 @@ def test_init_after_finalize_joins_anew():
         cx.init()
         assert facts() == (0, 1, 0, True)
         cx.finalize()
+
+
+def leave_by_an_error():
+    with pytest.raises(KeyError), cx.init():
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        lambda: (cx.init(), cx.finalize()),
+        lambda: (cx.init_process_group("gloo"), cx.destroy_process_group()),
+        lambda: (cx.init(), dist.destroy_process_group(), cx.finalize()),
+        lambda: (cx.init(), dist.destroy_process_group(), cx.init(), cx.finalize()),
+        leave_by_an_error,
+    ],
+    ids=["finalize", "gloo", "pytorch's destroy", "pytorch's destroy and init", "error"],
+)
+def test_leaving_puts_back_the_excepthook_that_pytorch_has_wrapped(live, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, _: print(kind.__name__, error, file=sys.stderr))
+    hook = sys.excepthook
+    for _ in range(3):
+        live()
+        assert sys.excepthook is hook
+    cx.init()
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError wrong\n"
+
+
+def test_an_excepthook_that_the_program_sets_after_init_stays(monkeypatch):
+    def own(*_):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    cx.init()
+    sys.excepthook = own
+    cx.finalize()
+    assert sys.excepthook is own
+
+
+def test_an_excepthook_that_pytorch_wraps_for_a_group_of_the_programs_own_stays(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    make_group()
+    wrapped = sys.excepthook
+    with cx.init():
+        pass
+    assert sys.excepthook is wrapped
 
 
 def test_init_is_a_context_that_finalizes_also_on_an_exception():

@@ -154,6 +154,7 @@ def test_a_rank_that_somebody_has_stopped_has_not_failed(code: int, number: sign
     [
         (b"cyxtrain.errors.ConfigError: epochs must be at least 1", None, True),
         (b"[rank1]: cyxtrain.errors.NonFiniteError: epoch 1, step 3", None, True),
+        (b"[rank0]: [rank1]: cyxtrain.errors.ConfigError: epochs must be at least 1", None, True),
         (b"cyxtrain.errors.ConfigError: of long ago", signal.SIGKILL, False),
         (b"MyConfigError: mine", None, False),
         (b"cyxtrain.errors.ConfigError: caught\n\nTraceback (most recent call last):\nOSError: x", None, False),

@@ -187,8 +187,8 @@ class Supervisor:
 def _lines_of(*kinds: type[errors.CyxtrainError]) -> re.Pattern[bytes]:
     """Returns what finds the line of a traceback that tells of such an error."""
     names = b"|".join(kind.__name__.encode() for kind in kinds)
-    # PyTorch puts "[rank0]: " before each line of a traceback.
-    return re.compile(rb"^(?:\[rank\d+\]: *)?(?:\w+\.)*(?:%s)\b" % names, re.MULTILINE)
+    # PyTorch puts "[rank0]: " before each line of a traceback, once for each group that a program has made.
+    return re.compile(rb"^(?:\[rank\d+\]: *)*(?:\w+\.)*(?:%s)\b" % names, re.MULTILINE)
 
 
 _BLAMES_ANOTHER = _lines_of(*errors.BLAMING_ANOTHER)
