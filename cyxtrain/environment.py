@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from cyxtrain import clusters
 from cyxtrain.config import BackendType, DistributedConfig, RingOptions
+from cyxtrain.config.world import without_brackets
 from cyxtrain.errors import ConfigError, CyxtrainError, warn
 
 _Error = TypeVar("_Error", bound=CyxtrainError)
@@ -89,6 +90,7 @@ def complete(config: DistributedConfig, variables: Mapping[str, str] | None = No
         config.validate()
     except ConfigError as error:
         raise with_disagreement(error, config, variables) from None
+    config.master_addr = without_brackets(config.master_addr)
     if config.require_secret:
         _check_secret(config, variables)
     return config
@@ -186,7 +188,7 @@ def agent_store_prefix(config: DistributedConfig, variables: Mapping[str, str] |
         variables: The environment; None: this process's.
     """
     variables = os.environ if variables is None else variables
-    agent = (variables.get("MASTER_ADDR"), variables.get("MASTER_PORT"))
+    agent = (without_brackets(variables.get("MASTER_ADDR", "")), variables.get("MASTER_PORT"))
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or agent != (
         config.master_addr,
         str(config.master_port),

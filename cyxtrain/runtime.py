@@ -498,7 +498,7 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
     if not init_method.startswith("tcp://") or not host or not port.isdigit():
         raise ConfigError(f"init_method must be 'env://' or 'tcp://host:port', got {init_method!r}.")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def tell(error: BaseException, *, in_training: bool = False) -> None:

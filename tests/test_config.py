@@ -283,6 +283,8 @@ def test_epochs_of_validation_may_be_a_tuple():
             "it has a space or a comma in it; give one machine, that of rank 0, such as the first: 'node1'",
         ),
         ("node[1-4]", "it is a list of Slurm's"),
+        ("[::1", "brackets belong around a whole IPv6 address"),
+        ("[node1]", "brackets belong around a whole IPv6 address"),
     ],
 )
 def test_master_addr_that_is_no_host_gets_the_right_advice(address, advice):

@@ -50,6 +50,16 @@ def test_variables_of_torchrun_are_taken_as_they_are():
     assert (config.master_addr, config.master_port) == ("node-0", 29400)
 
 
+@pytest.mark.parametrize("address", ["::1", "[::1]", "[fe80::1%eth0]"])
+def test_an_ipv6_address_may_have_brackets(address):
+    bare = address.strip("[]")
+    agent = TORCHRUN | {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    by_environment = environment.read_config(agent)
+    by_program = environment.complete(cx.DistributedConfig(rank=1, world_size=2, master_addr=address), {})
+    assert by_environment.master_addr == by_program.master_addr == bare
+    assert environment.agent_store_prefix(by_environment, agent) == "/worker/attempt_1"
+
+
 def test_local_rank_is_the_rank_where_nothing_says_otherwise():
     assert identity(environment.read_config(PAIR)) == (1, 2, 1)
 

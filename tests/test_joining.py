@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+from rank_processes import environment, on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx
@@ -180,6 +180,21 @@ def test_three_ranks_join_and_leave_again_and_again():
 @pytest.mark.parametrize("delays", [(0.0, 0.3, 0.6), (0.6, 0.0, 0.3), (0.6, 0.3, 0.0)], ids=str)
 def test_ranks_come_in_any_order(delays):
     assert [value[0] for value in values(run_ranks(3, join_late, delays))] == ["joined"] * 3
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ranks_meet_at_an_ipv6_address_in_brackets():
+    port = free_port()
+    environments = [environment(rank, 2, port, MASTER_ADDR="[::1]") for rank in (0, 1)]
+    assert [outcome[0] for outcome in values(run_processes(join, environments, 10.0))] == ["joined"] * 2
 
 
 def test_rank_that_gave_up_can_come_again(tmp_path):

@@ -45,6 +45,13 @@ def test_each_machine_has_its_own_ranks_of_all(tmp_path, node):
     assert {line.split(b"]")[0] for line in done.stdout.splitlines()} == {b"[rank %d" % rank for rank in found}
 
 
+def test_ranks_get_an_ipv6_address_without_its_brackets(tmp_path):
+    script = write_script(tmp_path, NOTE)
+    done = run("--nnodes", 2, "--node-rank", 0, "--master-addr", "[fd00::1]", "-n", 1, "--", script)
+    assert done.returncode == 0, done.stderr
+    assert noted(tmp_path)[0]["MASTER_ADDR"] == "fd00::1"
+
+
 def test_the_environment_and_the_guides_names_say_the_same(tmp_path):
     script = write_script(tmp_path, NOTE)
     variables = environment(MASTER_ADDR="node7", MASTER_PORT="1234", CYXTRAIN_SECRET="ours")

@@ -48,7 +48,7 @@ class DistributedConfig:
     local_rank: int | None = None
     """This process among those of its machine, from 0; the index of its GPU. The rank where nothing says otherwise."""
     master_addr: str = "127.0.0.1"
-    """Host name or address of rank 0."""
+    """Host name or address of rank 0; IPv6 with or without brackets."""
     master_port: int = 29500
     """TCP port on which rank 0 waits for the others; it must be free there."""
     backend: BackendType | str | None = None
@@ -108,8 +108,14 @@ class DistributedConfig:
             BackendType.parse(self.backend)
 
 
+def without_brackets(address: str) -> str:
+    """Returns an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
+    return address[1:-1] if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address) else address
+
+
 def problem_of_address(address: str) -> str:
     """Returns what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
+    address = without_brackets(address)
     with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
     if with_port is not None:
         host, port = with_port[1] or with_port[2], with_port[3]
@@ -123,6 +129,8 @@ def problem_of_address(address: str) -> str:
         return f"it has a space or a comma in it; give one machine, that of rank 0, such as the first: {first!r}"
     if "[" in address[1:]:
         return "it is a list of Slurm's; give its first name, which `scontrol show hostnames` prints first"
+    if "[" in address or "]" in address:
+        return "brackets belong around a whole IPv6 address, such as [fe80::1]; leave them out"
     return ""
 
 

@@ -103,10 +103,12 @@ def _launch(given: Options, words: tuple[str, ...], environment: Mapping[str, st
     own = replace(given, num_ranks=number).or_from(environment)
     num_ranks, more = _num_ranks(own, environment)
     if own.master_addr:
-        from cyxtrain.config.world import problem_of_address  # with NumPy, which ranks of one machine do not need here
+        # With NumPy, which ranks of one machine do not need here.
+        from cyxtrain.config.world import problem_of_address, without_brackets
 
         problem = problem_of_address(own.master_addr)
         _require(not problem, f"--master-addr is {own.master_addr!r}: {problem}")
+        own = replace(own, master_addr=without_brackets(own.master_addr))
     if own.nnodes is not None and ":" in own.nnodes:
         return torchrun(own, num_ranks, command, {**environment, **more})
     nnodes, node_rank = _nodes(own)
