@@ -9,6 +9,8 @@ import os
 import random
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -22,7 +24,7 @@ from meetings import SECRET, board_of, meet
 from rank_processes import rank_server, run_processes, values  # noqa: F401 - a fixture
 from ring_values import error_of
 from strangers import CLAIM
-from worlds import free_port, join_threads, wait_until
+from worlds import child_environment, free_port, join_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
@@ -251,6 +253,31 @@ def test_a_key_that_is_forged_or_deleted_once_changes_nothing(key, what):
         assert found == trained()
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["forged", "deleted"])
+@pytest.mark.parametrize("key", FORGED)
+def test_fifty_times_a_key_that_is_forged_or_deleted_at_a_random_moment_changes_nothing(key, what):
+    draw = random.Random(f"{key} {what}")
+    for _ in range(50):
+        store, sums, moment = dist.HashStore(), {}, 0.03 * draw.random()
+
+        def rank_main(rank: int, store: Any = store, sums: Any = sums) -> None:
+            group = meet(store, rank, 2, 20.0, options=SECRET)
+            tensor = torch.ones(1000)
+            group.allreduce([tensor]).wait()
+            sums[rank] = tensor.sum().item()
+            group.shutdown()
+
+        def act(store: Any = store, moment: float = moment) -> None:
+            time.sleep(moment)  # the scenario: some moment
+            store.delete_key(key) if what == "deleted" else store.set(key, '{"message": "a lie", "rank": 0}')
+
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+        join_threads([*threads, threading.Thread(target=act)], 30.0)
+        assert sums == {0: 2000.0, 1: 2000.0}
+
+
 def test_ranks_that_read_different_tables_all_say_which_field(monkeypatch):
     """Here rank 1 alone is lied to, as a store that anybody writes can: without a secret nothing else protects it."""
     table = RollCall.table
@@ -312,3 +339,44 @@ def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other():
     [other] = [run for run in outcomes if run[0].kind is not None]
     assert "is in use on this machine" in other[0].message
     assert "another run has 127.0.0.1" in other[1].message or "could not reach rank 0" in other[1].message
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_of_two_launchers_at_one_port_one_always_ends_well(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, cyxtrain as cx\n"
+        "cx.init()\n"
+        "total = torch.ones(1)\n"
+        "cx.all_reduce(total)\n"
+        "cx.barrier()\n"
+        "cx.finalize()\n"
+        "print(f'total {total.item():g}')\n"
+    )
+    for _ in range(20):
+        port = str(free_port())
+        command = [
+            sys.executable,
+            "-m",
+            "cyxtrain",
+            "launch",
+            "-n",
+            "2",
+            "--master-port",
+            port,
+            "--",
+            "python",
+            program,
+        ]
+        runs = [
+            subprocess.Popen(
+                command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for _ in range(2)
+        ]
+        said = [run.communicate(timeout=120)[0] for run in runs]
+        well = [run.returncode == 0 and text.count("total 2") == 2 for run, text in zip(runs, said, strict=True)]
+        assert any(well), said
+        for is_well, text in zip(well, said, strict=True):
+            assert is_well or "is in use on this machine" in text or "another run has" in text
