@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 # Together below what the text of a message between ranks may have.
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
-_SHOWN_NAMES = 5
+_SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -242,6 +242,16 @@ def shortened(names: Iterable[str]) -> str:
     found = [*names]
     more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
     return ", ".join(found[:_SHOWN_NAMES]) + more
+
+
+def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
+    """Returns a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # a number of 5,000 digits, a list that is too deep
+        text = f"<{type(value).__name__}>"
+    shown = " ".join("".join(each if each.isprintable() else " " for each in text[: 2 * limit]).split())
+    return shown if max(len(shown), len(text) // 2) <= limit else f"{shown[:limit]}..."
 
 
 def counted(number: int, noun: str) -> str:

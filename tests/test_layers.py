@@ -12,7 +12,7 @@ import cyxtrain
 
 PACKAGE = Path(cyxtrain.__file__).parent
 LAYERS = [
-    {"errors", "cores", "allocator", "standard_streams"},
+    {"errors", "cores", "allocator", "regular_files", "standard_streams"},
     {"accelerator", "settings", "torch_compat"},
     {"config", "clusters"},
     {"devices", "environment"},

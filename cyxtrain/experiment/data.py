@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import math
+import os
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +17,17 @@ import torch
 
 from cyxtrain.data.kinds import gives_batches
 from cyxtrain.datasets import load_digits
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
 from cyxtrain.experiment.naming import Names, make, section_of
+from cyxtrain.regular_files import at_a_glance, memory_bytes, open_regular
 from cyxtrain.settings import unknown_name
 
 _PARTS = ("train", "validation", "test")
+_ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
+_MOST_DEFLATED = 1032
+"""Bytes that one byte of zlib's can become."""
+_MOST_RECORDS_BYTES = 1 << 20
+"""Of the zip and at the head of an array, before it is known how many arrays there are."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +59,69 @@ def npz(path: str) -> dict[str, Any]:
         ConfigError: There is none, it is something else, or holds other arrays.
     """
     try:
-        file = np.load(path)  # without pickles: it runs no code
-        if isinstance(file, np.ndarray):
-            raise ValueError("it holds a single one, without a name")
-        with file:
-            arrays = {name: file[name] for name in file.files}
+        with open_regular(path) as file:
+            arrays = _read_arrays(file, str(path))
     except FileNotFoundError:
-        raise ConfigError(f"data.path: there is no file {path} (now in {Path.cwd()}).") from None
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"data.path: {path} is no file of arrays that np.savez has written: {error}.") from error
-    known = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
-    for name in arrays:
-        if name not in known:
-            raise unknown_name(path, name, known, "array")
+        raise ConfigError(f"data.path: there is no file {brief(str(path))} (now in {Path.cwd()}).") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a file of other bytes makes zip and NumPy raise
+        reason = brief(str((error.strerror if isinstance(error, OSError) else None) or error)) or type(error).__name__
+        raise ConfigError(
+            f"data.path: {brief(str(path))} is no file of arrays that np.savez has written: {reason}."
+        ) from error
     if "x_train" not in arrays:
-        raise ConfigError(f"data.path: {path} has no x_train.")
+        raise ConfigError(f"data.path: {brief(str(path))} has no x_train.")
     parts = {"train": "train", "validation": "val", "test": "test"}
     return {
         part: tuple(arrays[name] for name in (f"x_{short}", f"y_{short}") if name in arrays)
         for part, short in parts.items()
     }
+
+
+def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
+    """Returns the arrays of an open file, by name, after comparing what each says of itself with the bytes there."""
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        is_one = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
+        raise ValueError("it holds a single one, without a name" if is_one else "it is no zip")
+    with zipfile.ZipFile(at_a_glance(file, _MOST_RECORDS_BYTES)) as archive:
+        entries = archive.infolist()
+        names = [entry.filename.removesuffix(".npy") for entry in entries]
+        for name in names:
+            if name not in _ARRAYS:
+                raise unknown_name(path, brief(name), _ARRAYS, "array")
+        size_bytes = os.fstat(file.fileno()).st_size
+        most = memory_bytes() or sys.maxsize
+        if sum(_content_bytes(archive, entry, size_bytes) for entry in entries) > most:
+            raise ValueError(f"its arrays have more bytes than this machine's memory, {most:,}")
+    file.seek(0)
+    with np.load(file) as arrays:  # without pickles: it runs no code
+        return {name: arrays[name] for name in names}
+
+
+def _content_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file_bytes: int) -> int:
+    """Returns how many bytes an array has.
+
+    Raises:
+        ValueError: Its shape and type are not those of its bytes, or these do not fit into the file.
+    """
+    ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _MOST_DEFLATED}.get(entry.compress_type, 0)
+    if entry.compress_size > file_bytes or entry.file_size > entry.compress_size * ratio:
+        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes that the file cannot hold")
+    with archive.open(entry) as content:
+        version = np.lib.format.read_magic(content)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(content)
+        own_bytes = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject:
+            raise ValueError(f"{entry.filename} holds Python objects, and arrays of numbers are read alone")
+        if min(shape, default=0) < 0 or own_bytes != entry.file_size - content.tell():
+            raise ValueError(
+                f"{entry.filename} says that it is {dtype} of shape {brief(shape)}, {own_bytes:,} bytes, and has "
+                f"{entry.file_size - content.tell():,}"
+            )
+    return own_bytes
 
 
 KNOWN: dict[str, Callable[..., Any]] = {"digits": digits, "npz": npz}

@@ -13,44 +13,65 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.experiment.sections import NAMED, Overrides, Values, check_section, with_names, words_of
+from cyxtrain.regular_files import read_text
 
 _BASE = "_base_"
+_LONGEST_BYTES = 1 << 24
+_DEEPEST = 32
+_LONGEST_NUMBER = 70
+"""Characters of a whole number; one of 64 bits has as many in base 2."""
+_WHOLE_NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9_]+(:[0-5]?[0-9])*)")
+_INTEGER = "tag:yaml.org,2002:int"
+_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not everywhere
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 _Answer = TypeVar("_Answer")
 
 
-def read_file(path: str | os.PathLike[str], readers: tuple[Path, ...] = ()) -> Values:
+def read_file(path: str | os.PathLike[str]) -> Values:
     """Returns what a YAML file and its bases say, merged; variables are as they are written.
 
     Args:
         path: Of the file.
-        readers: The files of which this one is a base, the first one first.
 
     Raises:
         ConfigError: There is no such file, it is no YAML, or files are each other's base.
     """
-    file = Path(path)
-    here = file.resolve()
+    return _with_bases(Path(path), (), {}, "")
+
+
+def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values], asked: str) -> Values:
+    """Returns what a file and its bases say.
+
+    Args:
+        file: To read.
+        readers: The files of which this one is a base, the first one first.
+        known: What files say that have been read; takes this one's, so that each is read once.
+        asked: Which file names this one, for messages.
+    """
+    values = _parsed(file, asked)
+    here = Path(os.path.realpath(file))
     chain = (*readers, here)
-    if here in readers:
-        raise ConfigError(f"{path}: {_BASE} goes in a circle: {' -> '.join(each.name for each in chain)}.")
-    values = _parsed(file)
+    if here in readers or len(chain) > _DEEPEST:
+        way = brief(" -> ".join(each.name for each in chain))
+        what = "goes in a circle" if here in readers else f"is more than {_DEEPEST} files deep"
+        raise ConfigError(f"{file}: {_BASE} {what}: {way}.")
+    if here in known:
+        return known[here]
     bases = values.pop(_BASE, [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: {_BASE} must be a file, or a list of files, got {bases!r}.")
+        raise ConfigError(f"{file}: {_BASE} must be a file, or a list of files, got {brief(bases)}.")
     for section in values:
-        check_section(str(path), section, _BASE)
+        check_section(str(file), section, _BASE)
     found: Values = {}
     for base in bases:
-        if not (file.parent / base).exists():
-            raise ConfigError(f"{path}: {_BASE}: {_no_file(file.parent / base)}")
-        found = _over(str(path), found, read_file(file.parent / base, chain))
-    return _over(str(path), found, with_names(values))
+        found = _over(str(file), found, _with_bases(file.parent / base, chain, known, f"{file}: {_BASE}: "))
+    known[here] = _over(str(file), found, with_names(values))
+    return known[here]
 
 
 def merged(values: Values, overrides: Overrides) -> Values:
@@ -66,12 +87,15 @@ def merged(values: Values, overrides: Overrides) -> Values:
     given: Values = {}
     for override in words_of(overrides):
         name, equals, _ = override.partition("=")
+        source = f"the override {brief(override)}"
         if not equals or not all(name.split(".")) or name != name.strip():
-            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {override!r}.")
+            raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
-            raise ConfigError(f"the override {override}: lists are replaced whole, such as model.hidden=[64, 64].")
+            raise ConfigError(
+                f"the override {brief(override)}: lists are replaced whole, such as model.hidden=[64, 64]."
+            )
         check_section("the config", name.split(".")[0])
-        source = f"the override {override}"
+        source = f"the override {brief(override)}"
         given = _over(source, given, with_names(_parsed_override(source, override)), by_name=False)
     return _over("the overrides", values, given)
 
@@ -107,38 +131,56 @@ def to_yaml(values: Values) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
-def _parsed(file: Path) -> Values:
+def _parsed(file: Path, asked: str) -> Values:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, _LONGEST_BYTES)
     except FileNotFoundError:
-        raise ConfigError(_no_file(file)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}.") from error
+        raise ConfigError(f"{asked}{_no_file(file)}") from None
+    except OSError as error:
+        raise ConfigError(f"{asked}cannot read {brief(str(file))}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{asked}cannot read {file}: {error}.") from error
     try:
+        _library(str(file), lambda: _check_text(str(file), text), text)
         values: Any = _library(str(file), lambda: OmegaConf.create(text), text) if text.strip() else OmegaConf.create()
     except AssertionError:  # a number, say
         values = text.strip()
     if not OmegaConf.is_dict(values):
-        shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
-        raise ConfigError(f"{file} must have sections, such as 'training:', got {shown!r}.")
+        shown = OmegaConf.to_container(values) if OmegaConf.is_config(values) else str(values)[:_DEEPEST]
+        raise ConfigError(f"{file} must have sections, such as 'training:', got {brief([shown])[1:-1]}.")
     return _container(values)
 
 
 def _parsed_override(source: str, override: str) -> Values:
+    _library(source, lambda: _check_text(source, override.partition("=")[2]), override)
     return _library(source, lambda: _container(OmegaConf.from_dotlist([override])), override)
+
+
+def _check_text(source: str, text: str) -> None:
+    """Refuses YAML that is nested deeper than what reads it can go, and numbers that no computer calculates with."""
+    depth = 0
+    for event in yaml.parse(text, _PARSER):
+        line = source if event.start_mark is None else f"{source}, line {event.start_mark.line + 1}"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ConfigError(f"{line}: settings are nested more than {_DEEPEST} deep.")
+        if not isinstance(event, yaml.ScalarEvent) or len(event.value) <= _LONGEST_NUMBER:
+            continue
+        if event.tag == _INTEGER or (event.implicit[0] and _WHOLE_NUMBER.fullmatch(event.value)):
+            raise ConfigError(f"{line}: the number {brief(event.value, 20)} has {len(event.value):,} digits.")
 
 
 def _no_file(file: Path) -> str:
     """Returns that there is no such file, and which one may have been meant."""
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
-    except OSError:
+    except (OSError, ValueError):
         return f"there is no file {file}. Nor is there a folder {file.parent}."
     close = difflib.get_close_matches(file.stem, names, n=1, cutoff=0.6)
     if close:
         return f"there is no file {file}. Did you mean {file.parent / names[close[0]]}?"
-    there = f" In {file.parent} there are: {', '.join(names.values())}." if names else ""
-    return f"there is no file {file}.{there}"
+    there = f" In {file.parent} there are: {shortened(names.values())}." if names else ""
+    return f"there is no file {brief(str(file))}.{there}"
 
 
 def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Values:
@@ -172,8 +214,8 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
         text = variables.get(variable) or default
         if text is None:
             raise ConfigError(
-                f"{source}: {name} is {value}, and the environment has no {variable}: set it, or write a default, as "
-                f"in ${{{variable}:...}}."
+                f"{source}: {brief(name)} is {brief(value)}, and the environment has no {brief(variable, 50)}: set it, "
+                f"or write a default, as in ${{{brief(variable, 50)}:...}}."
             )
         return str(literal(text))
 
@@ -184,8 +226,8 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
 
 def _scalar(text: str) -> Any:
     try:
-        value = _container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except (yaml.YAMLError, OmegaConfBaseException):
+        value = _parsed_override("the environment", f"value={text}")["value"]
+    except ConfigError:
         return text
     # 0123 is no number that anybody means: YAML takes it for one of base 8, and 1:30 for one of base 60.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -205,22 +247,36 @@ def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answe
         source: What it is about.
         call: The call.
         text: What it reads.
+
+    Raises:
+        ConfigError: In place of the library's errors, but for those that callers know more of.
     """
     try:
         return call()
+    except (AssertionError, ConfigError, TypeError):
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        problem = str(error.problem or error.context)
+        problem = brief(str(error.problem or error.context))
         hint = _hint(problem, text, 0 if mark is None else mark.line)
         raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}{hint}.") from error
     except UnsupportedInterpolationType as error:
         raise ConfigError(
-            f"{source}: {str(error).splitlines()[0]}. Variables of the environment are in capitals, such as "
+            f"{source}: {_first_line(error)}. Variables of the environment are in capitals, such as "
             "${DATA_DIR:./data}, and settings have dots, such as ${training.seed}."
         ) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source}: {str(error).splitlines()[0]}.") from error
+    except OmegaConfBaseException as error:
+        where = f" (in {brief(error.full_key)})" if error.full_key else ""
+        raise ConfigError(f"{source}: {_first_line(error)}{where}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: this is not valid YAML: {_first_line(error)}.") from error
+    except Exception as error:  # YAML's numbers and dates are made by Python, which has its own errors
+        raise ConfigError(f"{source}: a value cannot be read: {_first_line(error)}.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return brief(next(iter(str(error).splitlines()), type(error).__name__)).rstrip(".")
 
 
 def _hint(problem: str, text: str, number: int) -> str:

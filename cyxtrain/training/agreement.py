@@ -13,13 +13,13 @@ from cyxtrain.errors import (
     CyxtrainError,
     DistributedTrainingError,
     Failure,
+    brief,
     error_from_facts,
     is_on_all_ranks,
     on_all_ranks,
 )
 
 _Planned = TypeVar("_Planned")
-_SHOWN_CHARACTERS = 200
 
 
 def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Planned, list[dict[str, Any]]]:
@@ -137,13 +137,8 @@ def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
                 "hash of its values" in name
             )
             error = ConfigError(
-                f"rank {rank} differs from rank 0 in {name}: {_shown(other.get(name))} on rank {rank}, "
-                f"{_shown(first.get(name))} on rank 0. Every rank must be given the same.{seed}{own_rows}",
+                f"rank {rank} differs from rank 0 in {name}: {brief(other.get(name))} on rank {rank}, "
+                f"{brief(first.get(name))} on rank 0. Every rank must be given the same.{seed}{own_rows}",
                 rank=rank,
             )
             raise on_all_ranks(error)
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

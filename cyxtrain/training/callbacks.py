@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from cyxtrain import runtime
-from cyxtrain.errors import ConfigError, warn
+from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.settings import unknown_name
+from cyxtrain.training.saving.content import same_kinds, taking_over
 
 if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
@@ -275,7 +276,12 @@ class Callbacks:
         left = dict(states)
         for name, callback in self._named():
             if name in left:
-                callback.load_state_dict(left.pop(name))
+                with taking_over(f"{source}, {name}"):
+                    state = left.pop(name)
+                    is_own = type(callback).__module__.startswith(f"{__package__}.")
+                    if is_own and not same_kinds(state, callback.state_dict()):
+                        raise TypeError(f"its state is {brief(state)}")
+                    callback.load_state_dict(state)
         if left and runtime.is_master():
             warn(
                 f"{source} has the state of {', '.join(left)}, and fit was given no such callback: without it the run "

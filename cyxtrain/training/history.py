@@ -10,10 +10,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, brief
+from cyxtrain.regular_files import read_text
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.history_views import history_as_html, plot_history
 
@@ -87,12 +87,10 @@ class TrainingHistory:
                 raise unknown_name(cls.__name__, name, list(empty))
             if isinstance(empty[name], dict):
                 if not isinstance(value, Mapping):
-                    raise ConfigError(f"{cls.__name__}.{name} must be lists of numbers by name, got {value!r}.")
-                read[name] = {each: [_number(each, item) for item in items] for each, items in value.items()}
+                    raise ConfigError(f"{cls.__name__}.{name} must be lists of numbers by name, got {brief(value)}.")
+                read[name] = {each: _numbers(each, items) for each, items in value.items()}
             elif isinstance(empty[name], list):
-                if not isinstance(value, (list, tuple)):
-                    raise ConfigError(f"{cls.__name__}.{name} must be a list of numbers, got {value!r}.")
-                read[name] = [_number(name, item) for item in value]
+                read[name] = _numbers(name, value)
             else:
                 read[name] = _number(name, value)
         return cls(**read)
@@ -112,15 +110,16 @@ class TrainingHistory:
             source: The text, or the path of a file that holds it (a text begins with a brace).
 
         Raises:
-            ConfigError: It is not the JSON of a history.
+            ConfigError: There is no such file, or it is not the JSON of a history.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        where = "the text" if is_text else str(source)
+        where = "the text" if is_text else brief(str(source))
         try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}. Give what to_json() wrote.") from error
+            values = json.loads(str(source) if is_text else read_text(source))
+        except OSError as error:
+            raise ConfigError(f"cannot read {where}: {error.strerror or error}. Give what to_json() wrote.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON: {brief(str(error))}. Give what to_json() wrote.") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{where} is not the JSON of a {cls.__name__}. Give what to_json() wrote.")
         return cls.from_dict(values)
@@ -197,12 +196,19 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
+def _numbers(name: str, values: object) -> list[Any]:
+    """Returns a list of the JSON, with its numbers."""
+    if not isinstance(values, (list, tuple)):
+        raise ConfigError(f"{TrainingHistory.__name__}.{name} must be a list of numbers, got {brief(values)}.")
+    return [_number(name, item) for item in values]
+
+
 def _number(name: str, value: object) -> float:
     """Returns a number of the JSON, also one that JSON has no word for."""
     if isinstance(value, str) and value in _NON_FINITE:
         return _NON_FINITE[value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{TrainingHistory.__name__}.{name} must hold numbers, got {value!r}.")
+        raise ConfigError(f"{TrainingHistory.__name__}.{name} must hold numbers, got {brief(value)}.")
     return value
 
 

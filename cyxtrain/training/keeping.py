@@ -60,7 +60,7 @@ class Keeper:
             self._writer.folder.remove_leftovers()
             # Killed between a checkpoint and its second name.
             last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
-            if state.history.epochs and last.exists() and self._is_best() and self._may_be_best():
+            if state.history.epochs and look_into(last).position and self._is_best() and self._may_be_best():
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:

@@ -19,8 +19,8 @@ from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks,
 from cyxtrain.training.arithmetic import differences
 from cyxtrain.training.changes import as_in_checkpoint, done_otherwise, put_back, what_is_set
 from cyxtrain.training.plan import Run
-from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
-from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.saving.checkpoint import CheckpointState, checkpoint_bytes, unpack_checkpoint
+from cyxtrain.training.saving.content import check_content, taking_over
 from cyxtrain.training.saving.folder import CheckpointFolder, look_into
 from cyxtrain.training.saving.names import plain_parameters
 from cyxtrain.training.saving.transport import read_file_on_all, read_on_all
@@ -184,7 +184,8 @@ def _begin_or_go_on(
     state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
-    _go_on_in_data(run, state, checkpoint)
+    with taking_over(source):
+        _go_on_in_data(run, state, checkpoint)
     if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
@@ -340,8 +341,9 @@ def _newest_of_call(
         if found.position and not (found.fits == call[0] and same_beginning):
             continue  # what is damaged is read, so that it is said
         try:
-            data = read_file(found.path, "checkpoint")
+            data = checkpoint_bytes(found.path)
             checkpoint = unpack_checkpoint(data, str(found.path))
+            check_content(checkpoint, f"checkpoint {found.path}")
             Position.from_json(checkpoint.position, f"checkpoint {found.path}")
         except CheckpointError as error:
             warn(f"{error} It is skipped.")

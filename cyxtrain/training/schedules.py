@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.settings import unknown_name
 from cyxtrain.training.calling import takes
 from cyxtrain.training.fit_schedules import SCHEDULERS
 from cyxtrain.training.rates import ScheduleMaker, schedules_in
+from cyxtrain.training.saving.content import same_kinds
 from cyxtrain.training.saving.tree import encode_tree
 
 _PARTS = "_schedulers"
@@ -133,7 +134,13 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
             f"Cannot load {source}: it was written with {_named(other)}, and this trainer has {_named(own)}. Build the "
             "trainer as it was."
         )
-    if scheduler is not None and not _same_parts(saved.get("state"), scheduler.state_dict()):
+    if scheduler is None:
+        return
+    state, now = saved.get("state"), scheduler.state_dict()
+    is_known = type(scheduler).__module__.startswith(("torch.", f"{__package__}."))
+    if is_known and not same_kinds(state, now):
+        raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is none.")
+    if not _same_parts(state, now):
         raise CheckpointError(
             f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
             "was."

@@ -15,13 +15,14 @@ from torch import nn
 
 from cyxtrain import environment, runtime
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, warn
+from cyxtrain.errors import CheckpointError, brief, warn
 from cyxtrain.training.callbacks import Callbacks
 from cyxtrain.training.history import TrainingHistory
 from cyxtrain.training.loss import Loss
 from cyxtrain.training.precision import LossScale, make_loss_scale
 from cyxtrain.training.rates import Rates, scaling_of
 from cyxtrain.training.saving.checkpoint import CheckpointState
+from cyxtrain.training.saving.content import is_position, taking_over
 from cyxtrain.training.saving.names import plain_parameters, plain_state
 from cyxtrain.training.saving.optimizer_state import (
     drop_groups,
@@ -74,9 +75,9 @@ class Position:
             CheckpointError: It is none.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(values) != names or any(type(value) is not int or value < 0 for value in values.values()):
+        if set(values) != names or not is_position(values):
             raise CheckpointError(
-                f"Cannot load {source}: its position is {dict(values)}, which is none, or that of another version."
+                f"Cannot load {source}: its position is {brief(values)}, which is none, or that of another version."
             )
         return cls(**values)
 
@@ -285,19 +286,23 @@ class TrainingState:
                 f"Cannot load {source}: it was saved without the optimizer. cyxtrain.load_weights(model, path) takes "
                 "its weights."
             )
-        position = Position.from_json(state.position, source)
-        history = TrainingHistory.from_dict(state.history)
-        fitting_state(self.model, state.model, source)
-        check_state_besides(self.trained, state.others, source)
-        scheduler = self.rates.as_saved(state.others.get("rates", {}))
-        check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
-        self.rates.scheduler = scheduler
-        self.load_values(state, source)
-        self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
-        self.compression = state.others.get("compression", {})
-        self.runs.add(self.run.get("id"))
-        self.metadata = {**state.metadata, **self.metadata}
-        self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
+        with taking_over(source):
+            position = Position.from_json(state.position, source)
+            history = TrainingHistory.from_dict(state.history)
+            fitting_state(self.model, state.model, source)
+            check_state_besides(self.trained, state.others, source)
+            unknown = set(state.others.get("trained", ())) - {name for name, _ in plain_parameters(self.trained)}
+            if unknown:
+                raise CheckpointError(f"Cannot load {source}: it trains {brief(sorted(unknown))}, which is not there.")
+            scheduler = self.rates.as_saved(state.others.get("rates", {}))
+            check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
+            self.rates.scheduler = scheduler
+            self.load_values(state, source)
+            self.position, self.history, self.run, self.ranks = position, history, dict(state.run), state.ranks
+            self.compression = state.others.get("compression", {})
+            self.runs.add(self.run.get("id"))
+            self.metadata = {**state.metadata, **self.metadata}
+            self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         """Goes back to a checkpoint's file, and takes over its metadata. All ranks call it; rank 0 reads.

@@ -32,6 +32,7 @@ import torch
 from cloudpickle import cloudpickle
 from torch.utils.serialization import config as serialization
 
+from cyxtrain.regular_files import open_regular
 from cyxtrain.workers import remaking
 
 _SHARED_BYTES = 4096
@@ -333,6 +334,7 @@ def _is_still(name: str, address: int) -> bool:
 def _open_array(
     name: str, offset: int, extent: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
 ) -> np.ndarray[Any, Any]:
-    whole = np.memmap(name, np.uint8, "c", offset, (extent,))
+    with open_regular(name) as file:
+        whole = np.memmap(file, np.uint8, "c", offset, (extent,))
     found: np.ndarray[Any, Any] = np.ndarray(shape, dtype, whole.data, 0, strides).view(np.memmap)
     return found

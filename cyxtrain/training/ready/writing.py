@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from cyxtrain import runtime
 from cyxtrain.errors import ConfigError
+from cyxtrain.regular_files import read_text, regular_opener
 from cyxtrain.settings import require, require_boolean, unknown_name
 from cyxtrain.training.callbacks import Callback, Logs
 
@@ -41,15 +43,23 @@ class CSVLogger(Callback):
         self._lines: list[list[str]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Looks at what is there; nothing is written before the first epoch is complete."""
+        """Looks at what is there; nothing is written before the first epoch is complete.
+
+        Raises:
+            ConfigError: What is there is no file, or no CSV.
+        """
         if not runtime.is_master():
             return
-        path = Path(self.filename)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(self.filename).parent.mkdir(parents=True, exist_ok=True)
         self._there = []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                self._there = [line for line in csv.reader(file, delimiter=self.separator) if line]
+        try:
+            text = io.StringIO(read_text(self.filename), newline="")
+            self._there = [line for line in csv.reader(text, delimiter=self.separator) if line]
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ConfigError(f"CSVLogger cannot read {self.filename}: {reason}. Give it another file.") from error
         self._lines = list(self._there) if self.append else []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,7 +85,7 @@ class CSVLogger(Callback):
             self._lines = [[*header, *new_names], *lines]
         self._lines.append([str(epoch), *(repr(float(logs[n])) if n in logs else "" for n in self._lines[0][1:])])
         new = f"{self.filename}.new"  # whoever reads meanwhile sees the lines before, or all
-        with open(new, "w", newline="", encoding="utf-8") as file:
+        with open(new, "w", newline="", encoding="utf-8", opener=regular_opener) as file:
             csv.writer(file, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
         os.replace(new, self.filename)
 

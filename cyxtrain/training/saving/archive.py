@@ -21,13 +21,16 @@ from typing import BinaryIO
 
 import xxhash
 
-from cyxtrain.errors import CheckpointError
+from cyxtrain.errors import CheckpointError, brief
+from cyxtrain.regular_files import at_a_glance
 
 MANIFEST = "manifest.json"
 
 Buffer = bytes | memoryview
 
 _MANIFEST_LIMIT_BYTES = 65536
+_MOST_AROUND_BYTES = 2 * 65536
+"""More than zip's records have around the entries, the longest comment included."""
 _EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
 _COMMENT = "xxh3_128 of the records: "
 _COMMENT_BYTES = len(_COMMENT) + 32
@@ -49,11 +52,11 @@ def blaming(name: str, entry: str) -> Iterator[None]:
     except MemoryError:
         raise  # the machine's fault, not the file's
     except CheckpointError as error:
-        raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {error}.") from error
+        raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {brief(str(error))}.") from error
     except Exception as error:
+        reason = brief(str(error)) or type(error).__name__
         raise CheckpointError(
-            f"Checkpoint {name} is damaged, or none: {entry}: {error or type(error).__name__}. An earlier one may be "
-            "intact."
+            f"Checkpoint {name} is damaged, or none: {entry}: {reason}. An earlier one may be intact."
         ) from error
 
 
@@ -88,6 +91,30 @@ def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str,
     comment = _records_comment(read, spans, size_bytes)
     file.seek(size_bytes - _COMMENT_BYTES)
     file.write(comment)
+
+
+def look_at_archive(file: BinaryIO, name: str) -> None:
+    """Refuses a file that is no archive, as far as its zip directory tells: before all of it is read.
+
+    Raises:
+        CheckpointError: With what is wrong.
+    """
+    with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MOST_AROUND_BYTES)) as archive:
+        _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
+
+
+def read_entry(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
+    """Returns the content of one entry, checked; of the others only the sizes are looked at.
+
+    Raises:
+        Exception: It is no archive, has no such entry, or that is damaged, or larger than the limit.
+    """
+    with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
+        _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
+        listed = json.loads(archive.read(MANIFEST))["entries"][entry]
+        content = archive.read(entry)
+    _check(memoryview(content), listed)
+    return content
 
 
 def read_archive(view: memoryview, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:
@@ -170,10 +197,24 @@ def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[st
     return {entry.filename: _span(view, entry) for entry in listed}
 
 
-def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Returns where the content of a stored entry begins and ends, as its own header says."""
+def _require_sizes(listed: Iterable[zipfile.ZipInfo], size_bytes: int) -> None:
+    """Refuses entries that are compressed, into how little nobody knows, and bytes that belong to none."""
+    content_bytes = 0
+    for entry in listed:
+        _require_stored(entry)
+        content_bytes += entry.file_size
+    if not 0 <= size_bytes - content_bytes <= _MOST_AROUND_BYTES:
+        raise ValueError(f"its entries have {content_bytes:,} bytes, and the file {size_bytes:,}")
+
+
+def _require_stored(entry: zipfile.ZipInfo) -> None:
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
         raise ValueError(f"{entry.filename} is compressed or encrypted; a checkpoint's entries are stored as they are")
+
+
+def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """Returns where the content of a stored entry begins and ends, as its own header says."""
+    _require_stored(entry)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(view, entry.header_offset)
     name_start = entry.header_offset + _LOCAL_HEADER.size
     start = name_start + name_bytes + extra_bytes

@@ -25,7 +25,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from cyxtrain.training.saving.archive import Buffer, blaming, read_archive, write_archive
+from cyxtrain.errors import CheckpointError
+from cyxtrain.training.saving.archive import Buffer, blaming, look_at_archive, read_archive, write_archive
 from cyxtrain.training.saving.files import read_file, replacing
 from cyxtrain.training.saving.tensors import Copy, TensorLayout, decode_tensors, encode_tensors, safetensors_parts
 from cyxtrain.training.saving.tree import decode_tree, encode_tree
@@ -35,6 +36,8 @@ FORMAT_VERSION = 2
 
 _MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
 _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
+STATE_LIMIT_BYTES = 1 << 28
+"""What `state.json` may have, so that to look into it costs no memory to speak of: large things are tensors."""
 
 
 def library_versions() -> dict[str, str]:
@@ -115,7 +118,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
     Raises:
         CheckpointError: There is no such file, or it is damaged, with the entry.
     """
-    return unpack_checkpoint(read_file(path, "checkpoint"), str(path))
+    return unpack_checkpoint(checkpoint_bytes(path), str(path))
+
+
+def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Returns what the file of a checkpoint holds; one that is none is not read to its end.
+
+    Raises:
+        CheckpointError: There is no such file, it cannot be read, or it is no checkpoint at first sight.
+    """
+    return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
 
 
 def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
@@ -132,6 +144,8 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
     """
     entries = read_archive(memoryview(data).cast("B").toreadonly(), name, FORMAT, FORMAT_VERSION, _CONTENT)
     with blaming(name, STATE):
+        if len(entries[STATE]) > STATE_LIMIT_BYTES:
+            raise ValueError(f"it has {len(entries[STATE]):,} bytes, and may have {STATE_LIMIT_BYTES:,}")
         values = {"metadata": {}, **json.loads(bytes(entries[STATE]))}  # older ones have none
         plain = {key: _typed(decode_tree(values[key]), kind) for key, kind in _PLAIN_FIELDS.items()}
         extra = _typed(decode_tree(values["model_values"]), dict)
@@ -181,7 +195,13 @@ def entries_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
         stored, layout = encode_tensors(named, what, copy and partial(_copy_of_entry, copy, entry))
         values["layouts"][entry] = dataclasses.asdict(layout)
         entries[entry] = safetensors_parts(stored)
-    entries[STATE] = [json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")]
+    text = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(text) > STATE_LIMIT_BYTES:
+        raise CheckpointError(
+            f"Beside its tensors the state has {len(text):,} bytes as JSON, and a checkpoint holds at most "
+            f"{STATE_LIMIT_BYTES:,}. Keep what is large, such as an array in a callback's state, as a tensor."
+        )
+    entries[STATE] = [text]
     return entries
 
 

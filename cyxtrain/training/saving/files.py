@@ -7,11 +7,12 @@ import errno
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.regular_files import open_regular, read_rest
 
 if sys.platform != "win32":
     import fcntl
@@ -111,20 +112,29 @@ def _refused(what: str, error: OSError) -> CheckpointError:
 def is_being_written(path: str | os.PathLike[str]) -> bool:
     """Returns whether a temporary file has a writer; where the system cannot tell, it does not let one delete it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return not _lock(file)
     except OSError:
         return True  # nobody's business
 
 
-def read_file(path: str | os.PathLike[str], what: str) -> bytes:
+def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
     """Returns the content of a file, read once and completely (a mapped file would crash on a bad disk).
+
+    Args:
+        path: Of a regular file.
+        what: What it is, for messages, such as "checkpoint".
+        look: Is given the file before all of it is read, and raises where it is none.
 
     Raises:
         CheckpointError: It does not exist or cannot be read, with the path, the cause and what to do.
     """
     try:
-        return _checked(path, what).read_bytes()
+        with open_regular(_checked(path, what)) as file:
+            if look is not None:
+                look(file)
+                file.seek(0)
+            return read_rest(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no {what} {path}. Check the path (now in {os.getcwd()}).") from error
     except OSError as error:

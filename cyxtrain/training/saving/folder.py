@@ -7,16 +7,15 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from cyxtrain.training.saving.archive import MANIFEST
-from cyxtrain.training.saving.checkpoint import STATE
+from cyxtrain.regular_files import open_regular
+from cyxtrain.training.saving.archive import read_entry
+from cyxtrain.training.saving.checkpoint import STATE, STATE_LIMIT_BYTES
+from cyxtrain.training.saving.content import is_position, is_run
 from cyxtrain.training.saving.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.training.saving.tree import decode_tree
 
@@ -41,14 +40,12 @@ class Found:
     @property
     def fits(self) -> int | None:
         """Which call of `fit` of its trainer made it, from 1; None: nobody knows."""
-        value = self.position.get("fits")
-        return value if isinstance(value, int) else None
+        return self.position.get("fits")
 
     @property
     def order(self) -> tuple[float, int, int]:
         """Grows from older to newer: later runs after earlier ones, and later steps of one run after earlier ones."""
-        started, step, epoch = self.run.get("started"), self.position.get("step"), self.position.get("epoch")
-        return (_number(started), int(_number(step)), int(_number(epoch)))
+        return (self.run.get("started", 0.0), self.position.get("step", 0), self.position.get("epoch", 0))
 
 
 class CheckpointFolder:
@@ -106,13 +103,12 @@ class CheckpointFolder:
         """Lets the name of the best checkpoint be this one's too: another name for the same bytes, or a copy."""
         best = self.file(BEST)
         link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
-        with contextlib.suppress(FileNotFoundError):
-            link.unlink()
         try:
+            link.unlink(missing_ok=True)
             os.link(path, link)
             os.replace(link, best)
         except OSError:  # a file system without links
-            with replacing(best, "checkpoint") as target, open(path, "rb") as source:
+            with replacing(best, "checkpoint") as target, open_regular(path) as source:
                 shutil.copyfileobj(source, target)
 
     def remove_leftovers(self) -> None:
@@ -131,21 +127,9 @@ class CheckpointFolder:
 def look_into(path: Path) -> Found:
     """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed")  # into how little, nobody knows
-            listed = json.loads(archive.read(MANIFEST))["entries"][STATE]
-            content = archive.read(STATE)
-        if listed["xxh3_128"] != xxhash.xxh3_128_hexdigest(content):
-            raise ValueError("its checksum is wrong")
-        values = {name: decode_tree(value) for name, value in json.loads(content).items() if name in _LOOKED_AT}
-        return Found(path, **values)
+        with open_regular(path) as file:
+            values = json.loads(read_entry(file, STATE, STATE_LIMIT_BYTES))
+        position, run = decode_tree(values["position"]), decode_tree(values["run"])
+        return Found(path, position, run) if is_position(position) and is_run(run) else Found(path, {}, {})
     except Exception:  # whoever wants to load it hears why that is impossible
         return Found(path, {}, {})
-
-
-_LOOKED_AT = ("position", "run")
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) else 0.0

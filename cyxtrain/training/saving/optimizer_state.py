@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, brief
+from cyxtrain.training.saving.content import same_kinds
 from cyxtrain.training.saving.names import plain_parameters
 
 # Names inside a group that are not hyper-parameters.
 _PARAMETERS = ("params", "param_names")
+# Their state is not made of tensors like the parameters.
+_OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
 # How it steps, which is the program's affair, and not the checkpoint's.
 _WAYS = ("fused",)
 
@@ -86,6 +89,7 @@ def load_optimizer_state_by_name(
     """
     name_groups = _group_names(optimizer, model)
     _require_same_parameters(name_groups, state, groups)
+    _require_state(optimizer, model, state)
     current = optimizer.state_dict()
     matching = {frozenset(group["params"]): group for group in groups}
     new_groups = []
@@ -211,6 +215,24 @@ def _require_same_parameters(
         )
 
 
+def _require_state(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuses state that an optimizer of PyTorch's cannot have: it would fail in the first step, or in silence."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, _OWN_SHAPES):
+        return
+    shapes = {name: parameter.shape for name, parameter in plain_parameters(model)}
+    for name, values in state.items():
+        for key, value in values.items():
+            is_tensor = isinstance(value, torch.Tensor) and value.shape in (torch.Size(), shapes[name])
+            if not is_tensor and not (key == "step" and isinstance(value, (int, float))):
+                shown = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has a '{brief(key)}' of '{name}' that is {shown}, and the parameter "
+                    f"has the shape {list(shapes[name])}. Build the model and the optimizer as they were."
+                )
+
+
 def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuses hyper-parameters of another optimizer: half of them would silently stay as they are."""
     missing = sorted(set(_hyper_parameters(own)) - set(saved))
@@ -218,6 +240,12 @@ def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
         raise CheckpointError(
             f"The checkpoint's optimizer has no {missing}, which {type(optimizer).__name__} needs: it was written with "
             "another optimizer, or another version of it. Build the optimizer as it was."
+        )
+    other = [name for name in _hyper_parameters(own) if name != "foreach" and not same_kinds(saved[name], own[name])]
+    if other:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {other[0]}={brief(saved[other[0]])}, and {type(optimizer).__name__} has "
+            f"{brief(own[other[0]])}: it was written with another optimizer. Build the optimizer as it was."
         )
 
 

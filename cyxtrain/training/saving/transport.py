@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from cyxtrain import runtime
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
-from cyxtrain.training.saving.files import read_file
+from cyxtrain.training.saving.checkpoint import CheckpointState, checkpoint_bytes, unpack_checkpoint
+from cyxtrain.training.saving.content import check_content
 
 
 def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
@@ -23,7 +23,7 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
         read: Returns (bytes, name); the name is "" where there is none. Called on rank 0 alone.
 
     Raises:
-        CheckpointError: It cannot be read, or it is damaged; the same on every rank.
+        CheckpointError: It cannot be read, it is damaged, or holds what no fit writes; the same on every rank.
     """
     data, name, problem = b"", "", ""
     if runtime.is_master():
@@ -34,7 +34,11 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
     name, problem = runtime.gather_texts(f"{name}\0{problem}")[0].split("\0", 1)
     if problem:
         raise CheckpointError(problem)
-    return (unpack_checkpoint(_broadcast(data), name), name) if name else None
+    if not name:
+        return None
+    state = unpack_checkpoint(_broadcast(data), name)
+    check_content(state, f"checkpoint {name}")
+    return state, name
 
 
 def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
@@ -46,7 +50,7 @@ def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str
     Raises:
         CheckpointError: As `read_on_all`.
     """
-    found = read_on_all(lambda: (read_file(path, "checkpoint"), os.fspath(path)))
+    found = read_on_all(lambda: (checkpoint_bytes(path), os.fspath(path)))
     assert found is not None
     return found
 

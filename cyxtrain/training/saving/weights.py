@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
 
-from cyxtrain.errors import CheckpointError, ConfigError
+from cyxtrain.errors import CheckpointError, ConfigError, brief
+from cyxtrain.training.saving.archive import look_at_archive
 from cyxtrain.training.saving.checkpoint import unpack_checkpoint
 from cyxtrain.training.saving.files import read_file, replacing
 from cyxtrain.training.saving.names import load_plain_state, plain_name, plain_state
@@ -19,7 +22,8 @@ from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 # Where the metadata of the file holds what a plain safetensors file cannot say.
 _METADATA_KEY = "cyxtrain"
-_TORCHS_FIRST_BYTES = 512  # in them its zip names its first entry
+_FIRST_BYTES = 512  # in them the zip of torch.save names its first entry
+_HEADER_LIMIT_BYTES = 100_000_000  # which is safetensors' own
 
 
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
@@ -93,7 +97,9 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
     try:
         load_plain_state(model, given)
     except RuntimeError as error:
-        raise CheckpointError(f"Cannot load {source}: {error}. Build the model as it was when it was saved.") from error
+        raise CheckpointError(
+            f"Cannot load {source}: {brief(str(error))}. Build the model as it was when it was saved."
+        ) from error
 
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -117,17 +123,42 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
     return given
 
 
-def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the state dict in a file, with the tied names that its metadata remembers."""
-    data = read_file(path, "weights file")
-    if b"/data.pkl" in data[:_TORCHS_FIRST_BYTES]:
+def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    """Refuses what is neither a checkpoint nor a safetensors file, before all of it is read."""
+    begins = file.read(_FIRST_BYTES)
+    if b"/data.pkl" in begins:
         raise CheckpointError(
             f"{path} is a file of torch.save, which may hold code and is not read here: read it with PyTorch "
             "(weights_only=True), give it to the model with load_state_dict, and keep it with save_weights()."
         )
-    if data.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
-        return unpack_checkpoint(data, str(path)).model
+    if begins.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
+        look_at_archive(file, str(path))
+        return
+    with _as_safetensors(path):
+        size_bytes, header_bytes = file.seek(0, io.SEEK_END), int.from_bytes(begins[:8], "little")
+        if not 0 < header_bytes <= min(size_bytes - 8, _HEADER_LIMIT_BYTES):
+            raise ValueError(f"a file of {size_bytes:,} bytes cannot have a header of {header_bytes:,}")
+
+
+@contextlib.contextmanager
+def _as_safetensors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what a damaged file raises into an error that names it."""
     try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no safetensors file: {brief(str(error))}. Use a file that save_weights() wrote."
+        ) from error
+
+
+def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the state dict in a file, with the tied names that its metadata remembers."""
+    data = read_file(path, "weights file", lambda file: _look_at_weights(file, path))
+    if data.startswith(b"PK"):
+        return unpack_checkpoint(data, str(path)).model
+    with _as_safetensors(path):
         stored = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata: dict[str, str] = header.get("__metadata__", {})
@@ -135,12 +166,6 @@ def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         own = json.loads(metadata.get(_METADATA_KEY, "{}"))
         layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))
         return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged, or no safetensors file: {error}. Use a file that save_weights() wrote."
-        ) from error
 
 
 def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -151,8 +176,8 @@ def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
             shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
     parts = [
-        f"missing {sorted(set(expected) - set(state))}" if set(expected) - set(state) else "",
-        f"unexpected {sorted(set(state) - set(expected))}" if set(state) - set(expected) else "",
-        f"other shapes: {', '.join(shapes)}" if shapes else "",
+        f"missing {brief(sorted(set(expected) - set(state)))}" if set(expected) - set(state) else "",
+        f"unexpected {brief(sorted(set(state) - set(expected)))}" if set(state) - set(expected) else "",
+        f"other shapes: {brief(', '.join(shapes))}" if shapes else "",
     ]
     return "; ".join(filter(None, parts))

@@ -1,0 +1,139 @@
+"""Opens files that a user or a folder names: regular files only, without ever waiting for one."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from typing import IO, BinaryIO, cast
+
+TEXT_LIMIT_BYTES = 1 << 28
+"""No text that a person or this package writes is as long."""
+_LAST_RECORDS_BYTES = 1 << 17
+"""More than the last records of a zip, with the longest comment."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# Windows has none of them. A pipe is opened without waiting for who writes, a terminal does not become ours, and no
+# program that is started inherits the file.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY"))
+
+
+def regular_opener(path: str, flags: int) -> int:
+    """Opens a regular file, as the argument `opener` of Python's `open`; it is created where the mode says so.
+
+    Raises:
+        OSError: The operating system refuses, or it is something else; the text says what.
+    """
+    try:
+        found = os.stat(path)  # before it is opened, which can do something to a device
+    except FileNotFoundError:
+        found = None  # the mode decides whether it is made
+    if found is not None:
+        _require_regular(found.st_mode, path)
+    descriptor = os.open(path, flags | _FLAGS, 0o666)
+    try:
+        _require_regular(os.fstat(descriptor).st_mode, path)  # another file may have taken the name meanwhile
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Opens a regular file to read bytes of it.
+
+    Raises:
+        OSError: As `regular_opener`.
+    """
+    try:
+        return open(path, "rb", opener=regular_opener)
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file can have this name", path) from None
+
+
+def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
+    """Returns what is in an open file from where it stands, as large as the file is now.
+
+    Args:
+        file: Regular.
+        limit_bytes: What it may have; None: what this machine's memory has.
+
+    Raises:
+        OSError: It has more, or cannot be read.
+    """
+    size_bytes = os.fstat(file.fileno()).st_size
+    limit = memory_bytes() if limit_bytes is None else limit_bytes
+    if limit is not None and size_bytes > limit:
+        what = "may have" if limit_bytes is not None else "this machine's memory has"
+        raise OSError(errno.EFBIG, f"it has {size_bytes:,} bytes, and {what} {limit:,}", file.name)
+    try:
+        return file.read(max(size_bytes - file.tell(), 0))
+    except MemoryError:
+        raise OSError(errno.ENOMEM, f"its {size_bytes:,} bytes do not fit into memory", file.name) from None
+
+
+def read_text(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
+    """Returns the text of a regular file, UTF-8.
+
+    Raises:
+        OSError: As `open_regular` and `read_rest`.
+        UnicodeDecodeError: It is no text.
+    """
+    with open_regular(path) as file:
+        return read_rest(file, limit_bytes).decode("utf-8")
+
+
+def at_a_glance(file: BinaryIO, limit_bytes: int) -> IO[bytes]:
+    """Returns a file as `zipfile` takes it, of which no part is read that is larger, whatever its records say.
+
+    Args:
+        file: At any place.
+        limit_bytes: The largest part; reading more raises ValueError.
+    """
+    return cast(IO[bytes], _Glance(file, limit_bytes))
+
+
+def _require_regular(mode: int, path: str) -> None:
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {what}, not a file", path)
+
+
+def memory_bytes() -> int | None:
+    """Returns how much memory this machine has; None: the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+class _Glance(io.RawIOBase):
+    def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
+        super().__init__()
+        self._file = file
+        self._limit_bytes = limit_bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        wanted = _LAST_RECORDS_BYTES if size is None or size < 0 else size
+        if wanted > self._limit_bytes:
+            raise ValueError(f"its records speak of {wanted:,} bytes where {self._limit_bytes:,} may be")
+        return self._file.read(wanted)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
