@@ -1,8 +1,10 @@
 """A proxy that stands between every pair of ranks and does to their links what a plan says.
 
 One thread moves all bytes. Each rank has a port here; `ChaosStore`, given to the ranks instead of their store, tells
-the proxy where a rank really listens, and the others where the proxy stands in its place. The proxy knows a link by
-the first message on it, which names the rank that connects and the role; it changes nothing that no fault is about.
+the proxy where a rank really listens, and leads connections that go there to the proxy: as somebody on the network
+path could, and unlike somebody at the store, whom the handshake finds out. The proxy knows a link by the first message
+on it, which names the rank that connects and the role; it changes nothing that no fault is about. Ranks must talk over
+TCP.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +26,8 @@ import torch.distributed as dist
 from chaos_links import Connection
 from chaos_records import Happened, Traffic
 from faults import Plan
+
+from cyxtrain.ring.meeting import calling
 
 FRAME = struct.Struct(">4sI")
 """What every message of the handshake begins with: magic, and the length of the JSON text that follows."""
@@ -36,8 +41,20 @@ _IDLE_SECONDS = 60.0
 _END_SECONDS = 10.0
 
 
+_redirected: dict[Any, tuple[str, int]] = {}
+"""Where connections to ranks lead in this process, by the address at which a rank listens."""
+
+
+class _Socket(socket.socket):
+    def connect_ex(self, address: Any) -> int:
+        return super().connect_ex(_redirected.get(address, address))
+
+
+vars(calling)["socket"] = types.SimpleNamespace(**(vars(socket) | {"socket": _Socket}))
+
+
 class ChaosStore(dist.Store):
-    """A store that passes everything through, but for the address in `.../entry/<rank>`, which becomes the proxy's.
+    """A store that passes everything through, and leads connections to the address in `.../entry/<rank>` to the proxy.
 
     Args:
         store: The store that the ranks share; any, also of another process than the proxy's.
@@ -50,18 +67,24 @@ class ChaosStore(dist.Store):
         self._ports = list(ports)
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
-        parts = key.split("/")
-        if len(parts) >= 2 and parts[-2] == "entry" and parts[-1].isdigit():
-            value = self._through_proxy(int(parts[-1]), json.loads(value))
+        entry = self._redirect(key, value)
+        if entry is not None:
+            body = json.dumps({"host": entry["host"], "port": entry["port"]}).encode()
+            with socket.create_connection(("127.0.0.1", self._ports[entry["rank"]]), timeout=_END_SECONDS) as sock:
+                sock.sendall(FRAME.pack(_HERE, len(body)) + body)
+                assert sock.recv(2) == b"ok"  # only then may others read it
         self._store.set(key, value)
 
-    def _through_proxy(self, rank: int, entry: dict[str, Any]) -> str:
-        body = json.dumps({"host": entry["host"], "port": entry["port"]}).encode()
-        with socket.create_connection(("127.0.0.1", self._ports[rank]), timeout=_END_SECONDS) as sock:
-            sock.sendall(FRAME.pack(_HERE, len(body)) + body)
-            assert sock.recv(2) == b"ok"  # only then may others read it
-        here = {"host": "127.0.0.1", "port": self._ports[rank], "unix": "", "memory": ""}  # all goes through the proxy
-        return json.dumps(entry | here)
+    def _redirect(self, key: str, value: str | bytes) -> dict[str, Any] | None:
+        """Leads connections to the address in an entry to the proxy; returns the entry and its rank, if it is one."""
+        parts = key.split("/")
+        if not value or len(parts) < 2 or parts[-2] != "entry" or not parts[-1].isdigit():
+            return None
+        text = value if isinstance(value, str) else value.decode()
+        entry: dict[str, Any] = json.loads(text.rpartition("\n")[2])  # behind the proof that a member wrote it
+        rank = int(parts[-1])
+        _redirected[entry["host"], entry["port"]] = ("127.0.0.1", self._ports[rank])
+        return entry | {"rank": rank}
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
@@ -73,7 +96,9 @@ class ChaosStore(dist.Store):
         return self._store.add(key, value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(key, expected, desired)
+        found = self._store.compare_set(key, expected, desired)
+        self._redirect(key, found)
+        return found
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         self._store.wait(keys, *timeout)
@@ -234,6 +259,8 @@ class Proxy:
     def _close(self) -> None:
         for connection in self._connections:
             connection.close(self._selector)
+        for address in self._real.values():
+            _redirected.pop(address, None)
         everything: Iterable[socket.socket] = (*self._listeners, *self._visitors, self._wake_reader)
         for sock in everything:
             sock.close()

@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from chaos_records import Active, Handshake, Happened, Traffic
-from faults import Close, Cut, Delay, Fault, Flip, OneWay, Reset, Slices, Throttle
+from faults import Close, Cut, Delay, Fault, Flip, Forge, OneWay, Reset, Slices, Throttle
+from xxhash import xxh3_64_digest
+
+from cyxtrain.ring.frames import EXPECTED_BYTES, HEADER_BYTES
 
 _READ_BYTES = 1 << 16
 _QUEUE_BYTES = 1 << 18
@@ -31,8 +34,9 @@ class _Flow:
         self.source = source
         self.target = target
         self.rank, self.peer, self.role = link
-        self.handshake = Handshake()
+        self.handshake = Handshake(self.role)
         self.actives = [Active(fault) for fault in connection.faults if fault.concerns(*link)]
+        self._forger = _Forger() if any(isinstance(active.fault.what, Forge) for active in self.actives) else None
         self.sent = 0
         self.full = False
         self.done = False
@@ -77,8 +81,12 @@ class _Flow:
             if position is not None and self._taken <= position < self._taken + len(data):
                 assert isinstance(active.fault.what, Flip)
                 changed[position - self._taken] ^= 1 << active.fault.what.bit % 8
+        if self._forger is not None and self.handshake.end is not None:
+            begin = max(self.handshake.end - self._taken, 0)
+            changed[begin:] = self._forger.take(changed[begin:])
         self._taken += len(data)
-        self._put(memoryview(bytes(changed)), now)
+        if changed:
+            self._put(memoryview(bytes(changed)), now)
 
     def end(self, now: float, *, with_reset: bool) -> None:
         """Nothing more comes; the target learns it after all that came before."""
@@ -184,6 +192,27 @@ class _Flow:
     def _flipped_byte(self, fault: Fault) -> int | None:
         threshold = self._threshold(fault)
         return threshold + fault.what.bit // 8 if isinstance(fault.what, Flip) and threshold is not None else None
+
+
+class _Forger:
+    """Changes every payload, and calculates the checksums without a key; holds back what is not a whole frame yet."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def take(self, data: bytearray) -> bytearray:
+        held, at = self._held + data, 0
+        while len(held) >= (payload := at + HEADER_BYTES):
+            end = payload + int.from_bytes(held[at + EXPECTED_BYTES - 8 : at + EXPECTED_BYTES], "big")
+            if len(held) < end:
+                break
+            if payload < end:
+                held[end - 1] ^= 1
+                held[payload - 16 : payload - 8] = xxh3_64_digest(held[payload:end])
+                held[payload - 8 : payload] = xxh3_64_digest(held[at : payload - 8])
+            at = end
+        self._held = held[at:]
+        return held[:at]
 
 
 class Connection:

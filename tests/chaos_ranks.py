@@ -88,7 +88,7 @@ def run_world(
             _last_words(group, rank, results, ended)
             group.shutdown()
 
-    more = {"options": options or RingOptions(secret="known")}
+    more = {"options": dataclasses.replace(options or RingOptions(secret="known"), transport="tcp")}
     with Proxy(world_size, plan) as proxy:
         store = proxy.store(dist.HashStore())
         join_threads(
@@ -180,6 +180,7 @@ def everything_behind(ports: list[int], store_port: int, options: RingOptions) -
     """Does `everything` in a process of its own, behind a proxy of another process that stands at these ports."""
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options = dataclasses.replace(options, transport="tcp")
     group = RingProcessGroup(ChaosStore(store, ports), rank, size, timedelta(seconds=20), options=options)
     try:
         return everything(group, 1)

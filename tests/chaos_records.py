@@ -11,6 +11,9 @@ from faults import Fault
 _MESSAGE = struct.Struct(">4sI")
 _HANDSHAKE_MESSAGES = 2
 """How many messages each side sends before the stream begins."""
+_AGREEMENT = struct.Struct(">I")
+"""What links for collectives begin with: the length of what ranks decide by, which a checksum follows."""
+_SUM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,15 @@ class Traffic:
 
 
 class Handshake:
-    """Finds the end of the handshake in one direction."""
+    """Finds the end of the handshake in one direction; on links for collectives, of the agreement that follows it.
 
-    def __init__(self) -> None:
+    Args:
+        role: Of the link.
+    """
+
+    def __init__(self, role: str | None) -> None:
         self.end: int | None = None
+        self._agrees = role == "collectives"
         self._seen = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -69,6 +77,10 @@ class Handshake:
             if len(self._seen) < at + _MESSAGE.size:
                 return
             at += _MESSAGE.size + _MESSAGE.unpack_from(self._seen, at)[1]
+        if self._agrees:
+            if len(self._seen) < at + _AGREEMENT.size:
+                return
+            at += _AGREEMENT.size + _AGREEMENT.unpack_from(self._seen, at)[0] + _SUM_BYTES
         if len(self._seen) >= at:
             self.end = at
             self._seen.clear()

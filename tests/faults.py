@@ -98,7 +98,12 @@ class Flip:
     bit: int
 
 
-What = Delay | Throttle | Slices | Cut | OneWay | Close | Reset | Flip
+@dataclass(frozen=True)
+class Forge:
+    """The last bit of payloads from rank to peer is turned over, and the checksums calculated anew, without a key."""
+
+
+What = Delay | Throttle | Slices | Cut | OneWay | Close | Reset | Flip | Forge
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from faults import (
     Delay,
     Fault,
     Flip,
+    Forge,
     HoldGil,
     Kill,
     OneWay,
@@ -30,9 +31,11 @@ from faults import (
 )
 from rank_processes import Ended, rank_server, run_ranks  # noqa: F401 - a fixture
 from worlds import run_threads, wait_until
+from xxhash import xxh3_64, xxh3_64_digest
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, DamagedFrameError, PeerLostError, RendezvousError
+from cyxtrain.ring.checksums import Checksums
 
 SEED = int(os.environ.get("CHAOS_SEED", "20"))
 LARGE = 4000
@@ -200,6 +203,31 @@ def test_a_flipped_bit_is_not_noticed_without_checksums(undisturbed):
     assert differing == [flow.peer]
 
 
+@pytest.mark.parametrize("role", ["collectives", "messages"])
+def test_checksums_that_somebody_without_the_secret_calculates_anew_do_not_fit(role, monkeypatch):
+    forging = Plan((Fault(Forge(), 1, 0, role, past_handshake=True),))
+    world = run_world(2, everything, forging, options=CHECKED)
+    for error in world.errors:
+        assert isinstance(error, DamagedFrameError)
+        assert (error.rank, "from rank 1 to rank 0 delivered other bytes" in str(error)) == (1, True)
+    monkeypatch.setattr(Checksums, "of", lambda self, data: xxh3_64_digest(data))
+    monkeypatch.setattr(Checksums, "begin", lambda self: xxh3_64())
+    monkeypatch.setattr(Checksums, "end", lambda self, begun: begun.digest())
+    world = run_world(2, everything, forging, options=CHECKED)  # without a key nobody would see it
+    assert world.errors == [None] * 2
+    assert world.results != run_world(2, everything, options=CHECKED).results
+
+
+def test_a_flipped_bit_of_what_ranks_decide_by_is_found():
+    clean = run_world(2, everything, options=CHECKED)
+    [flow] = [flow for flow in clean.traffic if (flow.rank, flow.role) == (1, "collectives")]
+    assert flow.handshake is not None
+    fault = Fault(Flip(8 * (flow.handshake - 20)), 1, 0, "collectives")  # its last field; behind it are 8 bytes of sum
+    found = run_world(2, everything, Plan((fault,))).errors[0]
+    assert isinstance(found, DamagedFrameError)
+    assert (found.rank, "in the agreement on how to talk" in str(found)) == (1, True)
+
+
 @pytest.mark.nightly
 @by_day_and_nightly(4, 1000)
 def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
@@ -224,10 +252,10 @@ def test_every_flipped_bit_of_a_handshake_is_refused(count, seed):
         assert world.happened, fault
         # Who said the last word may have thought that both had met, and then finds the other gone.
         for rank, error in enumerate(world.errors):
-            assert isinstance(error, (RendezvousError, PeerLostError)), (fault, world.errors)
+            assert isinstance(error, (RendezvousError, DamagedFrameError, PeerLostError)), (fault, world.errors)
             assert error.rank in (0, 1), (fault, world.errors)
             counts["name the other rank" if error.rank == 1 - rank else "name this rank"] += 1
-        assert any(isinstance(error, RendezvousError) for error in world.errors), (fault, world.errors)
+        assert any(isinstance(error, (RendezvousError, DamagedFrameError)) for error in world.errors), (fault, world)
         refused += 1
     print(f"\nseed {seed}: {count} bits flipped in handshakes, {refused} refused; of the errors {dict(counts)}")
 

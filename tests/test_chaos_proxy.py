@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -38,6 +39,8 @@ from faults import (
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, wait_until
 
+from cyxtrain.ring.meeting import calling
+
 DATA = bytes(range(256)) * 40
 
 
@@ -55,20 +58,22 @@ class Ends:
 def linked(*faults: Fault, role: str = "collectives") -> Iterator[Ends]:
     with Proxy(2, Plan(faults)) as proxy, socket.create_server(("127.0.0.1", 0)) as listener:
         store = dist.HashStore()
-        entry = {"host": "127.0.0.1", "port": listener.getsockname()[1], "kept": [1], "unix": "@x", "memory": "1 2"}
-        proxy.store(store).set("7/entry/0", json.dumps(entry))
-        published = json.loads(store.get("7/entry/0"))
-        assert published == {"host": "127.0.0.1", "port": proxy.ports[0], "kept": [1], "unix": "", "memory": ""}
-        with socket.create_connection((published["host"], published["port"]), timeout=10) as near:
-            hello, answer = message(rank=1, role=role), message(rank=0)
-            near.sendall(hello + message())
+        entry = json.dumps({"host": "127.0.0.1", "port": listener.getsockname()[1], "kept": [1]})
+        proxy.store(store).set("7/entry/0", entry)
+        assert store.get("7/entry/0").decode() == entry
+        with calling.socket.socket() as near:
+            near.settimeout(10)
+            near.connect_ex(listener.getsockname())
+            rest = message() + (struct.pack(">I", 2) + b"{}" + bytes(8)) * (role == "collectives")
+            hello, answer = message(rank=1, role=role) + rest, message(rank=0) + rest
+            near.sendall(hello)
             far, _ = listener.accept()
             far.settimeout(10)
             with far:
-                assert exactly(far, len(hello + message())) == hello + message()
-                far.sendall(answer + message())
-                assert exactly(near, len(answer + message())) == answer + message()
-                yield Ends(proxy, near, far, len(hello + message()))
+                assert exactly(far, len(hello)) == hello
+                far.sendall(answer)
+                assert exactly(near, len(answer)) == answer
+                yield Ends(proxy, near, far, len(hello))
 
 
 def message(**body: object) -> bytes:

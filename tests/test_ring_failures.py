@@ -158,7 +158,7 @@ def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_can_no_longer_hear_the_others_says_so_instead_of_waiting(monkeypatch):
-    def broken(heard):
+    def broken(heard, checksums):
         raise ZeroDivisionError
 
     def rank_main(group):
@@ -261,7 +261,8 @@ def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
 def test_a_goodbye_that_counts_in_words_is_refused():
     def rank_main(group):
         if group.rank() == 1:
-            group._group._ring.watch._controls[0].send(control_frame(2, {"collectives": "many"}))
+            watch = group._group._ring.watch
+            watch._controls[0].send(control_frame(2, {"collectives": "many"}, watch._checksums))
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
     assert [type(error) for error in run_threads(2, rank_main)] == [PeerLostError] * 2

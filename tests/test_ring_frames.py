@@ -19,8 +19,10 @@ from cyxtrain.errors import (
     DistributedTrainingError,
     PeerLostError,
     error_from_facts,
+    printable,
     reported,
 )
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.frames import (
     CONTROL_HEADER_BYTES,
     CONTROL_MAX_BYTES,
@@ -28,6 +30,7 @@ from cyxtrain.ring.frames import (
     HEADER_BYTES,
     PROTOCOL_VERSION,
     Control,
+    DamagedError,
     FrameError,
     Kind,
     Operation,
@@ -46,6 +49,7 @@ from cyxtrain.ring.frames import (
     take_control_frame,
 )
 
+SUMS = Checksums(b"the secret of this run", "c0ffee")
 FLOAT = dtype_code(torch.float32)
 OPERATION = Operation(Kind.ALL_REDUCE, 12, Reduction.SUM, FLOAT, (10, 4), -1, 3)
 OTHERS = [
@@ -59,7 +63,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("operation", [OPERATION, *OTHERS], ids=lambda operation: operation.kind.name)
 def test_a_header_says_the_whole_operation(operation):
-    for checksums in (False, True):
+    for checksums in (None, SUMS):
         data = whole_header(operation, memoryview(bytes(77)), checksums=checksums)
         assert len(data) == HEADER_BYTES
         assert data[:EXPECTED_BYTES] == expected_header(operation.identity(), 77)
@@ -88,7 +92,7 @@ def test_more_than_six_dimensions_keep_their_number_of_elements():
     assert folded((1, 2, 3, 4, 5, 6)) == (1, 2, 3, 4, 5, 6)
     assert folded((1, 2, 3, 4, 5, 6, 7, 8)) == (1, 2, 3, 4, 5, 336)
     seven = OPERATION._replace(shape=(1, 2, 3, 4, 5, 6, 7))
-    assert decode_header(whole_header(seven, memoryview(b""), checksums=False))[0].shape == (1, 2, 3, 4, 5, 42)
+    assert decode_header(whole_header(seven, memoryview(b""), checksums=None))[0].shape == (1, 2, 3, 4, 5, 42)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_more_than_six_dimensions_keep_their_number_of_elements():
     ids=["magic", "version", "operation", "reduction", "dtype", "dimensions"],
 )
 def test_what_is_no_header_is_refused_with_the_reason(position, byte, message):
-    data = bytearray(whole_header(OPERATION, memoryview(b""), checksums=False))
+    data = bytearray(whole_header(OPERATION, memoryview(b""), checksums=None))
     data[position] = byte
     with pytest.raises(FrameError, match=message):
         decode_header(data)
@@ -138,14 +142,28 @@ def test_an_operation_knows_its_bytes():
 
 def test_checksums_are_of_the_payload_and_of_the_header_before_them():
     payload = memoryview(b"what travels")
-    data = whole_header(OPERATION, payload, checksums=True)
-    assert payload_sum(data) == xxh3_64_digest(payload)
-    assert not is_damaged(data)
-    bare = whole_header(OPERATION, payload, checksums=False)
+    data = whole_header(OPERATION, payload, checksums=SUMS)
+    assert payload_sum(data) == SUMS.of(payload)
+    assert not is_damaged(data, SUMS)
+    bare = whole_header(OPERATION, payload, checksums=None)
     assert bare == data[:EXPECTED_BYTES] + bytes(24)
 
 
-@pytest.mark.parametrize("checksums", [False, True])
+def test_checksums_depend_on_the_secret_and_on_the_run_and_never_show_the_seed():
+    """XXH3's digest of few bytes is a bijection of its seed: whoever saw that of an empty frame would know the seed."""
+    others = [SUMS, Checksums(b"another secret", "c0ffee"), Checksums(b"the secret of this run", "another run")]
+    for data in (b"", b"1234", bytes(5000)):
+        assert len({xxh3_64_digest(data), xxh3_64_digest(data, SUMS._seed), *(sums.of(data) for sums in others)}) == 5
+        begun = SUMS.begin()
+        begun.update(data[:2])
+        begun.update(data[2:])
+        assert SUMS.end(begun) == SUMS.of(data) == Checksums(b"the secret of this run", "c0ffee").of(data)
+    frame = control_frame(Control.ABORT, {"message": "a lie"}, others[1])
+    with pytest.raises(DamagedError):
+        take_control_frame(bytearray(frame), SUMS)
+
+
+@pytest.mark.parametrize("checksums", [None, SUMS], ids=["off", "on"])
 def test_a_header_says_where_a_payload_is_that_does_not_follow(checksums):
     payload = memoryview(b"what stays where it is")
     begin = expected_header(OPERATION.identity(), len(payload))
@@ -154,17 +172,17 @@ def test_a_header_says_where_a_payload_is_that_does_not_follow(checksums):
     assert decode_header(offered) == (OPERATION, len(payload))
     assert payload_address(header(begin, payload, checksums=checksums)) == 0
     if checksums:
-        assert payload_sum(offered) == xxh3_64_digest(payload)
-        assert all(is_damaged(flip(offered, bit)) for bit in range(8 * len(offered)))
+        assert payload_sum(offered) == SUMS.of(payload)
+        assert all(is_damaged(flip(offered, bit), SUMS) for bit in range(8 * len(offered)))
 
 
 def test_every_bit_that_turns_over_in_a_header_or_its_payload_is_found():
     payload = bytes(range(64))
-    data = whole_header(OPERATION, memoryview(payload), checksums=True)
+    data = whole_header(OPERATION, memoryview(payload), checksums=SUMS)
     for bit in range(8 * len(data)):
-        assert is_damaged(flip(data, bit)), bit
+        assert is_damaged(flip(data, bit), SUMS), bit
     for bit in range(8 * len(payload)):
-        assert xxh3_64_digest(flip(payload, bit)) != payload_sum(data), bit
+        assert SUMS.of(flip(payload, bit)) != payload_sum(data), bit
 
 
 def whole_header(operation, payload, *, checksums):
@@ -182,32 +200,32 @@ def flip(data, bit):
 
 def control_head(magic=b"CX", version=PROTOCOL_VERSION, kind=1, length=0, body=b"", right=True):
     """The header of a control frame, with the right checksum or another."""
-    head = struct.pack(">2sBBI8s", magic, version, kind, length, xxh3_64_digest(body))
-    return head + (xxh3_64_digest(head) if right else bytes(8))
+    head = struct.pack(">2sBBI8s", magic, version, kind, length, SUMS.of(body))
+    return head + (SUMS.of(head) if right else bytes(8))
 
 
 def test_a_control_frame_brings_its_facts():
     for kind in Control:
-        heard = bytearray(control_frame(kind, {"message": "größer 😀", "rank": 3}) + b"and more")
-        assert take_control_frame(heard) == (kind, {"message": "größer 😀", "rank": 3})
+        heard = bytearray(control_frame(kind, {"message": "größer 😀", "rank": 3}, SUMS) + b"and more")
+        assert take_control_frame(heard, SUMS) == (kind, {"message": "größer 😀", "rank": 3})
         assert heard == b"and more"
 
 
 def test_a_control_frame_is_taken_when_it_is_whole_and_not_before():
-    frame = control_frame(Control.ABORT, {"message": "x" * 30})
+    frame = control_frame(Control.ABORT, {"message": "x" * 30}, SUMS)
     heard = bytearray()
     for byte in frame[:-1]:
         heard.append(byte)
-        assert take_control_frame(heard) is None
+        assert take_control_frame(heard, SUMS) is None
     heard += frame[-1:] + frame
-    assert take_control_frame(heard) == take_control_frame(heard) == (Control.ABORT, {"message": "x" * 30})
+    assert take_control_frame(heard, SUMS) == take_control_frame(heard, SUMS) == (Control.ABORT, {"message": "x" * 30})
     assert not heard
 
 
 def test_the_longest_text_still_fits_a_control_frame():
-    frame = control_frame(Control.ABORT, {"message": "😀" * 100_000, "during": "ä" * 100_000, "rank": 1})
+    frame = control_frame(Control.ABORT, {"message": "😀" * 100_000, "during": "ä" * 100_000, "rank": 1}, SUMS)
     assert len(frame) <= CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
-    kind, facts = take_control_frame(bytearray(frame))
+    kind, facts = take_control_frame(bytearray(frame), SUMS)
     assert (kind, len(facts["message"]), len(facts["during"]), facts["rank"]) == (Control.ABORT, 2000, 2000, 1)
 
 
@@ -227,7 +245,7 @@ def test_the_longest_text_still_fits_a_control_frame():
 def test_what_is_no_control_frame_is_refused_before_its_body(head, message):
     assert len(head) == CONTROL_HEADER_BYTES
     with pytest.raises(FrameError, match=message):
-        take_control_frame(bytearray(head))
+        take_control_frame(bytearray(head), SUMS)
 
 
 BODIES = [b"", b"{", b"\xff\xfe", b"[1]", b'"text"', b"[" * CONTROL_MAX_BYTES, b'{"a":' * 13_000, b"9" * 60_000]
@@ -236,16 +254,16 @@ BODIES = [b"", b"{", b"\xff\xfe", b"[1]", b'"text"', b"[" * CONTROL_MAX_BYTES, b
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:8]))
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(FrameError, match="not"):
-        take_control_frame(bytearray(control_head(length=len(body), body=body) + body))
+        take_control_frame(bytearray(control_head(length=len(body), body=body) + body), SUMS)
     with pytest.raises(FrameError, match="not"):
         json_object(body)
 
 
 def test_every_bit_that_turns_over_in_a_control_frame_is_found():
-    frame = control_frame(Control.WAITING, {"sequence": 12, "peer": 3})
+    frame = control_frame(Control.WAITING, {"sequence": 12, "peer": 3}, SUMS)
     for bit in range(8 * len(frame)):
         with pytest.raises(FrameError):
-            take_control_frame(flip(frame, bit))
+            take_control_frame(flip(frame, bit), SUMS)
 
 
 # --- anything at all ------------------------------------------------------------------------------------------------
@@ -268,7 +286,7 @@ SMALL = st.dictionaries(
 FRAMES = st.tuples(st.sampled_from(Control), SMALL)
 HEADERS = st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES) | st.tuples(
     OPERATIONS, st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)), max_size=3)
-).map(lambda drawn: _changed(whole_header(drawn[0], memoryview(b""), checksums=False), drawn[1]))
+).map(lambda drawn: _changed(whole_header(drawn[0], memoryview(b""), checksums=None), drawn[1]))
 SIZES = st.lists(st.integers(1, 200), max_size=30)
 NOISE = st.binary(max_size=100) | st.builds(
     lambda body, kind: control_head(kind=kind, length=len(body), body=body) + body,
@@ -285,7 +303,7 @@ def _changed(data, changes):
 
 
 def check_headers(operation, data):
-    whole = whole_header(operation, memoryview(b"1234"), checksums=True)
+    whole = whole_header(operation, memoryview(b"1234"), checksums=SUMS)
     found, payload_bytes = decode_header(whole)
     assert (found, payload_bytes) == (operation._replace(shape=folded(operation.shape)), 4)
     assert math.prod(found.shape) == math.prod(operation.shape)
@@ -301,28 +319,31 @@ def check_headers(operation, data):
 
 def check_streams(frames, sizes, noise):
     """Frames in a row come out as they went in, in whatever parts; what follows is taken for nothing else."""
-    stream = b"".join(control_frame(kind, facts) for kind, facts in frames)
+    stream = b"".join(control_frame(kind, facts, SUMS) for kind, facts in frames)
     heard, taken = bytearray(), []
     rest = stream
     for size in [*sizes, len(stream)]:
         heard += rest[:size]
         rest = rest[size:]
-        while (frame := take_control_frame(heard)) is not None:
+        while (frame := take_control_frame(heard, SUMS)) is not None:
             taken.append(frame)
     assert not heard
-    assert taken == frames
+    assert taken == [
+        (kind, {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()})
+        for kind, facts in frames
+    ]
     heard += noise
     with contextlib.suppress(FrameError):
-        while take_control_frame(heard) is not None:
+        while take_control_frame(heard, SUMS) is not None:
             pass
         assert len(heard) < CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
 
 
 def check_damage(frame, bit):
-    whole = control_frame(*frame)
+    whole = control_frame(*frame, SUMS)
     assume(bit < 8 * len(whole))
     with pytest.raises(FrameError):
-        take_control_frame(flip(whole, bit))
+        take_control_frame(flip(whole, bit), SUMS)
 
 
 CHECKS = {

@@ -40,6 +40,7 @@ class Connections:
         options: RingOptions,
         describe: Callable[[], str],
     ) -> None:
+        assert meeting.checksums is not None
         assert meeting.door is not None
         assert meeting.selector is not None
         self.meeting = meeting
@@ -58,11 +59,13 @@ class Connections:
         links = (*self.links.values(), *self.message_links.values())
         # Nothing that the watch holds may hold the watch: what a group held is free as soon as it is.
         stop = functools.partial(_stop, links)
+        sums = meeting.checksums
         self.watch = Watch(
-            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe
+            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe, sums
         )
-        self.mailbox = Mailbox(self.message_links, self.watch, options.checksums)
-        self.mesh = Mesh(self.links, self.mailbox, self.watch, options.checksums)
+        of_data = sums if options.checksums else None
+        self.mailbox = Mailbox(self.message_links, self.watch, of_data)
+        self.mesh = Mesh(self.links, self.mailbox, self.watch, of_data)
 
     @property
     def transport(self) -> str:

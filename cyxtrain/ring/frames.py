@@ -6,8 +6,8 @@ hostile length never allocates anything. A control frame is a short JSON text be
 
 Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
 dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
-two checksums (u64 each, XXH3; 0 where they are off): of the payload, and of all of the header before. The address is 0
-where the payload follows; else the payload stays where it is, and the receiver reads it there (see memory).
+two checksums (u64 each, checksums.py; 0 where they are off): of the payload, and of all of the header before. The
+address is 0 where the payload follows; else the payload stays where it is, and the receiver reads it there (memory.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import struct
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts, printable
+from cyxtrain.ring.checksums import SUM_BYTES, Checksums
 
 PROTOCOL_VERSION = 6
 _MAGIC = b"CX"
@@ -31,14 +31,13 @@ _SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
 _NUMBER = struct.Struct(">Q")
 _LENGTH = struct.Struct(">Q")
 _ADDRESS = struct.Struct(">Q")
-_SUM_BYTES = 8
-_NO_SUMS = bytes(2 * _SUM_BYTES)
+_NO_SUMS = bytes(2 * SUM_BYTES)
 _NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
 EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
 """The part of a header that the receiver knows before it comes."""
 HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
-CONTROL_HEADER_BYTES = _CONTROL.size + _SUM_BYTES
+CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
 _TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
 CONTROL_MAX_BYTES = 64 * 1024
 NO_ROOT = -1
@@ -232,26 +231,24 @@ def put_sequence(frame: memoryview, sequence: int) -> None:
     _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
 
 
-def header(begin: bytes, payload: memoryview, *, checksums: bool, address: int = 0) -> bytes:
+def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, address: int = 0) -> bytes:
     """Returns the header of one transfer.
-
-    Cost of checksums: one more reading of the payload.
 
     Args:
         begin: As `expected_header` gives it.
         payload: What is sent.
-        checksums: Whether the header carries them.
+        checksums: Those of the group; None: the header carries none.
         address: Where the receiver reads the payload; 0: it follows.
     """
-    if not checksums:
+    if checksums is None:
         return begin + (_ADDRESS.pack(address) + _NO_SUMS if address else _NO_ADDRESS_NO_SUMS)
-    head: bytes = begin + _ADDRESS.pack(address) + xxh3_64_digest(payload)
-    return head + xxh3_64_digest(head)
+    head = begin + _ADDRESS.pack(address) + checksums.of(payload)
+    return head + checksums.of(head)
 
 
-def is_damaged(head: bytes | bytearray) -> bool:
-    """Returns whether a header with checksums has other bytes than were sent."""
-    return bool(xxh3_64_digest(head[:-_SUM_BYTES]) != head[-_SUM_BYTES:])
+def is_damaged(head: bytes | bytearray, checksums: Checksums | None) -> bool:
+    """Returns whether a header has other bytes than were sent, where it carries checksums."""
+    return checksums is not None and checksums.of(head[:-SUM_BYTES]) != head[-SUM_BYTES:]
 
 
 def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
@@ -284,8 +281,8 @@ def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
     """Returns the error for other bytes than were sent."""
     return DamagedFrameError(
         f"the link from rank {peer} to rank {rank} delivered other bytes than were sent, in {during}: "
-        "memory, a network card or a cable on the way is faulty. Nobody has used them; start all ranks again, without "
-        "that machine or that way if it happens again.",
+        "memory, a network card or a cable on the way is faulty, or somebody there changes them. Nobody has used them; "
+        "start all ranks again, without that machine or that way if it happens again.",
         rank=peer,
         during=during,
     )
@@ -293,7 +290,7 @@ def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
 
 def payload_sum(head: bytes | bytearray) -> bytes:
     """Returns the checksum of the payload that a header announces."""
-    return bytes(head[-2 * _SUM_BYTES : -_SUM_BYTES])
+    return bytes(head[-2 * SUM_BYTES : -SUM_BYTES])
 
 
 def payload_address(head: bytes | bytearray) -> int:
@@ -343,15 +340,15 @@ class Control(enum.IntEnum):
     """What this rank does."""
 
 
-def control_frame(kind: Control, facts: dict[str, Any]) -> bytes:
+def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) -> bytes:
     """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
     short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
     body = json.dumps(short).encode()
-    head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), xxh3_64_digest(body))
-    return head + xxh3_64_digest(head) + body
+    head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), checksums.of(body))
+    return head + checksums.of(head) + body
 
 
-def take_control_frame(heard: bytearray) -> tuple[Control, dict[str, Any]] | None:
+def take_control_frame(heard: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
     """Takes the first frame out of what has been heard; None where it is not whole yet.
 
     Returns:
@@ -363,7 +360,7 @@ def take_control_frame(heard: bytearray) -> tuple[Control, dict[str, Any]] | Non
     if len(heard) < CONTROL_HEADER_BYTES:
         return None
     magic, version, kind, length, body_sum = _CONTROL.unpack_from(heard)
-    if is_damaged(heard[:CONTROL_HEADER_BYTES]):
+    if is_damaged(heard[:CONTROL_HEADER_BYTES], checksums):
         raise DamagedError("the header of a control frame is damaged")
     if magic != _MAGIC or version != PROTOCOL_VERSION:
         raise FrameError("the bytes are not a control frame of cyxtrain's ring")
@@ -374,7 +371,7 @@ def take_control_frame(heard: bytearray) -> tuple[Control, dict[str, Any]] | Non
         return None
     body = bytes(heard[CONTROL_HEADER_BYTES:end])
     del heard[:end]
-    if xxh3_64_digest(body) != body_sum:
+    if checksums.of(body) != body_sum:
         raise DamagedError("the body of a control frame is damaged")
     facts = json_object(body)
     return Control(kind), {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from xxhash import xxh3_64_digest
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     FrameError,
@@ -108,10 +108,10 @@ class Mailbox:
     Args:
         links: To each other rank, for messages.
         watch: Knows why a link broke.
-        checksums: Whether frames carry them.
+        checksums: Those of the group; None: frames carry none.
     """
 
-    def __init__(self, links: dict[int, Link], watch: Watch, checksums: bool) -> None:
+    def __init__(self, links: dict[int, Link], watch: Watch, checksums: Checksums | None) -> None:
         self._checksums = checksums
         self._links = links
         self._watch = watch
@@ -287,7 +287,7 @@ class Mailbox:
         """Finds who wants what a header announces; what nobody wants yet is kept."""
         rank = self._links[peer].rank
         try:
-            if self._checksums and is_damaged(inbox.head):
+            if is_damaged(inbox.head, self._checksums):
                 raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
@@ -303,7 +303,7 @@ class Mailbox:
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
-            if self._checksums and xxh3_64_digest(message.data) != inbox.sum:
+            if self._checksums and self._checksums.of(message.data) != inbox.sum:
                 rank = self._links[peer].rank
                 raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
             inbox.current = None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
     FrameError,
@@ -88,13 +89,13 @@ class Mesh:
         links: To each other rank, for collectives.
         mailbox: Messages between two ranks, which go on while a collective waits.
         watch: Knows why a link broke.
-        checksums: Whether frames carry them.
+        checksums: Those of the group; None: frames carry none.
 
     Attributes:
         spins: Whether it looks again and again before it sleeps; not while another thread wants Python's lock.
     """
 
-    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: bool) -> None:
+    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: Checksums | None) -> None:
         self._checksums = checksums
         self._rank = watch.rank
         self._links = links
@@ -336,7 +337,7 @@ class Mesh:
             found = link.peek(HEADER_BYTES)
             if len(found) < HEADER_BYTES or found.startswith(identity):
                 continue
-            if self._checksums and is_damaged(found):
+            if is_damaged(found, self._checksums):
                 raise OtherBytes(link.rank)
             with contextlib.suppress(FrameError):
                 if decode_header(found)[0].sequence == operation.sequence:

@@ -162,7 +162,7 @@ class Announcement:
         self.reduction = operation.reduction
         self.payload_bytes = payload_bytes
         self.sequence = 0
-        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=False)
+        head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=None)
         self.frame = _room_for_frame(payload_bytes)
         self.frame[:HEADER_BYTES] = head
         self.hearings: dict[int, Hearing] = {}

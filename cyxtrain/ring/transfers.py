@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xxhash import xxh3_64, xxh3_64_digest
-
 from cyxtrain.ring.algorithms import Span, Then
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.combining import Combiner
 from cyxtrain.ring.frames import (
     HEADER_BYTES,
@@ -87,9 +86,9 @@ def is_offered(readable: bool, payload_bytes: int, then: Then) -> bool:
     return readable and payload_bytes >= OFFER_BYTES and then is not Then.EXCHANGE
 
 
-def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: bool) -> None:
+def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
     """Raises `OtherBytes` or `UnexpectedHeader` where what came from a rank is not the header that had to come."""
-    if checksums and is_damaged(head):
+    if is_damaged(head, checksums):
         raise OtherBytes(rank)
     if not head.startswith(expected) or offered != bool(payload_address(head)):
         raise UnexpectedHeader(rank, head)
@@ -123,7 +122,7 @@ class Outgoing:
 
 
 def begin_sending(
-    link: Link, begins: Begins, payload: memoryview, *, offered: bool, checksums: bool
+    link: Link, begins: Begins, payload: memoryview, *, offered: bool, checksums: Checksums | None
 ) -> Outgoing | None:
     """Begins to send a frame; returns what is left of it.
 
@@ -132,7 +131,7 @@ def begin_sending(
         begins: Of the operation.
         payload: What is sent.
         offered: Whether it stays where it is, and only its address is sent.
-        checksums: Whether frames carry them.
+        checksums: Those of the group; None: frames carry none.
     """
     address = address_of(payload) if offered else 0
     head = header(begins[len(payload)], payload, checksums=checksums, address=address)
@@ -161,12 +160,14 @@ class ShortIncoming:
         begin: How the header begins.
         payload: Where it goes.
         landing: Where header and payload arrive.
-        checksums: Whether frames carry them.
+        checksums: Those of the group; None: frames carry none.
     """
 
     __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
 
-    def __init__(self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: bool) -> None:
+    def __init__(
+        self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: Checksums | None
+    ) -> None:
         self.link = link
         self.done = False
         self._begin = begin
@@ -185,7 +186,7 @@ class ShortIncoming:
             check_header(self.link.rank, head, self._begin, offered=False, checksums=self._checksums)
             if have == len(self._landing):
                 self._payload[:] = self._landing[HEADER_BYTES:]
-                if self._checksums and xxh3_64_digest(self._payload) != payload_sum(head):
+                if self._checksums and self._checksums.of(self._payload) != payload_sum(head):
                     raise OtherBytes(self.link.rank)
                 self.done = True
         return count > 0
@@ -201,7 +202,7 @@ class Incoming:
         then: What is done with it.
         buffers: What the schedule works on.
         landing: For the header.
-        checksums: Whether frames carry them.
+        checksums: Those of the group; None: frames carry none.
 
     Attributes:
         offered: Whether the payload does not come, but is read where it is.
@@ -209,8 +210,8 @@ class Incoming:
     """
 
     __slots__ = (
-        *("_address", "_begin", "_buffers", "_end", "_first", "_head", "_missing", "_room", "_start", "_sum"),
-        *("_sum_expected", "_then", "_total", "done", "link", "offered"),
+        *("_address", "_begin", "_buffers", "_checksums", "_end", "_first", "_head", "_missing", "_room", "_start"),
+        *("_sum", "_sum_expected", "_then", "_total", "done", "link", "offered"),
     )
 
     def __init__(
@@ -222,7 +223,7 @@ class Incoming:
         buffers: Buffers,
         landing: memoryview,
         *,
-        checksums: bool,
+        checksums: Checksums | None,
     ) -> None:
         self._first = span[0]
         self._total = (span[1] - span[0]) * buffers.item_bytes
@@ -231,7 +232,8 @@ class Incoming:
         self._then = then
         self._head = self._missing = landing[:HEADER_BYTES]
         self._address = 0
-        self._sum = xxh3_64() if checksums else None
+        self._checksums = checksums
+        self._sum = None if checksums is None else checksums.begin()
         self._sum_expected = b""
         self.link = link
         self.offered = is_offered(link.reads, self._total, then)
@@ -266,7 +268,7 @@ class Incoming:
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._sum is not None)
+            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
             if self._then is Then.FOLD:
@@ -312,8 +314,9 @@ class Incoming:
 
     def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.
+        assert self._checksums is not None
         assert self._sum is not None
-        if self._sum.digest() != self._sum_expected:
+        if self._checksums.end(self._sum) != self._sum_expected:
             raise OtherBytes(self.link.rank)
 
 

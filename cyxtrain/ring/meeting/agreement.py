@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.frames import FrameError, json_object
+from cyxtrain.ring.checksums import SUM_BYTES, Checksums
+from cyxtrain.ring.frames import FrameError, damaged, json_object
 from cyxtrain.ring.link import Deadline, Poller
 from cyxtrain.ring.meeting.entry import Entry
 from cyxtrain.ring.meeting.rollcall import LOOK_SECONDS, ended
@@ -28,6 +29,7 @@ def agree(
     table: Sequence[Entry],
     reads: Iterable[int],
     sockets: Mapping[int, socket.socket],
+    checksums: Checksums,
     deadline: Deadline,
 ) -> list[set[int]]:
     """Tells each other rank whose memory this one can read, and digests of the table that it has. All ranks call it.
@@ -41,6 +43,7 @@ def agree(
         table: What each rank said of itself, as this one has read it.
         reads: Whose memory this rank can read.
         sockets: To each other rank; nothing has been sent there yet.
+        checksums: Of the group: they are always sent with this.
         deadline: When to give up.
 
     Returns:
@@ -49,15 +52,21 @@ def agree(
     Raises:
         RendezvousError: A rank has another table; the error names the fields and both ranks. Or it has ended, or says
             nothing.
+        DamagedFrameError: Other bytes came from a rank than it sent.
     """
     own = _digests(table)
     body = json.dumps({"reads": sorted(reads), **own}).encode()
     for sock in sockets.values():
         with contextlib.suppress(OSError):  # its end is noticed below
-            sock.sendall(_LENGTH.pack(len(body)) + body)
+            sock.sendall(_LENGTH.pack(len(body)) + body + checksums.of(body))
     readers = [set(reads) for _ in names]
     for peer, sock in sorted(sockets.items()):
-        told = _hear(sock, names[peer], deadline)
+        heard = _hear(sock, names[peer], deadline)
+        if checksums.of(heard[:-SUM_BYTES]) != heard[-SUM_BYTES:]:
+            raise damaged(names[peer], names[rank], "the agreement on how to talk")
+        told: dict[str, Any] = {}
+        with contextlib.suppress(FrameError):
+            told = json_object(heard[:-SUM_BYTES])
         differing = [name for name in own if told.get(name) != own[name]]
         if differing:
             raise RendezvousError(
@@ -85,8 +94,8 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _hear(sock: socket.socket, name: int, deadline: Deadline) -> dict[str, Any]:
-    """Returns what a rank says; reads not a byte more."""
+def _hear(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
+    """Returns what a rank says, and its checksum; reads not a byte more."""
     heard, end, poller = bytearray(), _LENGTH.size, Poller()
     while len(heard) < end:
         if not poller.wait([sock], [], deadline, LOOK_SECONDS):
@@ -107,8 +116,5 @@ def _hear(sock: socket.socket, name: int, deadline: Deadline) -> dict[str, Any]:
             raise ended(name)
         heard += part
         if end == len(heard) == _LENGTH.size:
-            end += min(_LENGTH.unpack(heard)[0], _MAX_BYTES)
-    try:
-        return json_object(bytes(heard[_LENGTH.size :]))
-    except FrameError:
-        return {}
+            end += min(_LENGTH.unpack(heard)[0], _MAX_BYTES) + SUM_BYTES
+    return bytes(heard[_LENGTH.size :])

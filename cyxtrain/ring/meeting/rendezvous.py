@@ -27,6 +27,7 @@ from torch.distributed import Store
 from cyxtrain.config import RingOptions
 from cyxtrain.cores import count_usable_cores
 from cyxtrain.errors import CyxtrainError, RendezvousError
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.courier import room_for_ranks
 from cyxtrain.ring.host import this_process
 from cyxtrain.ring.link import Deadline
@@ -60,6 +61,7 @@ class Meeting:
         selector: Waits for the listener and its strangers; the data of each socket is the function to call.
         sockets: For each role, the connection to each other rank.
         readers: Whose memory each rank can read, by rank.
+        checksums: Of what travels between the ranks, once they have proven who they are; None: not yet.
     """
 
     table: list[Entry] = field(default_factory=list)
@@ -69,6 +71,7 @@ class Meeting:
     selector: selectors.BaseSelector | None = None
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PAIRED})
     readers: list[set[int]] = field(default_factory=list)
+    checksums: Checksums | None = None
 
     def close(self) -> None:
         """Closes every socket; harmless twice."""
@@ -172,6 +175,7 @@ class _Members:
             # Explicit: it is about no line of anybody's, and is said once in a process.
             warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
         self._key = _key(options, meeting.table[0])
+        self._checksums = meeting.checksums = Checksums(self._key, own.run)
         self._meeting = meeting
         self._rank = own.rank
         self._names = names
@@ -196,7 +200,7 @@ class _Members:
             self._wait(LOOK_SECONDS, roll)
         reads = self._await_the_others(roll)
         sockets = meeting.sockets[Role.COLLECTIVES]
-        meeting.readers = agree(self._rank, self._names, meeting.table, reads, sockets, roll.deadline)
+        meeting.readers = agree(self._rank, self._names, meeting.table, reads, sockets, self._checksums, roll.deadline)
         if meeting.near is not None:
             meeting.door.leave(meeting.near)
             meeting.leave_near()

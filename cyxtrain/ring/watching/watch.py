@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
+from cyxtrain.ring.checksums import Checksums
 from cyxtrain.ring.frames import (
     Control,
     DamagedError,
@@ -64,6 +65,7 @@ class Watch:
         heartbeat_timeout_seconds: The shortest that any rank has: this one says more often that it lives.
         stop_links: Wakes everybody who waits on a link of the group; called once, when the group ends.
         describe: Returns what this rank does, for one that waits for it.
+        checksums: Of what is said: it always carries them.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Watch:
         heartbeat_timeout_seconds: float,
         stop_links: Callable[[], None],
         describe: Callable[[], str],
+        checksums: Checksums,
     ) -> None:
         self.rank = rank
         self.failed_at = 0.0
@@ -87,6 +90,7 @@ class Watch:
         self._beat_seconds = min(_LONGEST_BEAT_SECONDS, heartbeat_timeout_seconds / _BEATS_PER_TIMEOUT)
         self._stop_links = stop_links
         self._describe = describe
+        self._checksums = checksums
         self._changed = threading.Condition()
         self._failure: CyxtrainError | None = None
         self._on_failure: Callable[[], None] | None = None
@@ -224,7 +228,7 @@ class Watch:
 
     def _say(self, kind: Control, facts: dict[str, object], peers: Iterable[int] | None = None) -> None:
         """Says something to some ranks, or to all. The caller holds the lock."""
-        frame = control_frame(kind, facts)
+        frame = control_frame(kind, facts, self._checksums)
         for peer in self._controls if peers is None else peers:
             if peer in self._departed or peer in self._deaf:
                 continue
@@ -292,7 +296,7 @@ class Watch:
         heard += part
         self._pulse.heard(peer, time.monotonic())
         try:
-            while (frame := take_control_frame(heard)) is not None:
+            while (frame := take_control_frame(heard, self._checksums)) is not None:
                 self._take(peer, *frame)
         except DamagedError:
             self.fail(damaged(peer, self.rank, "what is said beside the ring"))
