@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cyxtrain.errors import printable
 from cyxtrain.launch.doctor.machine import Machine
 from cyxtrain.ring.frames import FrameError, json_object
 from cyxtrain.ring.meeting.entry import Entry, made, not_ours
@@ -118,7 +119,9 @@ def from_json(kind: type[_Kind], text: bytes) -> _Kind:
         RendezvousError: It is something else.
     """
     try:
-        value: _Kind = made(kind, json_object(text))
+        facts = json_object(text)
+        shown = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        value: _Kind = made(kind, shown)
     except (FrameError, ValueError, TypeError, KeyError) as error:
         raise not_ours(error) from None
     return value

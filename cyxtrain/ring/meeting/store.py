@@ -16,6 +16,7 @@ from cyxtrain.ring.meeting.key_values import Connection, KeyValueServer
 
 _log = logging.getLogger("cyxtrain.ring")
 RETRY_SECONDS = 0.1
+_SHORTEST_NAP_SECONDS = 0.002
 _LONGEST_TRY_SECONDS = 2.0
 _DISBELIEVED = 3
 """So often a rank proves in vain that it knows the secret before it says so."""
@@ -170,7 +171,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _connect(address: str, port: int, deadline: Deadline) -> tuple[socket.socket | None, str]:
     """Returns a connection, and ""; or at the deadline None, and why there is none."""
-    tries = 0
+    tries, nap_seconds = 0, _SHORTEST_NAP_SECONDS
     while True:
         tries += 1
         seconds = max(min(deadline.left(), _LONGEST_TRY_SECONDS), 0.01)
@@ -184,7 +185,8 @@ def _connect(address: str, port: int, deadline: Deadline) -> tuple[socket.socket
             cause = _cause(error)
         if deadline.passed():
             return None, f"{cause} ({tries} tries)"
-        time.sleep(min(deadline.left(), RETRY_SECONDS))  # rank 0 may not listen yet
+        time.sleep(min(deadline.left(), nap_seconds))  # rank 0 may not listen yet
+        nap_seconds = min(2 * nap_seconds, RETRY_SECONDS)
 
 
 def _cause(error: OSError) -> str:
