@@ -211,7 +211,7 @@ def test_a_relay_between_two_ranks_gets_no_byte_of_theirs(delay, change):
         relay, stranger = Relay(change=change), stranger_of(server)
         try:
             with meanwhile(lambda: put_between(stranger, relay)):
-                ended = run_processes(train, environments, 4.0, delay, seconds=60.0)
+                ended = run_processes(train, environments, 6.0, delay, seconds=60.0)
         finally:
             relay.close()
         assert relay.passed == 0
@@ -333,7 +333,7 @@ def test_two_runs_with_secrets_of_their_own_at_one_port_do_not_end_each_other():
         ]
         for run in range(2)
     ]
-    ended = run_processes(train, list(itertools.chain(*runs)), 3.0, seconds=60.0)
+    ended = run_processes(train, list(itertools.chain(*runs)), 5.0, seconds=60.0)
     outcomes = [ended[:2], ended[2:]]
     assert sorted(all(rank.kind is None for rank in run) for run in outcomes) == [False, True]
     [other] = [run for run in outcomes if run[0].kind is not None]
