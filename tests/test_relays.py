@@ -243,7 +243,7 @@ def test_a_key_that_is_forged_or_deleted_once_changes_nothing(key, what):
             else:
                 stranger.set(key, json.dumps({"type": "RendezvousError", "message": "a lie", "rank": 0}))
 
-        thread = threading.Thread(target=lambda: error_of(act), daemon=True)
+        thread = threading.Thread(target=act, daemon=True)
         thread.start()
         try:
             found = values(run_processes(train, environments, seconds=60.0))
