@@ -8,6 +8,7 @@ import inspect
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -188,3 +189,11 @@ def test_package_unpickles_nothing():
     pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
     found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
     assert found == ["cyxtrain/workers/sharing.py"]  # between a notebook and its workers, which prove who they are
+
+
+def test_what_runs_by_night_are_tests():
+    lines = (Path(__file__).parent / "by_night.txt").read_text(encoding="utf-8").splitlines()
+    for line in lines[1:]:
+        file, _, name = line.partition("::")
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in text, line

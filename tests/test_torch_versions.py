@@ -22,7 +22,10 @@ from cyxtrain import torch_compat
 
 CORE = ("examples", "invariants", "unchanged", "resume", "notebooks", "stepping", "torch_compat")
 """The digits, the invariants, PyTorch's DDP and FSDP2 over the ring, resume, the notebook, and private names."""
-OF_THE_ENDS = ("allocator", "collectives", "compile", "ddp", "features", "fused", "nonfinite", "precision")
+OF_THE_ENDS = (
+    *("allocator", "collectives", "compile", "ddp", "features", "fused", "joining", "key_values", "nonfinite"),
+    *("precision", "relays"),
+)
 """With all of the ring, on the oldest and the newest version alone."""
 pytestmark = [
     pytest.mark.nightly,
