@@ -8,15 +8,21 @@ import json
 import multiprocessing
 import socket
 import struct
+import sys
 import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from rank_processes import environment, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from strangers import HELLO, WORDS, connect, hear_all, say
-from worlds import join_threads
+from worlds import free_port, join_threads
 
+import cyxtrain as cx
+from cyxtrain import runtime
 from cyxtrain.errors import RendezvousError
+from cyxtrain.ring.meeting import pytorch_store
 from cyxtrain.ring.meeting import store as store_module
 from cyxtrain.ring.meeting.handshake import Claim
 from cyxtrain.ring.meeting.key_values import KeyValues, KeyValueStore
@@ -255,3 +261,55 @@ def test_a_rank_of_another_version_hears_so(monkeypatch):
     monkeypatch.setattr(store_module, "Claim", functools.partial(Claim, protocol=3))
     with store_of_rank_0() as (_, _, _, join):
         assert "rank 1 speaks version 3 of the ring's protocol" in str(error_of(join))
+
+
+# --- a store of PyTorch's, where PyTorch needs one --------------------------------------------------------------------
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a packet filter of Linux")
+
+
+@linux_only
+@pytest.mark.usefixtures("pipe_of_pytorchs_stores")
+def test_a_store_of_pytorchs_that_is_closed_to_newcomers_serves_those_who_are_there():
+    served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
+    member = pytorch_store.reach_store(1, "127.0.0.1", served.port, 2, 5.0)
+    pytorch_store.close_to_newcomers(listener)
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", served.port), 0.3)
+    served.set("key", "value")
+    assert member.get("key") == b"value"
+
+
+def train_over_gloo():
+    with cx.init():
+        store = runtime._joined.store
+        with contextlib.suppress(TimeoutError), socket.create_connection((store.host, store.port), 0.3):
+            return "a stranger is let in"
+        tensor = torch.ones(3)
+        group = dist.new_group(backend="gloo")  # its ranks meet at that store
+        dist.all_reduce(tensor, group=group)
+        return [type(store).__name__, tensor.tolist()]
+
+
+@linux_only
+@pytest.mark.usefixtures("rank_server")
+def test_strangers_do_not_reach_the_store_of_a_gloo_world():
+    port = free_port()
+    environments = [environment(rank, 2, port, DISTRIBUTED_BACKEND="gloo") for rank in range(2)]
+    assert values(run_processes(train_over_gloo, environments)) == [["TCPStore", [2.0, 2.0, 2.0]]] * 2
+
+
+@pytest.mark.usefixtures("rank_server")
+def test_groups_of_gloo_and_of_the_ring_are_made_in_a_world_of_the_ring():
+    assert values(run_ranks(3, make_groups)) == [[[3.0], [2.0], [3.0]], [[3.0], [2.0], [3.0]], [[3.0], [1.0], [3.0]]]
+
+
+def make_groups():
+    with cx.init():
+        sums = []
+        for group in (dist.new_group(backend="gloo"), dist.new_group([0, 1]), dist.new_group()):
+            tensor = torch.ones(1)
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.all_reduce(tensor, group=group)
+            sums.append(tensor.tolist())
+        return sums

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
 import threading
@@ -38,7 +37,7 @@ def host_store(host: str, timeout_seconds: float) -> tuple[TCPStore, socket.sock
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=1024)
     port, timeout = int(listener.getsockname()[1]), timedelta(seconds=timeout_seconds)
-    own = socket.socket(fileno=os.dup(listener.fileno()))
+    own = listener.dup()
     store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, own
 
