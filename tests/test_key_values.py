@@ -173,6 +173,58 @@ def test_a_question_that_cannot_be_changes_nothing(question):
     assert values.answer({"do": "count", "keys": []}) == 0
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"do": "set", "keys": ["a"], "value": 5},
+        {"do": "add", "keys": ["a"], "number": 1e999},
+        {"do": "append", "keys": ["long"], "value": "x"},
+    ],
+    ids=["no text", "infinite", "an answer that is too long"],
+)
+def test_what_one_member_asks_ends_the_store_for_nobody(question):
+    with store_of_rank_0() as (_, _, own, join):
+        for _ in range(5):
+            own.append("long", "x" * (1 << 20))
+        assert isinstance(error_of(lambda: join()._ask(question)), ValueError)
+        own.set("key", "value")
+        assert join().get("key") == b"value"
+
+
+def test_who_asks_and_does_not_read_the_answers_is_not_read():
+    with store_of_rank_0() as (_, _, own, join):
+        own.set("key", "x" * (1 << 20))
+        lazy = join()._ask.__self__._socket
+        question = b'{"do": "get", "keys": ["key"]}'
+        lazy.settimeout(0.2)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 256 << 20:
+                sent += lazy.send((struct.pack(">I", len(question)) + question) * 1000)
+        assert sent < 64 << 20  # what the kernel's buffers hold
+        assert join().get("key") == own.get("key")
+
+
+def test_questions_that_come_together_are_all_answered_when_the_answers_are_read():
+    with store_of_rank_0() as (_, _, own, join):
+        own.set("key", "x" * (1 << 20))
+        sock = join()._ask.__self__._socket
+        question = b'{"do": "get", "keys": ["key"]}'
+        say(sock, (struct.pack(">I", len(question)) + question) * 20)
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(10)
+        heard = sum(len(part) for part in iter(lambda: sock.recv(1 << 20), b""))
+        assert heard > 20 << 20
+
+
+def test_many_short_keys_are_bounded_as_python_keeps_them():
+    values = KeyValues()
+    questions = ({"do": "set", "keys": [f"{number:x}"], "value": ""} for number in range(1_000_000))
+    error = error_of(lambda: [values.answer(question) for question in questions])
+    assert "holds at most 16 MiB" in str(error)
+    assert values.answer({"do": "count", "keys": []}) < 120_000
+
+
 def test_its_size_is_bounded_and_deleting_makes_room():
     with store_of_rank_0() as (_, _, _, join):
         store = join()

@@ -17,6 +17,7 @@ import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -34,7 +35,9 @@ from cyxtrain.ring.meeting.handshake import Claim
 _LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_VALUES_BYTES = 16 << 20
-"""Of all keys and values together."""
+"""Of all keys and values together, as Python keeps them."""
+_SLOT_BYTES = 100
+"""Of a dict for each key, about."""
 _MAX_CONNECTIONS = 8
 """Of one rank at a time: one, and those of ranks of before that end."""
 _READ_BYTES = 1 << 16
@@ -87,8 +90,8 @@ class KeyValues:
             return _text(self._put(key, value))
 
     def _put(self, key: str, value: bytes) -> bytes:
-        size = self._size + len(value) - len(self._values.get(key, b""))
-        size += 0 if key in self._values else len(key)
+        before = self._values.get(key)
+        size = self._size + _size(key, value) - (0 if before is None else _size(key, before))
         if size > _MAX_VALUES_BYTES:
             raise ValueError(f"the store of rank 0 holds at most {_MAX_VALUES_BYTES >> 20} MiB")
         self._size = size
@@ -99,14 +102,14 @@ class KeyValues:
         value = self._values.pop(key, None)
         if value is None:
             return False
-        self._size -= len(key) + len(value)
+        self._size -= _size(key, value)
         return True
 
 
 class KeyValueServer:
     """Serves keys to the members of one run, in a thread of rank 0 that sleeps until somebody asks.
 
-    Cost: a thread, a connection per rank, at most 16 MiB of values and 4 MiB per connection.
+    Cost: a thread, a connection per rank, at most 16 MiB of values, and twice 4 MiB for each connection.
 
     Args:
         listener: Owned from now on.
@@ -180,10 +183,9 @@ class KeyValueServer:
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._attend(member))
 
     def _attend(self, member: _Member) -> None:
-        """Reads questions and writes answers, as far as the socket lets us."""
+        """Reads questions and writes answers, as far as the socket lets us; whoever does not read is not read."""
         try:
-            member.read()
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.write() else 0)
+            events = selectors.EVENT_WRITE if member.attend() else selectors.EVENT_READ
             self._selector.modify(member.sock, events, lambda: self._attend(member))
         except (OSError, FrameError):
             self._selector.unregister(member.sock)
@@ -201,32 +203,38 @@ class _Member:
         self._heard = bytearray()
         self._answers = bytearray()
 
-    def read(self) -> None:
-        """Reads what has come, and answers what is whole.
+    def attend(self) -> bool:
+        """Reads what has come, and answers what is whole; returns whether an answer waits until the member reads.
 
         Raises:
             OSError: The connection has ended.
             FrameError: What came is no question.
         """
+        if self._answer_all():
+            return True
         with contextlib.suppress(BlockingIOError):
             part = self.sock.recv(_READ_BYTES)
             if not part:
                 raise ConnectionError("it has left")
             self._heard += part
-        while not self._answers and (body := _take(self._heard)) is not None:
-            self._answers += _frame(self._answer(json_object(body)))
+        return self._answer_all()
 
-    def write(self) -> bool:
+    def _answer_all(self) -> bool:
+        while not self._write() and (body := _take(self._heard)) is not None:
+            self._answers += self._answer(json_object(body))
+        return bool(self._answers)
+
+    def _write(self) -> bool:
         """Writes what fits; returns whether something is left."""
         with contextlib.suppress(BlockingIOError):
             del self._answers[: self.sock.send(self._answers)]
         return bool(self._answers)
 
-    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, question: dict[str, Any]) -> bytes:
         try:
-            return {"answer": self._values.answer(question)}
-        except (ValueError, TypeError, KeyError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return _frame({"answer": self._values.answer(question)})
+        except Exception as error:  # nothing that a member says may end the thread that serves all
+            return _frame({"error": f"{type(error).__name__}: {error}"})
 
 
 class Connection:
@@ -396,6 +404,10 @@ def _take(heard: bytearray) -> bytes | None:
     body = bytes(heard[_LENGTH.size : end])
     del heard[:end]
     return body
+
+
+def _size(key: str, value: bytes) -> int:
+    return sys.getsizeof(key) + sys.getsizeof(value) + _SLOT_BYTES
 
 
 def _text(value: str | bytes) -> str:
