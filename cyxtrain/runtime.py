@@ -492,6 +492,13 @@ def _check_same(config: DistributedConfig) -> None:
             f"the config says rank {config.rank} of {config.world_size}. Call init() without a config to adopt what "
             "is there."
         )
+    others = {*talking.backends_of().values()} - {"ring"}
+    if config.require_secret and config.world_size != 1 and others:
+        raise ConfigError(
+            f"require_secret=True, and the default group goes over {' and '.join(sorted(others))}, which lets in "
+            "whoever reaches its port: make it with torch.distributed.init_process_group('ring'), or leave it to "
+            "init()."
+        )
 
 
 def _parse_tcp(init_method: str) -> tuple[str, int]:

@@ -151,6 +151,15 @@ def adopt(backend):
     dist.destroy_process_group()
 
 
+def adopt_what_must_have_a_secret(backend):
+    os.environ["CYXTRAIN_SECRET"] = "the secret of this run"
+    dist.init_process_group(backend)
+    try:
+        return cx.init(cx.DistributedConfig(require_secret=True)) is not None
+    finally:
+        dist.destroy_process_group()
+
+
 def end(how):
     """Rank 1 ends in some way in the middle; the others wait for it."""
     world = cx.init()
@@ -358,6 +367,16 @@ def test_settings_in_code_leave_the_rest_to_the_environment():
 @pytest.mark.parametrize("backend", ["gloo", "ring"])
 def test_group_that_pytorch_made_is_adopted_on_every_rank(backend):
     values(run_ranks(2, adopt, backend))
+
+
+@pytest.mark.parametrize("backend", ["ring", "gloo", "cpu:gloo,cuda:ring"])
+def test_a_group_that_asks_for_no_secret_is_not_adopted_where_one_is_required(backend):
+    for ended in run_ranks(2, adopt_what_must_have_a_secret, backend):
+        if backend == "ring":
+            assert ended.value is True
+        else:
+            assert ended.kind == "ConfigError"
+            assert "the default group goes over gloo, which lets in whoever reaches its port" in ended.message
 
 
 def test_exception_in_the_program_of_one_rank_reaches_the_others_with_its_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from worlds import free_port
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.meeting import listening, store
+from cyxtrain.ring.meeting import listening, pytorch_store, store
 
 
 class Network:
@@ -88,6 +89,18 @@ def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
     with store._listen("node0", 0) as listener:
         assert listener.family == socket.AF_INET
         assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.usefixtures("pipe_of_pytorchs_stores")
+@pytest.mark.skipif(sys.platform != "linux", reason="a packet filter of Linux")
+def test_a_store_of_pytorchs_that_is_closed_to_newcomers_keeps_its_members():
+    served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
+    member = pytorch_store.reach_store(1, "127.0.0.1", served.port, 2, 10.0)
+    pytorch_store.close_to_newcomers(listener)
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", served.port), timeout=0.2)
+    member.set("key", "value")
+    assert served.get("key") == b"value"
 
 
 def test_an_interrupted_rank_0_gives_its_port_back(monkeypatch):
