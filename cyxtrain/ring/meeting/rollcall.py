@@ -84,6 +84,7 @@ class RollCall:
         self._names = names
         self._unproven: Mapping[int, int] = getattr(root_of(store), "unproven", {})
         self._siblings = siblings or Siblings()
+        self._has_secret = secret is not None
         self._waits = waits_for_next_store
         self._life = 0
         self._told = False
@@ -320,15 +321,16 @@ class RollCall:
             if self._unproven.get(rank) or self._entry_key(rank) in self.board.forged
         ]
         hint = (
-            f"Somebody came as rank {unproven[0]} and did not know the secret of this run: CYXTRAIN_SECRET must be the "
-            "same on every rank, and no other run may use this MASTER_PORT."
+            f"Somebody came as rank {unproven[0]} and did not know the secret of this run: CYXTRAIN_SECRET "
+            f"{'is' if self._has_secret else 'is not'} set on rank {self._names[self._rank]}, and must be the same on "
+            "every rank; no other run may use this MASTER_PORT."
             if unproven
             else f"Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; "
             "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait."
         )
         return RendezvousError(
             f"{names} of a world of {len(self._names)} did not come before the deadline: joining timed out after "
-            f"{self.deadline.seconds:g} s. {hint}",
+            f"{self.deadline.seconds:.3g} s. {hint}",
             rank=self._names[missing[0]],
         )
 

@@ -87,7 +87,7 @@ def reach_store(
         if sock is None and disbelieved < _DISBELIEVED:
             raise not_reached(rank, address, port, seconds, failure)
         if sock is None:
-            raise _not_believed(rank, place, seconds)  # and that run has ended since
+            raise _not_believed(rank, place, seconds, secret)  # and that run has ended since
         try:
             sock.setblocking(False)
             introduce(sock, claim, secret or _NO_SECRET, deadline, lambda: None)
@@ -100,12 +100,14 @@ def reach_store(
             failure = str(error)
             if isinstance(error, ClosedError) and error.proven:
                 disbelieved += 1  # a proof that came late is believed at the next try
-                _warn_of_disbelief(disbelieved, rank, place, deadline.left())
+                _warn_of_disbelief(disbelieved, rank, place, deadline.left(), secret)
         except BaseException:
             sock.close()
             raise
         if deadline.left() <= RETRY_SECONDS:
-            raise _not_believed(rank, place, seconds) if disbelieved >= _DISBELIEVED else not_ours(rank, place, failure)
+            if disbelieved >= _DISBELIEVED:
+                raise _not_believed(rank, place, seconds, secret)
+            raise not_ours(rank, place, failure)
         time.sleep(RETRY_SECONDS)  # the store of a life before may be closing
 
 
@@ -119,24 +121,29 @@ def not_ours(rank: int, place: str, detail: str) -> RendezvousError:
     )
 
 
-def _not_believed(rank: int, place: str, seconds: float) -> RendezvousError:
+def _not_believed(rank: int, place: str, seconds: float, secret: bytes | None) -> RendezvousError:
     return RendezvousError(
         f"another run has {place}, or rank {rank} and rank 0 were started with different secrets: rank 0 there did not "
         f"believe rank {rank} for {seconds:.3g} s. Where two runs use one port, choose another MASTER_PORT; else set "
-        "CYXTRAIN_SECRET to the same value on every rank.",
+        f"CYXTRAIN_SECRET, which {_is_set(secret)} on rank {rank}, to the same value on every rank.",
         rank=0,
     )
 
 
-def _warn_of_disbelief(times: int, rank: int, place: str, seconds: float) -> None:
+def _is_set(secret: bytes | None) -> str:
+    return "is not set" if secret is None else "is set"
+
+
+def _warn_of_disbelief(times: int, rank: int, place: str, seconds: float, secret: bytes | None) -> None:
     """Warns once: whoever waits for a port that another run has should know it at once."""
     if times == _DISBELIEVED:
         _log.warning(
             "rank %d does not know the secret of the run that has %s, and tries again for %.3g s: is that another run, "
-            "or does CYXTRAIN_SECRET differ between your ranks?",
+            "or does CYXTRAIN_SECRET (it %s here) differ between your ranks?",
             rank,
             place,
             seconds,
+            _is_set(secret),
         )
 
 
