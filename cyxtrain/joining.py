@@ -123,7 +123,7 @@ def open_store(config: DistributedConfig, secret: bytes | None, seconds: float) 
     if prefix is not None:
         return dist.PrefixStore(prefix, pytorch_store.reach_store(rank, address, port, world_size, seconds))
     if rank == 0:
-        _server = serve_store(address, port, secret, seconds)
+        _server = serve_store(address, port, world_size, secret, seconds)
         _store = KeyValueStore(_server.values.answer, address, timedelta(seconds=seconds), _server.unproven)
     else:
         _server = reach_store(rank, address, port, world_size, secret, seconds)

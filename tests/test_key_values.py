@@ -47,7 +47,7 @@ def store_of_rank_0(secret=SECRET):
     """Gives (server, port, the store as rank 0 has it, a function that connects as another rank)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = serve_store("127.0.0.1", port, secret, 5.0)
+    server = serve_store("127.0.0.1", port, 2, secret, 5.0)
     connections = []
 
     def join(rank=1, known=secret, seconds=5.0):
@@ -284,7 +284,7 @@ def test_its_end_is_noticed_after_the_port_is_free():
 
         def await_end():
             found.append(connection.await_end(10.0))
-            found.append(error_of(lambda: serve_store("127.0.0.1", port, SECRET, 1.0).close()))
+            found.append(error_of(lambda: serve_store("127.0.0.1", port, 2, SECRET, 1.0).close()))
 
         waiting = threading.Thread(target=await_end)
         waiting.start()
@@ -307,6 +307,14 @@ def test_a_forked_child_lets_go_of_it():
         assert process.exitcode == 0
         own.set("key", "value")
         assert join().get("key") == b"value"
+
+
+def test_a_rank_outside_of_rank_0s_world_hears_so_and_connections_of_one_rank_are_few():
+    with store_of_rank_0() as (_, _, _, join):
+        assert "rank 0 for a world of 2" in str(error_of(lambda: join(2)))
+        errors = [error_of(join) for _ in range(9)]
+        assert errors[:8] == [None] * 8
+        assert "too many processes have joined as rank 1" in str(errors[8])
 
 
 def test_a_rank_of_another_version_hears_so(monkeypatch):

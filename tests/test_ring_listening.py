@@ -81,7 +81,7 @@ def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
 
 def test_rank_0_says_why_it_cannot_wait_at_its_address():
     with pytest.raises(RendezvousError, match=r"cannot wait at 127\.0\.0\.300:29500: (?!unknown)"):
-        store.serve_store("127.0.0.300", 29500, None, 1.0)
+        store.serve_store("127.0.0.300", 29500, 2, None, 1.0)
 
 
 def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
@@ -111,7 +111,7 @@ def test_an_interrupted_rank_0_gives_its_port_back(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store, "await_listener", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            store.serve_store("127.0.0.1", port, None, 1.0)
+            store.serve_store("127.0.0.1", port, 2, None, 1.0)
     socket.create_server(("127.0.0.1", port)).close()
 
 

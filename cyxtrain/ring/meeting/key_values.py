@@ -114,12 +114,14 @@ class KeyValueServer:
     Args:
         listener: Owned from now on.
         key: What members know.
+        world_size: How many ranks there are.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
         listener.setblocking(False)
         self.values = KeyValues()
         self._listener = listener
+        self._world_size = world_size
         self._members: dict[socket.socket, _Member] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, woken = socket.socketpair()
@@ -171,8 +173,11 @@ class KeyValueServer:
                 f"rank {claim.rank} speaks version {claim.protocol} of the ring's protocol, rank 0 version "
                 f"{PROTOCOL_VERSION}. Install the same version of cyxtrain everywhere"
             )
-        if claim.rank >= claim.world_size:
-            return f"there is no rank {claim.rank} in a world of {claim.world_size}"
+        if claim.rank >= self._world_size:
+            return (
+                f"it was started for a world of {claim.world_size}, rank 0 for a world of {self._world_size}. Start "
+                "all ranks with the same WORLD_SIZE"
+            )
         if Counter(member.rank for member in self._members.values())[claim.rank] >= _MAX_CONNECTIONS:
             return f"too many processes have joined as rank {claim.rank}"
         return ""

@@ -24,12 +24,15 @@ _NO_SECRET = b"cyxtrain without a secret"
 """What everybody knows: it keeps out other programs, and nobody else."""
 
 
-def serve_store(address: str, port: int, secret: bytes | None, timeout_seconds: float) -> KeyValueServer:
+def serve_store(
+    address: str, port: int, world_size: int, secret: bytes | None, timeout_seconds: float
+) -> KeyValueServer:
     """Opens the store on this machine, for all ranks.
 
     Args:
         address: Where the other ranks look for it.
         port: TCP port; it must be free.
+        world_size: How many ranks will come.
         secret: Of the run; None: everybody who speaks this protocol is let in.
         timeout_seconds: How long to try whether the address leads here.
 
@@ -60,7 +63,7 @@ def serve_store(address: str, port: int, secret: bytes | None, timeout_seconds: 
             "MASTER_ADDR (or master_addr) must be the host name or an address of rank 0's machine.",
             rank=0,
         )
-    return KeyValueServer(listener, secret or _NO_SECRET)
+    return KeyValueServer(listener, secret or _NO_SECRET, world_size)
 
 
 def reach_store(
