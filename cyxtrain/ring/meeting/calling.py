@@ -154,18 +154,7 @@ def call_once(
 def introduce(sock: socket.socket, claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]) -> None:
     """Proves on a new connection who we are, and that the other side knows the secret.
 
-    Args:
-        sock: Connected, non-blocking.
-        claim: What we say of ourselves.
-        key: The run's secret.
-        deadline: When to give up.
-        look: Called again and again while it waits.
-
-    Raises:
-        RefusedError: It knows the secret, and does not let us in.
-        ClosedError: It closed the connection.
-        HandshakeError: What answers there is no rank.
-        OSError: It does not answer.
+    Args and errors are those of `call_once`; `sock` is connected and non-blocking, and stays open where it fails.
     """
     caller = Caller(claim, key)
     heard = bytearray()

@@ -65,7 +65,7 @@ class Watch:
         heartbeat_timeout_seconds: The shortest that any rank has: this one says more often that it lives.
         stop_links: Wakes everybody who waits on a link of the group; called once, when the group ends.
         describe: Returns what this rank does, for one that waits for it.
-        checksums: Of what is said: it always carries them.
+        checksums: Those of control frames, which always carry them.
     """
 
     def __init__(
