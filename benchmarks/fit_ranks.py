@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
 
 _FEATURES, _CLASSES = 64, 10
 _WARM_STEPS = 20

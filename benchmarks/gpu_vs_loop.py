@@ -31,8 +31,8 @@ from text_tables import Table
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain import accelerator
-from cyxtrain.training.flops import flops_of_step, peak_flops
+from cyxtrain.environment import accelerator
+from cyxtrain.progress.flops import flops_of_step, peak_flops
 
 WAYS = ("fit", "loop", "ddp")
 PRECISIONS = ("float32", "tf32", "bf16")

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring import RingProcessGroup, connections, mesh, small, transfers
-from cyxtrain.ring.frames import Operation
+from cyxtrain.ring import RingProcessGroup, connections, small
+from cyxtrain.ring.wire import executor, transfers
+from cyxtrain.ring.wire.frames import Operation
 
 SIZES = [64, 1 << 10, 16 << 10, 250_000, 1_000_000, 4_000_000, 25 << 20, 100 << 20]
 """Bytes of float32."""
@@ -49,7 +50,7 @@ class _SilentWatch:
 
 def _strip() -> None:
     """Takes headers and watching out of the ring of this process."""
-    for module in (transfers, mesh, small):
+    for module in (transfers, executor, small):
         module.HEADER_BYTES = 0
         module.header = lambda begin, payload, checksums, address=0: b""
         module.expected_header = lambda identity, payload_bytes: b""

@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn import functional
 
-from cyxtrain.training.saving.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
-from cyxtrain.training.saving.optimizer_state import optimizer_state_by_name
-from cyxtrain.training.saving.writer import Writer
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.checkpoint.writer import Writer
 
 _LAYERS, _ROWS = 8, 16
 _NAME = "state"
@@ -106,7 +106,7 @@ class Way(abc.ABC):
 
 
 class _OurWriter(Way):
-    """`cyxtrain.training.saving.writer.Writer`: one for all saves, with its buffers."""
+    """`cyxtrain.checkpoint.writer.Writer`: one for all saves, with its buffers."""
 
     _writer: Writer | None = None
 
@@ -140,7 +140,7 @@ class _OurFirstWriter(Way):
 
 
 class _OurFile(Way):
-    """`cyxtrain.training.saving.checkpoint.write_checkpoint`."""
+    """`cyxtrain.checkpoint.checkpoint_file.write_checkpoint`."""
 
     def save(self, done: Callable[[], None]) -> Wait:
         write_checkpoint(self.folder / _NAME, _our_state(self.training))

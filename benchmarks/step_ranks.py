@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
-from cyxtrain.allocator import keep_freed_memory
+from cyxtrain.environment.allocator import keep_freed_memory
 
 _WARM_STEPS = 2
 _PROFILED_STEPS = 50

@@ -11,25 +11,14 @@ of a standard stream that is absent.
 """
 # ruff: noqa: E402
 
-from cyxtrain import standard_streams
+from cyxtrain.environment import standard_streams
 
 standard_streams.open_absent()  # before PyTorch or anything else can open a file under its number
 
 from torch.distributed import ReduceOp
 
 from cyxtrain import callbacks, datasets, ring
-from cyxtrain.collectives import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    gather,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-)
+from cyxtrain.checkpoint.weights import load_weights, save_weights
 from cyxtrain.config import (
     AMPConfig,
     BackendType,
@@ -59,7 +48,23 @@ from cyxtrain.errors import (
 from cyxtrain.experiment import Config, Experiment
 from cyxtrain.models import get_model, list_models, register_model
 from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
-from cyxtrain.runtime import (
+from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory
+from cyxtrain.training.amp_trainer import DistributedAMPTrainer
+from cyxtrain.training.inputs.step_count import count_steps
+from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.world.collectives import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from cyxtrain.world.runtime import (
     destroy_process_group,
     finalize,
     get_local_rank,
@@ -70,11 +75,6 @@ from cyxtrain.runtime import (
     is_initialized,
     is_master,
 )
-from cyxtrain.training.amp_trainer import DistributedAMPTrainer
-from cyxtrain.training.counting import count_steps
-from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory
-from cyxtrain.training.saving.weights import load_weights, save_weights
-from cyxtrain.training.trainer import DistributedTrainer
 
 __version__ = "0.1.0"
 

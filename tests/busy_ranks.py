@@ -27,7 +27,7 @@ from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.watching import waits
+from cyxtrain.ring.monitoring import wait_graph
 
 # --- a held GIL -----------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Heard(logging.Handler):
 def wait_for_a_slow_rank(slow: int, how: str, seconds: float, warn_seconds: float | None) -> list[str]:
     """One rank comes late to a collective; returns what this rank logged while it waited."""
     if warn_seconds is not None:
-        waits.WARN_SECONDS = warn_seconds
+        wait_graph.WARN_SECONDS = warn_seconds
     heard = Heard()
     logging.getLogger("cyxtrain.ring").addHandler(heard)
     with cx.init():

@@ -27,7 +27,7 @@ from chaos_links import Connection
 from chaos_records import Happened, Traffic
 from faults import Plan
 
-from cyxtrain.ring.meeting import calling
+from cyxtrain.ring.rendezvous import dial
 
 FRAME = struct.Struct(">4sI")
 """What every message of the handshake begins with: magic, and the length of the JSON text that follows."""
@@ -50,7 +50,7 @@ class _Socket(socket.socket):
         return super().connect_ex(_redirected.get(address, address))
 
 
-vars(calling)["socket"] = types.SimpleNamespace(**(vars(socket) | {"socket": _Socket}))
+vars(dial)["socket"] = types.SimpleNamespace(**(vars(socket) | {"socket": _Socket}))
 
 
 class ChaosStore(dist.Store):

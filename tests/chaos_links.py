@@ -14,7 +14,7 @@ from chaos_records import Active, Handshake, Happened, Traffic
 from faults import Close, Cut, Delay, Fault, Flip, Forge, OneWay, Reset, Slices, Throttle
 from xxhash import xxh3_64_digest
 
-from cyxtrain.ring.frames import EXPECTED_BYTES, HEADER_BYTES
+from cyxtrain.ring.wire.frames import EXPECTED_BYTES, HEADER_BYTES
 
 _READ_BYTES = 1 << 16
 _QUEUE_BYTES = 1 << 18

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from cyxtrain.training.saving.archive import write_archive
-from cyxtrain.training.saving.checkpoint import FORMAT, FORMAT_VERSION, CheckpointState, entries_of
+from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, CheckpointState, entries_of
+from cyxtrain.checkpoint.format.archive import write_archive
 
 
 def pack_checkpoint(state: CheckpointState) -> bytes:

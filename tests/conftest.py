@@ -43,7 +43,7 @@ def pipe_of_pytorchs_stores() -> None:
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As many cores as the test's parameter says, for all that the ranks of this process know."""
     count: int = request.param
-    monkeypatch.setattr("cyxtrain.ring.meeting.rendezvous.count_usable_cores", lambda: count)
+    monkeypatch.setattr("cyxtrain.ring.rendezvous.rendezvous.count_usable_cores", lambda: count)
     return count
 
 

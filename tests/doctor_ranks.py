@@ -13,8 +13,8 @@ from typing import Any
 import strangers
 
 from cyxtrain.config import DistributedConfig
+from cyxtrain.doctor import examine, measure, pairs
 from cyxtrain.launch import bench
-from cyxtrain.launch.doctor import examine, measuring, pairs
 
 
 def said_by(function: Callable[..., int], *arguments: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
 def examine_and_die(rank: int) -> dict[str, Any]:
     """One rank ends without a word when it begins to measure."""
     if int(os.environ["RANK"]) == rank:
-        measuring.lead = lambda *_: os._exit(3)
+        measure.lead = lambda *_: os._exit(3)
     return examine_here()
 
 

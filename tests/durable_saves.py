@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.saving.checkpoint import CheckpointState, read_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
-from cyxtrain.training.saving.writer import Writer
 
 _TRACE_ME, _GO_ON_TO_THE_NEXT_CALL = 0, 24  # ptrace(2)
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cyxtrain as cx
-from cyxtrain import devices, joining, torch_compat
+from cyxtrain.environment import torch_compat
 from cyxtrain.ring.backend import PyTorchGroup
+from cyxtrain.world import devices, join
 
 NAME = "fakenccl"
 _OPERATIONS = {
@@ -155,8 +156,8 @@ def joined(*, tells: bool) -> Iterator[cx.distributed.World]:
         dist.init_process_group(NAME, **group)
 
     with (
-        mock.patch.object(joining, "_require_backend"),
-        mock.patch.object(joining, "_make_nccl", make),
+        mock.patch.object(join, "_require_backend"),
+        mock.patch.object(join, "_make_nccl", make),
         mock.patch.object(devices, "check_nccl"),
     ):
         world = cx.init(cx.DistributedConfig(backend="nccl"))

@@ -220,8 +220,8 @@ def install(plan: Plan, rank: int) -> None:
     It counts by wrapping the methods of `Link` that move bytes, and those of `Mesh` that do a collective, for the rest
     of this process's life: call it in a process of its own, before it joins.
     """
-    from cyxtrain.ring.link import Link
-    from cyxtrain.ring.mesh import Mesh
+    from cyxtrain.ring.wire.executor import Mesh
+    from cyxtrain.ring.wire.link import Link
 
     mine = plan.of_rank(rank)
     calls = {fault.at_call: fault.what for fault in mine if fault.at_call is not None}

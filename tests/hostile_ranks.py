@@ -18,8 +18,8 @@ from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
-from cyxtrain.ring.meeting import calling, rendezvous
-from cyxtrain.ring.transfers import SHORT_BYTES
+from cyxtrain.ring.rendezvous import dial, rendezvous
+from cyxtrain.ring.wire.transfers import SHORT_BYTES
 
 SECONDS = 60.0
 ELEMENTS = 100_003
@@ -104,7 +104,7 @@ def _tell_port(folder: Folder, rank: int) -> None:
 
 def _tell_what_is_said(folder: Folder, rank: int) -> None:
     """Tells strangers what rank 1 says when it is let in for the first time."""
-    send = calling._send
+    send = dial._send
     said: list[bytes] = []
 
     def send_and_tell(sock: Any, data: bytes, **keywords: Any) -> None:
@@ -113,7 +113,7 @@ def _tell_what_is_said(folder: Folder, rank: int) -> None:
         if len(said) == 2 and rank == 1:
             folder.tell("recorded", b"".join(said).hex())
 
-    calling._send = send_and_tell
+    dial._send = send_and_tell
 
 
 def _hold_back(folder: Folder) -> None:

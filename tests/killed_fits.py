@@ -15,7 +15,7 @@ from fitting import CLASSES, FEATURES, fingerprint, make_rows, seeded
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.saving import files
+from cyxtrain.checkpoint import files
 
 ROWS, BATCH, EPOCHS = 55, 5, 3
 

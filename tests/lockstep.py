@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cyxtrain.ring.algorithms import NOTHING, Fold, Step, Tell, Then, Transfer
+from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Step, Tell, Then, Transfer
 
 GARBAGE = "garbage"
 

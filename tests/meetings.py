@@ -12,10 +12,10 @@ from worlds import join_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.host import Process
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import Board
-from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.ring.monitoring.process_state import Process
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.wire.link import Deadline
 
 LATE = 0.5
 """Seconds after the deadline that an error may come."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain.data.moving import Placement, Prefetcher
-from cyxtrain.data.rows import Rows
+from cyxtrain.data.batches.prefetch import Placement, Prefetcher
+from cyxtrain.data.batches.rows import Rows
 
 ROWS, BATCH = 80, 8
 GPU = f"{fakegpu.NAME}:0"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.errors import CyxtrainError
-from cyxtrain.ring.algorithms import chunks
-from cyxtrain.ring.routes import few
+from cyxtrain.ring.schedules.algorithms import chunks
+from cyxtrain.ring.schedules.selector import few
 
 Op = dist.ReduceOp
 DTYPES = contract_values.DTYPES

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain.training.optimizers import can_fuse
+from cyxtrain.optim.optimizers import can_fuse
 
 STEPS, BATCH, FEATURES, CLASSES = 48, 8, 16, 10
 """Of an epoch on one rank; rows of a step on each rank."""

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cyxtrain.ring.meeting.handshake import Caller, Claim, HandshakeError, Role, message, place_of, take_message
+from cyxtrain.ring.rendezvous.handshake import Caller, Claim, HandshakeError, Role, message, place_of, take_message
 
 Address = tuple[str, int]
 SECONDS = 10.0

@@ -19,7 +19,7 @@ import survival_ranks
 from rank_processes import _CONTEXT, Ended, _collect, _serve, environment, values
 from worlds import free_port, wait_until
 
-from cyxtrain.ring.meeting import handshake
+from cyxtrain.ring.rendezvous import handshake
 
 # What the ranks are in when one of them is killed -> what they do.
 ACTIVITIES = {

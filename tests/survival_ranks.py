@@ -23,8 +23,8 @@ from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.link import Deadline, Poller
-from cyxtrain.ring.meeting import handshake, rendezvous
+from cyxtrain.ring.rendezvous import handshake, rendezvous
+from cyxtrain.ring.wire.link import Deadline, Poller
 
 MIB = 2**20
 Facts = dict[str, Any]

@@ -14,9 +14,9 @@ from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixt
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain import runtime
-from cyxtrain.parallel.report import Report
+from cyxtrain.parallel.step_report import Report
 from cyxtrain.ring import RingProcessGroup
+from cyxtrain.world import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 X, Y = make_rows(48)

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import cyxtrain as cx
-from cyxtrain.training.accuracy import Accuracy
-from cyxtrain.training.find_accuracy import find_accuracy
-from cyxtrain.training.loss import Loss
+from cyxtrain.metrics.accuracy import Accuracy
+from cyxtrain.metrics.find_accuracy import find_accuracy
+from cyxtrain.metrics.loss import Loss
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS, TOKENS, WORDS = 20, 6, 5

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from cyxtrain import allocator
+from cyxtrain.environment import allocator
 
 pytestmark = pytest.mark.skipif(allocator._libc is None, reason="only glibc can be told")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain.data.batching import as_batch, left_out
+from cyxtrain.data.batches.collate import as_batch, left_out
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 ROWS = 24

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain import environment
-from cyxtrain.training.notebook import keeping
+from cyxtrain.environment import process_env
+from cyxtrain.notebook import worker_cache
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="these workers get POSIX signals"),
@@ -45,9 +45,9 @@ LIBRARY = Path(cx.__file__).parents[1]
 def workers(nothing_left_behind: None) -> Iterator[None]:
     """Workers stay from test to test, and end after the last one."""
     with pytest.MonkeyPatch.context() as patch:
-        own = environment.to_pass_on
+        own = process_env.to_pass_on
         # pytest notes the running test there, and workers are started anew where the environment is another.
-        patch.setattr(environment, "to_pass_on", lambda: {k: v for k, v in own().items() if k != "PYTEST_CURRENT_TEST"})
+        patch.setattr(process_env, "to_pass_on", lambda: {k: v for k, v in own().items() if k != "PYTEST_CURRENT_TEST"})
         yield
         cx.finalize()
 
@@ -76,7 +76,7 @@ def started() -> list[int]:
 
 def pids() -> list[int]:
     """The workers of this process, by rank; none: they have ended."""
-    pool = keeping.workers._pool
+    pool = worker_cache.workers._pool
     return [] if pool is None or not pool.is_usable else [rank._process.pid for rank in pool._supervisor._ranks]
 
 
@@ -543,11 +543,11 @@ class Keeping(cx.callbacks.Callback):
 
 
 def test_what_cannot_come_back_is_named_and_the_rest_comes():
-    keeping, trainer = Keeping(), trainer_of()
+    worker_cache, trainer = Keeping(), trainer_of()
     with pytest.warns(UserWarning, match=r"callback 0 \(Keeping\) has another .* which cannot be sent back") as told:
-        trainer.fit(X, Y, callbacks=[keeping], **SETTINGS)
+        trainer.fit(X, Y, callbacks=[worker_cache], **SETTINGS)
     assert {re.search(r"another \.(\w+) ", str(each.message))[1] for each in told} == {"error", "rows"}
-    assert (keeping.epochs, trainer.epoch) == (2, 2)
+    assert (worker_cache.epochs, trainer.epoch) == (2, 2)
 
 
 def test_a_subclass_of_the_trainer_does_its_own_once():
@@ -622,7 +622,7 @@ def test_a_fit_that_is_not_told_of_processes_has_none():
 
 @pytest.mark.nightly
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
-    monkeypatch.setattr(keeping, "usable_cores", lambda variables: 1)
+    monkeypatch.setattr(worker_cache, "usable_cores", lambda variables: 1)
     cx.finalize()
     with pytest.warns(UserWarning, match="num_processes=2, and this process may use 1 core"):
         started()
@@ -674,7 +674,7 @@ def test_ranks_of_a_launcher_are_used_and_no_worker():
 def fit_shown() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True, "num_processes": 4, "epochs": 1})
-    assert keeping.workers._pool is None
+    assert worker_cache.workers._pool is None
     return out.getvalue()
 
 
@@ -873,7 +873,7 @@ def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
 def test_a_worker_that_is_killed_between_two_calls_is_replaced():
     before = started()
     os.kill(before[1], signal.SIGKILL)
-    wait_until(lambda: keeping.workers._pool._has_ended)
+    wait_until(lambda: worker_cache.workers._pool._has_ended)
     assert len(trainer_of().fit(X, Y, **SETTINGS).train_losses) == 2
     assert not set(pids()) & set(before)
 
@@ -943,7 +943,7 @@ class Late:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if not environment.is_launched():
+        if not process_env.is_launched():
             os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Callback, EarlyStopping
-from cyxtrain.training.callbacks import BatchLogs
-from cyxtrain.training.saving import files
+from cyxtrain.callbacks.callback import BatchLogs
+from cyxtrain.checkpoint import files
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

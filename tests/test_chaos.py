@@ -35,7 +35,7 @@ from xxhash import xxh3_64, xxh3_64_digest
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CyxtrainError, DamagedFrameError, PeerLostError, RendezvousError
-from cyxtrain.ring.checksums import Checksums
+from cyxtrain.ring.wire.checksums import Checksums
 
 SEED = int(os.environ.get("CHAOS_SEED", "20"))
 LARGE = 4000

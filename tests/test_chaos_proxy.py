@@ -39,7 +39,7 @@ from faults import (
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, wait_until
 
-from cyxtrain.ring.meeting import calling
+from cyxtrain.ring.rendezvous import dial
 
 DATA = bytes(range(256)) * 40
 
@@ -61,7 +61,7 @@ def linked(*faults: Fault, role: str = "collectives") -> Iterator[Ends]:
         entry = json.dumps({"host": "127.0.0.1", "port": listener.getsockname()[1], "kept": [1]})
         proxy.store(store).set("7/entry/0", entry)
         assert store.get("7/entry/0").decode() == entry
-        with calling.socket.socket() as near:
+        with dial.socket.socket() as near:
             near.settimeout(10)
             near.connect_ex(listener.getsockname())
             rest = message() + (struct.pack(">I", 2) + b"{}" + bytes(8)) * (role == "collectives")

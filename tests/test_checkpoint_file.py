@@ -9,11 +9,11 @@ import pytest
 import torch
 from checkpoints import pack_checkpoint
 
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
+from cyxtrain.checkpoint.files import is_being_written, replacing
+from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into
+from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.training.saving.checkpoint import CheckpointState, read_checkpoint, write_checkpoint
-from cyxtrain.training.saving.files import is_being_written, replacing
-from cyxtrain.training.saving.folder import CheckpointFolder, Found, look_into
-from cyxtrain.training.saving.writer import Writer
 
 
 def state(**fields):

@@ -16,17 +16,11 @@ import torch
 from checkpoints import pack_checkpoint
 
 import cyxtrain.training
+from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, CheckpointState, entries_of, unpack_checkpoint
+from cyxtrain.checkpoint.format.archive import write_archive
+from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.format.tensors import encode_tensors, safetensors_parts
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.saving.archive import write_archive
-from cyxtrain.training.saving.checkpoint import (
-    FORMAT,
-    FORMAT_VERSION,
-    CheckpointState,
-    entries_of,
-    unpack_checkpoint,
-)
-from cyxtrain.training.saving.tensors import encode_tensors, safetensors_parts
-from cyxtrain.training.saving.tree import decode_tree, encode_tree
 
 DTYPES = [
     torch.bool,

@@ -12,7 +12,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.clipping import clip_adaptive, unit_norms
+from cyxtrain.optim.clipping import clip_adaptive, unit_norms
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 WAYS = [{"clip_norm": 0.05}, {"clip_value": 0.01}, {"clip_adaptive": 0.02}, {"clip_norm": 1e9}]

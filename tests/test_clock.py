@@ -17,10 +17,10 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch.utils.data import Dataset
 
 import cyxtrain as cx
-from cyxtrain import accelerator
 from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
-from cyxtrain.training.clock import PARTS, Clock
-from cyxtrain.training.ready.slow_ranks import slow_rank
+from cyxtrain.callbacks.slow_ranks import slow_rank
+from cyxtrain.environment import accelerator
+from cyxtrain.progress.step_timer import PARTS, Clock
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 SLOW_SECONDS = 0.05

@@ -295,7 +295,7 @@ def test_variables_of_schedulers_are_those_that_are_read():
         name for row in re.findall(r"^\|.*\|$", table, flags=re.MULTILINE) for name in re.findall("`([A-Z_]+)`", row)
     }
     assert len(names) == 22
-    read = (ROOT / "cyxtrain" / "clusters.py").read_text(encoding="utf-8")
+    read = (ROOT / "cyxtrain" / "environment" / "schedulers.py").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if f'"{name}"' not in read] == []
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_processes import on_ranks, rank_server, run_ranks  # noqa: F401 - a fixture
 
 import cyxtrain as cx
-from cyxtrain import runtime
+from cyxtrain.world import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 CALLS = {

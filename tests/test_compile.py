@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import cyxtrain as cx
 from cyxtrain.errors import ConfigError
-from cyxtrain.training import compiling
-from cyxtrain.training.recomputing import layers_of, recomputed
+from cyxtrain.training.model import compile
+from cyxtrain.training.model.recompute import layers_of, recomputed
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.timeout(300)]
 
@@ -95,7 +95,7 @@ def gradients_of_recomputed() -> tuple[float, int]:
     """How far a gradient is from the one that the output shows, and how often running means have changed in 3 steps."""
     block, rows = Block(), torch.randn(16, 8)
     model = nn.Sequential(block)
-    with recomputed(layers_of(model, [])), compiling.compiled(model, True):
+    with recomputed(layers_of(model, [])), compile.compiled(model, True):
         for _ in range(3):
             model.zero_grad()
             output = model(rows)
@@ -150,7 +150,7 @@ def test_what_the_user_has_compiled_stays_compiled():
     model = make_model()
     model.compile()  # nothing is compiled before it runs
     own = model._compiled_call_impl
-    with compiling.compiled(model, True):
+    with compile.compiled(model, True):
         assert model._compiled_call_impl is own
     assert model._compiled_call_impl is own
 
@@ -221,7 +221,7 @@ def backward_of_compiled(by_layer: bool) -> dict[str, Any]:
     model, rows, events = Deep(), torch.randn(16, 4), []
     model(rows).square().sum().backward()
     usual = [parameter.grad for parameter in model.parameters()]
-    with compiling.compiled(model, True, by_layer=by_layer):
+    with compile.compiled(model, True, by_layer=by_layer):
         compiled = [name for name, part in model.named_modules() if part._compiled_call_impl is not None]
         model.zero_grad()
         loss = model(rows).square().sum()
@@ -266,8 +266,8 @@ def test_gradients_of_layers_that_are_compiled_one_by_one_arrive_while_backward_
 def test_layers_are_compiled_one_by_one_where_gradients_travel_from_accelerators(
     monkeypatch, model, mode, device, world_size, expected
 ):
-    monkeypatch.setattr(compiling, "check_compiler", lambda *_: None)
-    assert compiling.compiles_by_layer(model, mode, torch.device(device), world_size) is expected
+    monkeypatch.setattr(compile, "check_compiler", lambda *_: None)
+    assert compile.compiles_by_layer(model, mode, torch.device(device), world_size) is expected
 
 
 class Graphs:
@@ -338,7 +338,7 @@ def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
         for owner in ("compiling", "totals"):
             monkeypatch.setattr(f"cyxtrain.training.{owner}.may_use_cuda_graphs", lambda _: True)
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", graphs.mark)
-        monkeypatch.setattr("cyxtrain.torch_compat.unmark_cuda_graph_steps", graphs.end)
+        monkeypatch.setattr("cyxtrain.environment.torch_compat.unmark_cuda_graph_steps", graphs.end)
         found = history_of(graphs, kind)
     assert found == usual
     # 5 steps of 2 micro-batches and 10 batches of validation in each of 2 epochs, then an evaluation.
@@ -350,7 +350,7 @@ def marks_after(device: str) -> list[int]:
     from torch._inductor.cudagraph_trees import MarkStepBox
 
     found = []
-    with compiling.steps_marked(torch.device(device)) as mark:
+    with compile.steps_marked(torch.device(device)) as mark:
         if mark is not None:
             mark()
         found.append(MarkStepBox.mark_step_counter)

@@ -21,9 +21,9 @@ from rank_processes import on_ranks, rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.parallel.compression import load_state
 from cyxtrain.parallel.powersgd import LowRankGradient, as_matrix
-from cyxtrain.training.saving.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 MANY_BUCKETS = 1e-4  # MiB: about a parameter each

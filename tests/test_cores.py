@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from cyxtrain import cores, joining
+from cyxtrain.environment import cpu
 from cyxtrain.workers import machine
+from cyxtrain.world import join
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has control groups")
 V1 = {"cpu.cfs_quota_us": "250000\n", "cpu.cfs_period_us": "100000\n"}
@@ -46,18 +47,18 @@ def make_groups(root, groups, **folders):
 )
 def test_quota_is_the_smallest_of_the_groups_of_version_1_and_2(groups, folders, quota, tmp_path):
     make_groups(tmp_path, groups, **folders)
-    assert cores.cgroup_quota(tmp_path) == quota
+    assert cpu.cgroup_quota(tmp_path) == quota
 
 
 def test_no_proc_is_no_limit(tmp_path):
-    assert cores.cgroup_quota(tmp_path) == math.inf
+    assert cpu.cgroup_quota(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize(("affinity", "quota", "count"), [(8, math.inf, 8), (8, 2.5, 2), (2, 4.0, 2), (8, 0.5, 1)])
 def test_cores_are_what_affinity_and_quota_leave(affinity, quota, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
-    monkeypatch.setattr(cores, "cgroup_quota", lambda: quota)
-    assert cores.count_usable_cores() == count
+    monkeypatch.setattr(cpu, "cgroup_quota", lambda: quota)
+    assert cpu.count_usable_cores() == count
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,10 @@ def test_ranks_and_their_threads_are_as_many_as_the_scheduler_leaves_cores(
 def test_threads_are_capped_as_ranks_are(quota, ranks, own_cores, threads, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(joining, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(join, "cgroup_quota", lambda: quota)
     try:
         torch.set_num_threads(8)
-        joining._share_cores(ranks, own_cores)
+        join._share_cores(ranks, own_cores)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -22,11 +22,11 @@ from torch import nn
 from worlds import run_processes
 
 import cyxtrain as cx
-from cyxtrain import accelerator
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.arrays import ArraySource
+from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.feed import Place
-from cyxtrain.data.moving import Placement
+from cyxtrain.data.sources.arrays import ArraySource
+from cyxtrain.environment import accelerator
 
 GPU = os.environ.get("CYXTRAIN_TEST_GPU", "cuda")
 """Or the stand-in of tests/stand_in, on which test_stand_in.py runs some of these."""

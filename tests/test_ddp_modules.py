@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cyxtrain as cx
-from cyxtrain.parallel.broadcasting import tensors_of
+from cyxtrain.parallel.consistency.broadcasting import tensors_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

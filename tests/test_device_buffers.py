@@ -13,10 +13,15 @@ from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.parallel import broadcasting
+from cyxtrain.parallel.consistency import broadcasting
 
 STEPS = 12
-OURS = ("parallel/broadcasting.py", "parallel/hashing.py", "parallel/tensor_parts.py", "accelerator.py")
+OURS = (
+    "parallel/consistency/broadcasting.py",
+    "parallel/consistency/hashing.py",
+    "parallel/consistency/tensor_parts.py",
+    "accelerator.py",
+)
 
 
 class Model(nn.Module):

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import cyxtrain as cx
-from cyxtrain.training.clipping import multiply_gradients
-from cyxtrain.training.display import Display, displays_by
+from cyxtrain.optim.clipping import multiply_gradients
+from cyxtrain.progress.display import Display, displays_by
 
 ROWS, BATCH, IGNORED = 320, 8, -100
 STEPS = ROWS // BATCH

@@ -19,11 +19,11 @@ from test_ring_cuda import every_collective
 from worlds import run_processes, start_processes
 
 import cyxtrain as cx
-from cyxtrain import devices, joining, runtime, talking
-from cyxtrain.devices import Seen
-from cyxtrain.environment import own_identity
+from cyxtrain.environment.process_env import own_identity
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.training import device
+from cyxtrain.training.model import placement
+from cyxtrain.world import consensus, devices, join, runtime
+from cyxtrain.world.devices import Seen
 
 # --- the agreement on a backend -------------------------------------------------------------------------------------
 
@@ -99,12 +99,12 @@ def test_all_ranks_train_on_one_kind_of_device():
 
 
 def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(device.runtime, "group_for", lambda _: None)
-    monkeypatch.setattr(device.talking, "backends_of", lambda _: {"cuda": "nccl"})
+    monkeypatch.setattr(placement.runtime, "group_for", lambda _: None)
+    monkeypatch.setattr(placement.talking, "backends_of", lambda _: {"cuda": "nccl"})
     everyone = [{"_device": ["cuda:0", "node", name]} for name in ("GPU-1", "GPU-2", "GPU-1")]
-    device.check_devices(everyone[:2], torch.device("cuda", 0))
+    placement.check_devices(everyone[:2], torch.device("cuda", 0))
     with pytest.raises(cx.ConfigError, match="rank 0 and rank 2 train on one GPU, cuda:0 of node, which NCCL refuses"):
-        device.check_devices(everyone, torch.device("cuda", 0))
+        placement.check_devices(everyone, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("asked", ["mps", torch.device("mps")])
@@ -167,7 +167,7 @@ def train_over_groups_of_gpus(folder: str) -> None:
     beside = runtime.cpu_group()
     assert beside is not group
     assert beside._group.timeout == timedelta(seconds=7)
-    assert talking.backends_of() == {"cuda": "gloo"}
+    assert consensus.backends_of() == {"cuda": "gloo"}
     assert runtime.gather_texts("here") == ["here"] * 2
     mine = torch.ones(3)
     cx.all_reduce(mine)
@@ -180,12 +180,12 @@ def train_over_groups_of_gpus(folder: str) -> None:
     assert dist.group.WORLD is group
     dist.destroy_process_group()
 
-    joining.devices.why_ring, joining.devices.check_nccl = lambda *_: "", lambda _: None  # as if each had a GPU
+    join.devices.why_ring, join.devices.check_nccl = lambda *_: "", lambda _: None  # as if each had a GPU
 
     def make(group: dict[str, Any], config: cx.DistributedConfig, _: Any) -> None:
         dist.init_process_group("cuda:gloo", **group, timeout=timedelta(seconds=20))
 
-    joining._make_nccl = make
+    join._make_nccl = make
     with cx.init(cx.DistributedConfig(collective_timeout_ms=9000)):
         assert runtime.cpu_group() is not dist.group.WORLD
         assert runtime.cpu_group()._group.timeout == runtime._joined.store.timeout == timedelta(seconds=9)  # type: ignore[union-attr]

@@ -31,16 +31,16 @@ from worlds import free_port, wait_until
 
 import cyxtrain as cx
 from cyxtrain.config import DistributedConfig
-from cyxtrain.launch import tables
-from cyxtrain.launch.doctor import alone, examine, machine, measuring, meeting, report, transports
-from cyxtrain.launch.doctor.findings import Arrival, Pair, View
-from cyxtrain.launch.doctor.machine import Machine
-from cyxtrain.launch.doctor.measuring import Exchange
-from cyxtrain.launch.doctor.schedule import partner, rounds
-from cyxtrain.ring.host import Process
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.board import Board
-from cyxtrain.ring.meeting.entry import Entry
+from cyxtrain.doctor import examine, local_checks, machine_facts, measure, report, store_exchange, transports
+from cyxtrain.doctor.findings import Arrival, Pair, View
+from cyxtrain.doctor.machine_facts import Machine
+from cyxtrain.doctor.measure import Exchange
+from cyxtrain.doctor.pair_schedule import partner, rounds
+from cyxtrain.progress import tables
+from cyxtrain.ring.monitoring.process_state import Process
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.wire.link import Deadline
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 needs_hosts = pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts")
@@ -85,7 +85,7 @@ def test_skew_is_exact_where_both_ways_take_equally_long(skew):
 
 
 def test_skew_is_that_of_the_shortest_exchange():
-    assert measuring.skew_of([exchange(4.0, 0.5, 2.0), exchange(0.25, 0.25, 2.0), exchange(0.5, 3.0, 2.0)]) == 2.0
+    assert measure.skew_of([exchange(4.0, 0.5, 2.0), exchange(0.25, 0.25, 2.0), exchange(0.5, 3.0, 2.0)]) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -115,21 +115,21 @@ def between_two(lead_seconds, follow):
         other = threading.Thread(target=follow, args=(theirs,))
         other.start()
         try:
-            return measuring.lead(ours, lead_seconds)
+            return measure.lead(ours, lead_seconds)
         finally:
             ours.close()
             other.join()
 
 
 def test_a_connection_is_measured_both_ways():
-    figures = between_two(20.0, lambda sock: measuring.follow(sock, 20.0))
+    figures = between_two(20.0, lambda sock: measure.follow(sock, 20.0))
     assert 0 < figures.round_trip_seconds < 1
     assert figures.bytes_per_second > 1e6
     assert abs(figures.skew_seconds) < 1  # one clock, read on both sides
 
 
 def test_a_connection_that_ends_in_the_middle_is_an_error():
-    with pytest.raises((measuring.ClosedError, ConnectionError)):
+    with pytest.raises((measure.ClosedError, ConnectionError)):
         between_two(20.0, lambda sock: sock.close())
 
 
@@ -140,7 +140,7 @@ def test_a_connection_that_carries_short_messages_only_is_told_from_one_that_is_
                 return
             sock.sendall(bytes(16))
 
-    with pytest.raises(measuring.LargeLostError):
+    with pytest.raises(measure.LargeLostError):
         between_two(0.5, follow_what_is_short)
 
 
@@ -292,16 +292,16 @@ def test_alone_it_says_what_is_here(capsys, monkeypatch):
     for words in ("PyTorch ok", "MASTER_PORT ok", "memory", "gloo ok", "tcp ok", "CYXTRAIN_SECRET set"):
         assert words in squeezed(out)
     assert "nobody's business" not in out
-    assert max(map(len, out.splitlines())) <= COLUMNS + len(str(machine.__file__))  # but for the folder
+    assert max(map(len, out.splitlines())) <= COLUMNS + len(str(machine_facts.__file__))  # but for the folder
     assert squeezed(out).endswith(
         "nothing is broken here; cyxtrain launch -n 2 -- cyxtrain doctor also tries the way between processes"
     )
 
 
 def test_accelerators_other_than_cuda_are_listed(capsys, monkeypatch):
-    monkeypatch.setattr("cyxtrain.accelerator.visible", lambda: torch.device("xpu"))
-    monkeypatch.setattr("cyxtrain.accelerator.count", lambda: 2)
-    monkeypatch.setattr("cyxtrain.accelerator.name_of", lambda device: "Arc")
+    monkeypatch.setattr("cyxtrain.environment.accelerator.visible", lambda: torch.device("xpu"))
+    monkeypatch.setattr("cyxtrain.environment.accelerator.count", lambda: 2)
+    monkeypatch.setattr("cyxtrain.environment.accelerator.name_of", lambda device: "Arc")
     assert examine(config_of()) == 0
     assert "GPUs xpu:0 Arc xpu:1 Arc" in squeezed(capsys.readouterr().out)
 
@@ -313,7 +313,7 @@ def test_a_pytorch_that_nobody_has_tested_is_called_untested(capsys, monkeypatch
 
 
 def test_a_backend_that_was_asked_for_and_is_not_here_is_broken(capsys, monkeypatch):
-    monkeypatch.setattr("cyxtrain.devices.why_no_nccl", lambda: "no CUDA device is visible")
+    monkeypatch.setattr("cyxtrain.world.devices.why_no_nccl", lambda: "no CUDA device is visible")
     assert examine(dataclasses.replace(config_of(), backend="nccl")) == 1
     out = capsys.readouterr().out
     assert "nccl BROKEN no CUDA device is visible. DISTRIBUTED_BACKEND asks for it" in squeezed(out)
@@ -328,18 +328,18 @@ def test_a_variable_that_cannot_be_is_broken(capsys, monkeypatch):
 
 def test_a_port_that_is_in_use_is_said():
     with socket.create_server(("", 0)) as listener:
-        fact = alone._port(dataclasses.replace(config_of(), master_port=listener.getsockname()[1]))
+        fact = local_checks._port(dataclasses.replace(config_of(), master_port=listener.getsockname()[1]))
     assert fact.state == "no"
     assert "address already in use" in fact.text
 
 
 def test_a_transport_that_does_not_work_is_broken_only_where_it_is_asked_for():
     ways = [transports.Way("cma", "no"), transports.Way("unix", ""), transports.Way("tcp", "")]
-    assert [fact.state for fact in alone._ways(ways, "auto")] == ["no", "ok", "ok"]
-    assert "the ring takes it" in alone._ways(ways, "auto")[1].text
-    assert [fact.state for fact in alone._ways(ways, "cma")] == ["BROKEN", "ok", "ok"]
+    assert [fact.state for fact in local_checks._ways(ways, "auto")] == ["no", "ok", "ok"]
+    assert "the ring takes it" in local_checks._ways(ways, "auto")[1].text
+    assert [fact.state for fact in local_checks._ways(ways, "cma")] == ["BROKEN", "ok", "ok"]
     ways[2] = transports.Way("tcp", "no")
-    assert alone._ways(ways, "auto")[2].state == "BROKEN"
+    assert local_checks._ways(ways, "auto")[2].state == "BROKEN"
 
 
 def test_a_way_that_nobody_can_try_is_none(monkeypatch):
@@ -348,8 +348,8 @@ def test_a_way_that_nobody_can_try_is_none(monkeypatch):
 
 
 def test_the_interface_of_an_address_is_found():
-    assert machine.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
-    assert machine.interface_of("192.0.2.1") == machine.interface_of("") == ""
+    assert machine_facts.interface_of("127.0.0.1") in ("lo", "")  # "": not Linux
+    assert machine_facts.interface_of("192.0.2.1") == machine_facts.interface_of("") == ""
 
 
 # --- who comes ------------------------------------------------------------------------------------------------------
@@ -358,30 +358,30 @@ def test_the_interface_of_an_address_is_found():
 def test_who_comes_when_rank_0_has_ceased_to_wait_hears_so():
     store = dist.HashStore()
     board = Board(store, "rank 2", Deadline(5.0))
-    meeting.call_roster(board, meeting.Roster([0, 1], 3, "ab"))
+    store_exchange.call_roster(board, store_exchange.Roster([0, 1], 3, "ab"))
     with pytest.raises(cx.RendezvousError, match="rank 2 came when rank 0 had ceased to wait"):
-        meeting.hear_roster(board, 2, 3, Deadline(5.0))
+        store_exchange.hear_roster(board, 2, 3, Deadline(5.0))
     with pytest.raises(cx.RendezvousError, match="started for a world of 4, rank 0 for a world of 3"):
-        meeting.hear_roster(board, 3, 4, Deadline(5.0))
+        store_exchange.hear_roster(board, 3, 4, Deadline(5.0))
 
 
 def test_a_rank_that_rank_0_never_speaks_to_gives_up():
     with pytest.raises(cx.RendezvousError, match="rank 1 came, and rank 0 did not"):
-        meeting.hear_roster(Board(dist.HashStore(), "rank 1", Deadline(5.0)), 1, 2, Deadline(0.05))
+        store_exchange.hear_roster(Board(dist.HashStore(), "rank 1", Deadline(5.0)), 1, 2, Deadline(0.05))
 
 
 def test_two_processes_of_one_rank_are_told_apart():
     board = Board(dist.HashStore(), "rank 1", Deadline(5.0))
-    meeting.arrive(board, 1, arrival(1).entry, MACHINE)
+    store_exchange.arrive(board, 1, arrival(1).entry, MACHINE)
     with pytest.raises(cx.RendezvousError, match="rank 1 is taken"):
-        meeting.arrive(board, 1, arrival(1).entry, MACHINE)
+        store_exchange.arrive(board, 1, arrival(1).entry, MACHINE)
 
 
 def test_what_no_rank_has_written_is_said():
     store = dist.HashStore()
     store.set("roster", "[1, 2")
     with pytest.raises(cx.RendezvousError, match="holds what no rank has written"):
-        meeting.hear_roster(Board(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
+        store_exchange.hear_roster(Board(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
 
 
 # --- real processes -------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on():
 def test_package_unpickles_nothing():
     pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
     found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
-    assert found == ["cyxtrain/workers/sharing.py"]  # between a notebook and its workers, which prove who they are
+    assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its workers, which prove who they are
 
 
 def test_what_runs_by_night_are_tests():

@@ -25,8 +25,8 @@ from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixt
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

@@ -7,8 +7,8 @@ import os
 import pytest
 
 import cyxtrain as cx
-from cyxtrain import environment
 from cyxtrain.config import RingOptions
+from cyxtrain.environment import process_env
 
 # What `torchrun --nnodes 2 --nproc-per-node 2` gives to the last of its processes.
 TORCHRUN = {
@@ -37,7 +37,7 @@ def identity(config):
 
 
 def test_empty_environment_is_a_world_of_one():
-    config = environment.read_config({})
+    config = process_env.read_config({})
     assert identity(config) == (0, 1, 0)
     assert (config.master_addr, config.master_port) == ("127.0.0.1", 29500)
     assert config.backend is None
@@ -45,7 +45,7 @@ def test_empty_environment_is_a_world_of_one():
 
 
 def test_variables_of_torchrun_are_taken_as_they_are():
-    config = environment.read_config(TORCHRUN)
+    config = process_env.read_config(TORCHRUN)
     assert identity(config) == (3, 4, 1)
     assert (config.master_addr, config.master_port) == ("node-0", 29400)
 
@@ -54,14 +54,14 @@ def test_variables_of_torchrun_are_taken_as_they_are():
 def test_an_ipv6_address_may_have_brackets(address):
     bare = address.strip("[]")
     agent = TORCHRUN | {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    by_environment = environment.read_config(agent)
-    by_program = environment.complete(cx.DistributedConfig(rank=1, world_size=2, master_addr=address), {})
+    by_environment = process_env.read_config(agent)
+    by_program = process_env.complete(cx.DistributedConfig(rank=1, world_size=2, master_addr=address), {})
     assert by_environment.master_addr == by_program.master_addr == bare
-    assert environment.agent_store_prefix(by_environment, agent) == "/worker/attempt_1"
+    assert process_env.agent_store_prefix(by_environment, agent) == "/worker/attempt_1"
 
 
 def test_local_rank_is_the_rank_where_nothing_says_otherwise():
-    assert identity(environment.read_config(PAIR)) == (1, 2, 1)
+    assert identity(process_env.read_config(PAIR)) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ def test_local_rank_is_the_rank_where_nothing_says_otherwise():
 )
 def test_half_an_environment_is_an_error_that_names_what_is_missing(variables, there, missing):
     with pytest.raises(cx.ConfigError, match=f"half set: {there} is there and {missing} is missing"):
-        environment.read_config(variables)
+        process_env.read_config(variables)
 
 
 @pytest.mark.parametrize("variable", ["MASTER_PORT", "OMP_NUM_THREADS", "DISTRIBUTED_TIMEOUT_MS"])
 def test_what_a_shell_may_set_for_a_launcher_is_no_half_environment(variable):
-    assert identity(environment.read_config({variable: "29501"})) == (0, 1, 0)
+    assert identity(process_env.read_config({variable: "29501"})) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "DISTRIBUTED_TIMEOUT_MS"])
 @pytest.mark.parametrize("value", ["one", "1.5", "0x1"])
 def test_number_that_is_none_is_refused_with_its_variable(variable, value):
     with pytest.raises(cx.ConfigError, match=f"{variable}='{value}' in the environment is not a whole number"):
-        environment.read_config(PAIR | {variable: value})
+        process_env.read_config(PAIR | {variable: value})
 
 
 @pytest.mark.parametrize(
@@ -104,35 +104,35 @@ def test_number_that_is_none_is_refused_with_its_variable(variable, value):
 )
 def test_number_out_of_range_is_refused(variables, words):
     with pytest.raises(cx.ConfigError, match=words):
-        environment.read_config(PAIR | variables)
+        process_env.read_config(PAIR | variables)
 
 
 @pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND", "DISTRIBUTED_TIMEOUT_MS"])
 def test_empty_variable_is_as_good_as_none(variable):
-    assert environment.read_config(PAIR | {variable: ""}) == environment.read_config(PAIR)
+    assert process_env.read_config(PAIR | {variable: ""}) == process_env.read_config(PAIR)
 
 
 @pytest.mark.parametrize("name", ["cpu", "GLOO", "nccl"])
 def test_backend_comes_from_the_environment(name):
-    assert environment.read_config({"DISTRIBUTED_BACKEND": name}).backend is cx.BackendType(name.lower())
+    assert process_env.read_config({"DISTRIBUTED_BACKEND": name}).backend is cx.BackendType(name.lower())
 
 
 def test_unknown_backend_is_refused_with_its_variable_and_the_nearest_one():
     with pytest.raises(cx.ConfigError, match=r"DISTRIBUTED_BACKEND.*'nclc'.*Did you mean 'nccl'"):
-        environment.read_config({"DISTRIBUTED_BACKEND": "nclc"})
+        process_env.read_config({"DISTRIBUTED_BACKEND": "nclc"})
 
 
 def test_nccl_timeout_gets_a_warning_that_names_what_to_set():
     with pytest.warns(UserWarning, match="NCCL_TIMEOUT.*collective_timeout_ms"):
-        environment.read_config({"NCCL_TIMEOUT": "60"})
+        process_env.read_config({"NCCL_TIMEOUT": "60"})
 
 
 def test_timeout_comes_from_the_environment():
-    assert environment.read_config({"DISTRIBUTED_TIMEOUT_MS": "1500"}).timeout_ms == 1500
+    assert process_env.read_config({"DISTRIBUTED_TIMEOUT_MS": "1500"}).timeout_ms == 1500
 
 
 def test_what_the_config_leaves_open_comes_from_the_environment():
-    config = environment.complete(cx.DistributedConfig(collective_timeout_ms=5000), TORCHRUN)
+    config = process_env.complete(cx.DistributedConfig(collective_timeout_ms=5000), TORCHRUN)
     assert identity(config) == (3, 4, 1)
     assert (config.master_addr, config.master_port) == ("node-0", 29400)
     assert config.collective_timeout_ms == 5000
@@ -140,7 +140,7 @@ def test_what_the_config_leaves_open_comes_from_the_environment():
 
 def test_rank_and_world_size_in_code_still_meet_where_the_environment_says():
     """PyTorch's tutorials set MASTER_ADDR and MASTER_PORT, and pass rank and world_size."""
-    config = environment.complete(
+    config = process_env.complete(
         cx.DistributedConfig(rank=1, world_size=2), {"MASTER_ADDR": "node-0", "MASTER_PORT": "12355"}
     )
     assert (config.master_addr, config.master_port) == ("node-0", 12355)
@@ -151,18 +151,18 @@ def test_what_the_config_says_rules_over_the_environment():
     said = cx.DistributedConfig(
         rank=0, world_size=2, local_rank=5, master_addr="node-9", master_port=1234, backend="gloo", timeout_ms=77
     )
-    assert environment.complete(said, TORCHRUN | {"DISTRIBUTED_TIMEOUT_MS": "1", "DISTRIBUTED_BACKEND": "nccl"}) == said
+    assert process_env.complete(said, TORCHRUN | {"DISTRIBUTED_TIMEOUT_MS": "1", "DISTRIBUTED_BACKEND": "nccl"}) == said
 
 
 def test_rank_alone_takes_its_world_from_the_environment():
-    assert identity(environment.complete(cx.DistributedConfig(rank=0), {"WORLD_SIZE": "3"})) == (0, 3, 0)
+    assert identity(process_env.complete(cx.DistributedConfig(rank=0), {"WORLD_SIZE": "3"})) == (0, 3, 0)
     with pytest.raises(cx.ConfigError, match="rank is set and world_size is not"):
-        environment.complete(cx.DistributedConfig(rank=0), {})
+        process_env.complete(cx.DistributedConfig(rank=0), {})
 
 
 def test_completing_leaves_the_users_config_as_it_is():
     config = cx.DistributedConfig()
-    environment.complete(config, TORCHRUN)
+    process_env.complete(config, TORCHRUN)
     assert config == cx.DistributedConfig()
 
 
@@ -184,22 +184,22 @@ def test_reading_changes_no_variable(monkeypatch):
 
 
 def test_store_of_torchruns_agent_is_used_only_where_the_agent_is():
-    config = environment.read_config(TORCHRUN)
-    assert environment.agent_store_prefix(config, TORCHRUN) == "/worker/attempt_1"
-    assert environment.agent_store_prefix(config, PAIR) is None
-    elsewhere = environment.complete(cx.DistributedConfig(master_port=1234), TORCHRUN)
-    assert environment.agent_store_prefix(elsewhere, TORCHRUN) is None
+    config = process_env.read_config(TORCHRUN)
+    assert process_env.agent_store_prefix(config, TORCHRUN) == "/worker/attempt_1"
+    assert process_env.agent_store_prefix(config, PAIR) is None
+    elsewhere = process_env.complete(cx.DistributedConfig(master_port=1234), TORCHRUN)
+    assert process_env.agent_store_prefix(elsewhere, TORCHRUN) is None
 
 
 def test_ring_has_its_usual_options_where_nobody_says_otherwise():
-    assert environment.ring_options({}) == RingOptions(None, 30.0, False)
+    assert process_env.ring_options({}) == RingOptions(None, 30.0, False)
     empty = dict.fromkeys(("CYXTRAIN_SECRET", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS", "CYXTRAIN_CHECKSUMS"), "")
-    assert environment.ring_options(empty) == RingOptions(None, 30.0, False)
+    assert process_env.ring_options(empty) == RingOptions(None, 30.0, False)
 
 
 def test_options_of_the_ring_come_from_the_environment():
     variables = {"CYXTRAIN_SECRET": "s", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS": "5000", "CYXTRAIN_CHECKSUMS": "1"}
-    assert environment.ring_options(variables) == RingOptions("s", 5.0, True)
+    assert process_env.ring_options(variables) == RingOptions("s", 5.0, True)
 
 
 @pytest.mark.parametrize(
@@ -212,33 +212,33 @@ def test_options_of_the_ring_come_from_the_environment():
 )
 def test_option_that_is_none_is_refused_with_its_variable(name, value):
     with pytest.raises(cx.ConfigError, match=name):
-        environment.ring_options({name: value})
+        process_env.ring_options({name: value})
 
 
 def test_a_secret_that_is_required_and_absent_is_refused_with_the_remedy():
     config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True)
     with pytest.raises(cx.ConfigError, match=r"CYXTRAIN_SECRET is not set: .*token_hex"):
-        environment.complete(config, {})
-    environment.complete(config, {"CYXTRAIN_SECRET": "s"})
+        process_env.complete(config, {})
+    process_env.complete(config, {"CYXTRAIN_SECRET": "s"})
 
 
 def test_a_world_of_one_needs_no_secret():
-    environment.complete(cx.DistributedConfig(rank=0, world_size=1, require_secret=True), {})
+    process_env.complete(cx.DistributedConfig(rank=0, world_size=1, require_secret=True), {})
 
 
 def test_a_secret_is_not_pretended_where_the_backend_asks_for_none():
     config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True, backend="gloo")
     with pytest.raises(cx.ConfigError, match="the gloo backend lets in whoever"):
-        environment.complete(config, {"CYXTRAIN_SECRET": "s"})
+        process_env.complete(config, {"CYXTRAIN_SECRET": "s"})
 
 
 def test_what_is_set_is_shown_and_the_secret_is_not():
     variables = {"RANK": "1", "CYXTRAIN_SECRET": "s3cr3t", "MASTER_PORT": "", "HOME": "here", "OMP_NUM_THREADS": "2"}
-    assert environment.settings_found(variables) == {"RANK": "1", "CYXTRAIN_SECRET": "set", "OMP_NUM_THREADS": "2"}
+    assert process_env.settings_found(variables) == {"RANK": "1", "CYXTRAIN_SECRET": "set", "OMP_NUM_THREADS": "2"}
 
 
 def test_a_worker_takes_its_channel_out_of_the_environment(monkeypatch):
-    monkeypatch.setenv(environment.WORKER_CHANNEL, "127.0.0.1 4711")
-    assert environment.take_worker_channel() == "127.0.0.1 4711"
+    monkeypatch.setenv(process_env.WORKER_CHANNEL, "127.0.0.1 4711")
+    assert process_env.take_worker_channel() == "127.0.0.1 4711"
     with pytest.raises(cx.ConfigError, match="where num_processes asks for it"):
-        environment.take_worker_channel()
+        process_env.take_worker_channel()

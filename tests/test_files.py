@@ -19,13 +19,13 @@ import torch
 from fitting import adam, make_model, make_rows, one_process
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, STATE
+from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.checkpoint.format.archive import write_archive
+from cyxtrain.environment.regular_files import open_regular, read_rest, read_text
 from cyxtrain.errors import brief
-from cyxtrain.experiment.data import npz as read_npz
-from cyxtrain.regular_files import open_regular, read_rest, read_text
-from cyxtrain.training.saving.archive import write_archive
-from cyxtrain.training.saving.checkpoint import FORMAT, FORMAT_VERSION, STATE
-from cyxtrain.training.saving.folder import CheckpointFolder
-from cyxtrain.workers.sharing import _open_array, _place_in_file
+from cyxtrain.experiment.experiment_data import npz as read_npz
+from cyxtrain.notebook.sharing import _open_array, _place_in_file
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -258,7 +258,7 @@ def test_values_are_short_in_messages(value, text):
 
 def test_a_system_without_the_flags_reads_files_all_the_same(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("a")
-    monkeypatch.setattr("cyxtrain.regular_files._FLAGS", 0)
+    monkeypatch.setattr("cyxtrain.environment.regular_files._FLAGS", 0)
     monkeypatch.delattr(os, "sysconf")
     assert read_text(tmp_path / "file") == "a"
     with open_regular(tmp_path / "file") as file:
@@ -373,7 +373,7 @@ def test_the_state_of_a_callback_that_lies_is_one_line(folder, saved, name, valu
 
 def test_what_is_not_a_tensor_has_a_limit_when_it_is_written_and_when_it_is_read(folder, monkeypatch):
     path = folder / "epoch-0002.ckpt"
-    monkeypatch.setattr("cyxtrain.training.saving.checkpoint.STATE_LIMIT_BYTES", 100)
+    monkeypatch.setattr("cyxtrain.checkpoint.checkpoint_file.STATE_LIMIT_BYTES", 100)
     with pytest.raises(cx.CheckpointError, match=r"state\.json: it has [\d,]+ bytes, and may have 100"):
         make_trainer(scheduler="cosine").load_checkpoint(path)
     with pytest.raises(cx.CheckpointError, match=r"Beside its tensors the state has .* bytes as JSON, .* at most 100"):
@@ -562,7 +562,7 @@ def test_arrays_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.npz"
     np.savez_compressed(path, x_train=np.zeros((1000, 100)))
     assert read_npz(str(path))["train"][0].shape == (1000, 100)
-    monkeypatch.setattr("cyxtrain.experiment.data.memory_bytes", lambda: 799_999)
+    monkeypatch.setattr("cyxtrain.experiment.experiment_data.memory_bytes", lambda: 799_999)
     with pytest.raises(cx.ConfigError, match=r"its arrays have more bytes than this machine's memory, 799,999"):
         read_npz(str(path))
 

@@ -14,7 +14,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.data.arrays import ArraySource
+from cyxtrain.data.sources.arrays import ArraySource
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

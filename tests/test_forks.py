@@ -13,7 +13,7 @@ import torch
 from rank_processes import rank_server, run_ranks  # noqa: F401 - a fixture
 
 import cyxtrain as cx
-from cyxtrain import runtime
+from cyxtrain.world import runtime
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

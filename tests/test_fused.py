@@ -11,7 +11,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.optimizers import can_fuse, fused
+from cyxtrain.optim.optimizers import can_fuse, fused
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 FUSABLE = {

@@ -17,7 +17,7 @@ import pytest
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port
 
-from cyxtrain.devices import why_no_nccl
+from cyxtrain.world.devices import why_no_nccl
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.py"))

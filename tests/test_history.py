@@ -8,7 +8,7 @@ import math
 import pytest
 
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.history import DistributedTrainingHistory, TrainingHistory, record_epoch
+from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory, record_epoch
 
 
 def history(num_epochs=3, first=1):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from worlds import wait_until
 
-from cyxtrain.ring import host
-from cyxtrain.ring.host import Process, State, state_of, this_process
+from cyxtrain.ring.monitoring import process_state
+from cyxtrain.ring.monitoring.process_state import Process, State, state_of, this_process
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux only")
 HERE = "127.0.0.1"
@@ -35,7 +35,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def seen(process: subprocess.Popen[bytes], own: Process) -> Process:
     """A child as it would describe itself."""
-    found = host._read_stat(process.pid)
+    found = process_state._read_stat(process.pid)
     assert found is not None
     return Process(own.machine, process.pid, found[1])
 
@@ -50,7 +50,10 @@ def test_what_a_process_says_of_itself_is_what_another_sees(own):
     command = "import runpy, sys; p = runpy.run_path(sys.argv[1])['this_process'](sys.argv[2]); print(p.machine); "
     command += "print(p.pid, p.started); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", command, host.__file__, HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", command, process_state.__file__, HERE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         machine = process.stdout.readline().strip()
         pid, started = map(int, process.stdout.readline().split())
@@ -108,7 +111,7 @@ def test_of_a_process_elsewhere_the_kernel_says_nothing(own, machine):
 
 
 def test_without_a_kernel_that_can_be_asked_two_processes_are_never_taken_for_neighbours(monkeypatch):
-    monkeypatch.setattr(host.os, "readlink", lambda path: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(process_state.os, "readlink", lambda path: (_ for _ in ()).throw(PermissionError()))
     alone = this_process(HERE)
     assert alone.machine == ""
     assert state_of(alone, alone) is None
@@ -119,11 +122,11 @@ def test_copies_of_one_virtual_machine_are_told_apart_by_their_address():
 
 
 def test_a_process_whose_files_are_hidden_is_not_taken_for_gone(own, monkeypatch):
-    monkeypatch.setattr(host, "_read_stat", lambda pid: None)
+    monkeypatch.setattr(process_state, "_read_stat", lambda pid: None)
     assert state_of(own, own) is None
-    monkeypatch.setattr(host.os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(process_state.os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
     assert state_of(own, own) is None
-    monkeypatch.setattr(host.os, "kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError()))
+    monkeypatch.setattr(process_state.os, "kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError()))
     assert state_of(own, own) is State.GONE
 
 

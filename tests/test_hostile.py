@@ -16,7 +16,7 @@ from rank_processes import environment, rank_server, run_processes, values  # no
 from strangers import CLAIM, Address, Crowd, connect, hear_all, shake_hands
 from worlds import free_port
 
-from cyxtrain.ring.meeting.handshake import RefusedError
+from cyxtrain.ring.rendezvous.handshake import RefusedError
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.timeout(120)]
 HOST = "127.0.0.1"

@@ -18,9 +18,9 @@ from rank_processes import environment, on_ranks, rank_server, run_processes, ru
 from worlds import child_environment, free_port, wait_until
 
 import cyxtrain as cx
-from cyxtrain import joining
-from cyxtrain.ring.meeting.board import StoreLostError
-from cyxtrain.ring.meeting.key_values import Connection
+from cyxtrain.ring.rendezvous.key_values import Connection
+from cyxtrain.ring.rendezvous.store_client import StoreLostError
+from cyxtrain.world import join as joining
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 LATE = 0.5  # seconds after the deadline that an error may come

@@ -20,13 +20,13 @@ from strangers import HELLO, WORDS, connect, hear_all, say
 from worlds import free_port, join_threads
 
 import cyxtrain as cx
-from cyxtrain import runtime
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.meeting import pytorch_store
-from cyxtrain.ring.meeting import store as store_module
-from cyxtrain.ring.meeting.handshake import Claim
-from cyxtrain.ring.meeting.key_values import KeyValues, KeyValueStore
-from cyxtrain.ring.meeting.store import reach_store, serve_store
+from cyxtrain.ring.rendezvous import pytorch_store
+from cyxtrain.ring.rendezvous import store as store_module
+from cyxtrain.ring.rendezvous.handshake import Claim
+from cyxtrain.ring.rendezvous.key_values import KeyValues, KeyValueStore
+from cyxtrain.ring.rendezvous.store import reach_store, serve_store
+from cyxtrain.world import runtime
 
 
 def error_of(call):

@@ -16,7 +16,7 @@ from rank_processes import (
     run_ranks,
 )
 
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.checkpoint.folder import CheckpointFolder
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

@@ -1,4 +1,4 @@
-"""The house stands as design.md draws it: imports point down, and files and functions stay short enough to read."""
+"""Rules for the text of the package: short files and functions, and things that no module may do."""
 
 from __future__ import annotations
 
@@ -6,39 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import cyxtrain
 
 PACKAGE = Path(cyxtrain.__file__).parent
-LAYERS = [
-    {"errors", "cores", "allocator", "regular_files", "standard_streams"},
-    {"accelerator", "settings", "torch_compat"},
-    {"config", "clusters"},
-    {"devices", "environment"},
-    {"ring"},
-    {"aborting"},
-    {"joining", "talking"},
-    {"runtime"},
-    {"data", "parallel", "models", "workers"},
-    {"training"},
-    {"collectives", "datasets", "callbacks"},
-    {"experiment"},
-    {"launch"},
-    {"__main__"},  # the command
-    {"__init__"},  # the public names
-    {"distributed"},  # the same names again
-]
-HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
-IMPORTS_UPWARDS = {
-    # A config that can read itself from the environment: the contract's name for it. Imported when called, so that
-    # importing config still needs nothing from above.
-    ("config/world.py", "environment"),
-    # `cx.distributed.X` works without another import.
-    ("__init__.py", "distributed"),
-}
 READERS_OF_THE_ENVIRONMENT = {
-    "environment.py",
+    "environment/process_env.py",
     "__main__.py",  # passes it on to the ranks that it starts
     "launch/__main__.py",
 }
@@ -53,57 +25,6 @@ def files() -> Iterator[tuple[str, ast.Module, str]]:
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-
-
-def layer_of(path: str) -> str:
-    return path.split("/")[0].removesuffix(".py")
-
-
-def is_module(name: str) -> bool:
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
-
-
-def imported_layers(tree: ast.Module) -> Iterator[str]:
-    """What a file imports of this package, also inside functions, as names of layers."""
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "absolute imports only"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "cyxtrain":
-                yield parts[1] if len(parts) > 1 and is_module(parts[1]) else "__init__"
-
-
-def test_imports_point_down_only():
-    upwards = {
-        (path, layer)
-        for path, tree, _ in files()
-        for layer in imported_layers(tree)
-        if layer != layer_of(path) and HEIGHT[layer] >= HEIGHT[layer_of(path)]
-    }
-    assert upwards == IMPORTS_UPWARDS
-
-
-def test_every_file_has_a_layer():
-    assert {layer_of(path) for path, _, _ in files()} <= set(HEIGHT)
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("from cyxtrain import runtime", ["runtime"]),
-        ("from cyxtrain import init", ["__init__"]),
-        ("import cyxtrain.training.trainer", ["training"]),
-        ("def f():\n    from cyxtrain.ring import frames", ["ring"]),
-        ("from torch import nn", []),
-    ],
-)
-def test_layer_of_an_import_is_recognised(source, found):
-    assert list(imported_layers(ast.parse(source))) == found
 
 
 def test_every_tensor_that_is_made_says_on_which_device():
@@ -151,7 +72,7 @@ def test_functions_have_at_most_40_lines_besides_their_docstring():
 def test_nothing_is_unpickled():
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
     for path, tree, _ in files():
-        if path == "workers/sharing.py":  # a notebook and its workers, over a channel where both prove who they are
+        if path == "notebook/sharing.py":  # a notebook and its workers, over a channel where both prove who they are
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):

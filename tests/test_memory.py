@@ -125,7 +125,7 @@ def test_another_error_stays_as_it_is():
 
 
 def test_it_says_how_much_was_held(monkeypatch):
-    monkeypatch.setattr("cyxtrain.accelerator.in_use", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr("cyxtrain.environment.accelerator.in_use", lambda: torch.device("cuda", 1))
     module = types.SimpleNamespace(max_memory_reserved=lambda device: 71.25 * 2**30)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     trainer = cx.DistributedTrainer(Greedy(), "cross_entropy", callbacks=[FailsWhenItTrains("cuda")])

@@ -12,12 +12,12 @@ from prefetching import RESUMED, SOURCES, WRONG, compare, look, resume_each
 from stand_in.running import run_on_stand_in
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.arrays import ArraySource
-from cyxtrain.data.batches import Share
+from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.batches.prefetch import Placement, one_ahead
 from cyxtrain.data.feed import ArrayFeed, Place
 from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.moving import Placement, one_ahead
 from cyxtrain.data.sampler import DistributedSampler, Indices
+from cyxtrain.data.sources.arrays import ArraySource
 
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, lambda targets, dtype: targets.to(dtype))

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import cyxtrain as cx
-from cyxtrain import accelerator, environment
-from cyxtrain.training.notebook import calls, keeping
-from cyxtrain.training.notebook.failures import Failed, WorkerTraceback, raised
-from cyxtrain.training.notebook.mirroring import Marks, parts_of, take_in
-from cyxtrain.training.notebook.performing import Performed
-from cyxtrain.workers.pool import JobAnswers
-from cyxtrain.workers.sharing import SharedFile, read, write
+from cyxtrain.environment import accelerator, process_env
+from cyxtrain.notebook import run_in_workers, worker_cache
+from cyxtrain.notebook.failures import Failed, WorkerTraceback, raised
+from cyxtrain.notebook.pool import JobAnswers
+from cyxtrain.notebook.sharing import SharedFile, read, write
+from cyxtrain.notebook.state_transfer import Marks, parts_of, take_in
+from cyxtrain.notebook.worker_calls import Performed
 
 CELL = "<a cell of these tests>"
 
@@ -327,13 +327,13 @@ class FakePool:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> keeping.Workers:
+def kept(monkeypatch: pytest.MonkeyPatch) -> worker_cache.Workers:
     """Workers of which no process is started, where this process may use two cores."""
-    monkeypatch.setattr(keeping, "Pool", FakePool)
-    monkeypatch.setattr(keeping, "usable_cores", lambda variables: 2)
+    monkeypatch.setattr(worker_cache, "Pool", FakePool)
+    monkeypatch.setattr(worker_cache, "usable_cores", lambda variables: 2)
     variables = {"A": "1"}
-    monkeypatch.setattr(environment, "to_pass_on", lambda: dict(variables))
-    workers = keeping.Workers()
+    monkeypatch.setattr(process_env, "to_pass_on", lambda: dict(variables))
+    workers = worker_cache.Workers()
     workers._is_heard = True  # nothing of these tests is called when the process ends
     return workers
 
@@ -366,7 +366,7 @@ def test_workers_are_others_where_a_file_was_edited_or_the_environment_is_anothe
     kept.pool(2, trainer)
     kept._sources[str(file)] -= 1  # as if it had been written to since
     assert f"because {file} was edited: reload it here, too" in kept.pool(2, trainer)[1]
-    monkeypatch.setattr(environment, "to_pass_on", lambda: {"A": "2"})
+    monkeypatch.setattr(process_env, "to_pass_on", lambda: {"A": "2"})
     assert "because the environment has another A;" in kept.pool(2, trainer)[1]
 
 
@@ -380,32 +380,32 @@ def test_workers_that_compute_on_gpus_decide_the_backend_and_may_be_more_than_co
 
 def test_workers_compute_on_visible_gpus_unless_the_cpu_is_asked_for(kept, monkeypatch):
     trainer = trainer_of()
-    assert not keeping.is_on_gpu(trainer)
+    assert not worker_cache.is_on_gpu(trainer)
     monkeypatch.setattr(accelerator, "visible", lambda: torch.device("cuda"))
-    assert keeping.is_on_gpu(trainer)
+    assert worker_cache.is_on_gpu(trainer)
     monkeypatch.setenv("DISTRIBUTED_BACKEND", "cpu")
-    assert not keeping.is_on_gpu(trainer)
+    assert not worker_cache.is_on_gpu(trainer)
     monkeypatch.delenv("DISTRIBUTED_BACKEND")
     trainer._device = "cpu"
-    assert not keeping.is_on_gpu(trainer)
+    assert not worker_cache.is_on_gpu(trainer)
     pool, _ = kept.pool(2, trainer)
     assert pool.variables == {"A": "1", "DISTRIBUTED_BACKEND": "cpu"}
 
 
 @pytest.mark.parametrize(("device", "count"), [("auto", 5), ("cuda", 7)])
 def test_auto_is_as_many_workers_as_the_cores_allow_or_as_there_are_gpus(monkeypatch, device, count):
-    monkeypatch.setattr(calls, "ranks_by_cores", lambda variables: 5)
+    monkeypatch.setattr(run_in_workers, "ranks_by_cores", lambda variables: 5)
     monkeypatch.setattr(accelerator, "count", lambda: 7)
     trainer = trainer_of()
     trainer._device = device
-    assert calls._num_workers(trainer, "predict", (), {"num_processes": "auto"}) == count
+    assert run_in_workers._num_workers(trainer, "predict", (), {"num_processes": "auto"}) == count
 
 
 def made(answers: JobAnswers) -> tuple[Any, FakePool, cx.DistributedTrainer]:
     """Returns what a fit returns to which workers have answered so, the workers, and the trainer."""
     trainer, pool = trainer_of(), FakePool(2, {}, answers)
     rows = torch.zeros(4, FEATURES), torch.zeros(4, 4)
-    call = calls._Call(trainer, "fit", rows, {"epochs": 1, "verbose": True, "num_processes": 2})
+    call = run_in_workers._Call(trainer, "fit", rows, {"epochs": 1, "verbose": True, "num_processes": 2})
     return call.made_by(pool, "2 processes are starting"), pool, trainer  # type: ignore[arg-type]
 
 
@@ -427,5 +427,5 @@ def test_workers_that_cannot_go_on_are_ended_and_their_error_is_raised(monkeypat
 
 def test_a_call_that_cannot_be_sent_for_no_reason_of_its_parts_is_named_in_general():
     trainer = trainer_of(make_model())
-    assert calls._what_cannot_go(trainer, (torch.zeros(2),), {"batch_size": 4}) == "something of this call"
-    assert calls._what_cannot_go(trainer, (torch.zeros(2), threading.Lock()), {}) == "y"
+    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2),), {"batch_size": 4}) == "something of this call"
+    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2), threading.Lock()), {}) == "y"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cyxtrain as cx
-from cyxtrain.data.batches import Batch
-from cyxtrain.training.items import find_rule
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.metrics.num_items import find_rule
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

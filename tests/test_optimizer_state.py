@@ -6,10 +6,10 @@ import pytest
 import torch
 from checkpoints import pack_checkpoint
 
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, unpack_checkpoint
+from cyxtrain.checkpoint.format.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
+from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.training.saving.checkpoint import CheckpointState, unpack_checkpoint
-from cyxtrain.training.saving.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from cyxtrain.training.saving.weights import load_model_state
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cyxtrain.ring import algorithms, frames, link, mesh, routes, transfers
-from cyxtrain.ring.frames import Control, Kind, Operation, Reduction, dtype_code, expected_header, header
-from cyxtrain.ring.meeting import door
-from cyxtrain.ring.watching import pulse, waits, watch
+from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
+from cyxtrain.ring.rendezvous import accept
+from cyxtrain.ring.schedules import algorithms, selector
+from cyxtrain.ring.wire import executor, frames, link, transfers
+from cyxtrain.ring.wire.frames import Control, Kind, Operation, Reduction, dtype_code, expected_header, header
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("how_it_works", "ring", "exactness", "faults")
@@ -38,7 +39,14 @@ def test_files_that_a_page_names_exist(name):
 
 
 def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
-    for name in ("link.py", "frames.py", "algorithms.py", "routes.py", "meeting/handshake.py", "watching/watch.py"):
+    for name in (
+        "link.py",
+        "frames.py",
+        "algorithms.py",
+        "routes.py",
+        "rendezvous/handshake.py",
+        "monitoring/monitor.py",
+    ):
         assert f"`{name}`" in page("ring")
 
 
@@ -121,15 +129,15 @@ KIB = 1024
     ("words", "ours", "theirs"),
     [
         ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (transfers.SHORT_BYTES, algorithms.FEW_RANKS)),
-        ("Up to 256 KiB it is a tree", 256 * KIB, routes.FEW_BYTES),
+        ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
         ("of 128 KiB and more", 128 * KIB, transfers.OFFER_BYTES),
         ("in segments of 1 MiB", 1024 * KIB, transfers.SEGMENT_BYTES),
-        ("one of 256 at a time", 256, door._MAX_STRANGERS),
-        ("Stopped for 4 s, or gone for 0.5 s", (4, 0.5), (pulse.STOPPED_SECONDS, pulse.GONE_SECONDS)),
-        ("every half second", 0.5, watch._LONGEST_BEAT_SECONDS),
+        ("one of 256 at a time", 256, accept._MAX_STRANGERS),
+        ("Stopped for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),
+        ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),
         ("acknowledged for 4.5 s", 4500, link._CONTROL_OPTIONS["TCP_USER_TIMEOUT"]),
-        ("waited for half a second", 0.5, mesh._LONG_SECONDS),
-        ("After 30 s whoever waits", 30, waits.WARN_SECONDS),
+        ("waited for half a second", 0.5, executor._LONG_SECONDS),
+        ("After 30 s whoever waits", 30, wait_graph.WARN_SECONDS),
     ],
 )
 def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, theirs):

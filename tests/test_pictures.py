@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cyxtrain.data.sampler import DistributedSampler
-from cyxtrain.ring import algorithms
+from cyxtrain.ring.schedules import algorithms
 from cyxtrain.training import step
 
 ROOT = Path(__file__).resolve().parents[1]

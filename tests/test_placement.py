@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain import runtime
-from cyxtrain.data.randomness import generators_as_json, seed_generators, set_generators
-from cyxtrain.parallel.hashing import fingerprints
-from cyxtrain.parallel.replicas import check_replicas
-from cyxtrain.training.optimizers import place_state
-from cyxtrain.training.saving.checkpoint import read_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.data.rng import generators_as_json, seed_generators, set_generators
+from cyxtrain.optim.optimizers import place_state
+from cyxtrain.parallel.consistency.hashing import fingerprints
+from cyxtrain.parallel.consistency.replicas import check_replicas
+from cyxtrain.world import runtime
 
 GPU = fakegpu.NAME
 ROWS, EPOCH = 40, {"epochs": 1, "batch_size": 8, "verbose": False}
@@ -140,7 +140,7 @@ def checkpoints(folder: str, gpu: str) -> list[Any]:
     for number, values in enumerate(seen.seen):
         saved = read_checkpoint(next(Path(folder).glob(f"*-{number + 1:08d}.ckpt"))).model
         right.append([value for name in names for value in saved[name].flatten().tolist()] == values)
-    stops = [f"{kind} {place}" for (kind, place), _ in fakegpu.stops.items() if "training/saving/" in place]
+    stops = [f"{kind} {place}" for (kind, place), _ in fakegpu.stops.items() if "checkpoint/" in place]
     return [right, [each for each in stops if "SYNC" in each and "event" not in each]]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import cyxtrain as cx
-from cyxtrain.workers import pool as pools
-from cyxtrain.workers.channel import Answer, Here, Report, Signal
-from cyxtrain.workers.pool import JobAnswers, Pool, _Said, _Wrote
+from cyxtrain.notebook import pool as pools
+from cyxtrain.notebook.channel import Answer, Here, Report, Signal
+from cyxtrain.notebook.pool import JobAnswers, Pool, _Said, _Wrote
 from cyxtrain.workers.process import RankExit
 
 KILLED = RankExit(index=1, label="rank 1", code=137, killed_by=9, at_seconds=0.0)

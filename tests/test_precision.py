@@ -19,7 +19,7 @@ from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.data.sampler import DistributedSampler
-from cyxtrain.training.precision import LossScale
+from cyxtrain.optim.precision import LossScale
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 HUGE = 2.0**26  # the gradients of `make_model` overflow 16 bits at this scale, and at a 64th of it not

@@ -10,7 +10,7 @@ import pytest
 import pytorch_suite
 from worlds import child_environment
 
-from cyxtrain import torch_compat
+from cyxtrain.environment import torch_compat
 
 NOT_OVER_THE_RING = {
     "test_monitored_barrier_gloo": "torch.distributed.monitored_barrier refuses every backend but Gloo",

@@ -13,7 +13,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.rates import Rates
+from cyxtrain.optim.learning_rates import Rates
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 STEPS = 18  # 3 epochs of 6 steps

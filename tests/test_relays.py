@@ -28,11 +28,11 @@ from worlds import child_environment, free_port, join_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting.calling import call_once, socket_address
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.handshake import RefusedError
-from cyxtrain.ring.meeting.rollcall import RollCall
+from cyxtrain.ring.rendezvous.dial import call_once, socket_address
+from cyxtrain.ring.rendezvous.handshake import RefusedError
+from cyxtrain.ring.rendezvous.membership import RollCall
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.wire.link import Deadline
 
 HOST = "127.0.0.1"
 FORGED = ("claims/1", "1/entry/0", "1/entry/1", "1/met/0", "1/met/1", "1/verdict", "1/heard/1")

@@ -20,10 +20,10 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.data.dealing import dealt_to
-from cyxtrain.data.randomness import generators_as_json
-from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.data.rng import generators_as_json
+from cyxtrain.data.sharding import dealt_to
 
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [pytest.mark.usefixtures("rank_server")]

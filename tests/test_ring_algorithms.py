@@ -12,8 +12,8 @@ import itertools
 import pytest
 from lockstep import Lockstep, apart, buffered, handed_over_where_long, offered, own
 
-from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import chunks, even_spans
+from cyxtrain.ring.schedules import algorithms
+from cyxtrain.ring.schedules.algorithms import chunks, even_spans
 
 RANKS = (*range(1, 10), 16)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strangers import CLAIM, KEY, WORDS, body
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.host import Process
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.handshake import Caller, HandshakeError, Listener, message, take_message
+from cyxtrain.ring.monitoring.process_state import Process
+from cyxtrain.ring.rendezvous.handshake import Caller, HandshakeError, Listener, message, take_message
+from cyxtrain.ring.rendezvous.record import Entry
 
 BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)

@@ -16,7 +16,7 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring import courier
+from cyxtrain.ring import collective_thread
 
 BESIDE = RingOptions(communication="thread")
 INLINE = RingOptions(communication="inline")
@@ -243,18 +243,18 @@ def test_a_forked_child_is_told_that_it_is_no_rank():
     ],
 )
 def test_a_thread_is_taken_where_cores_are_free_or_the_network_is_slow(wanted, machines, room, expected):
-    assert courier.is_worth_it(wanted, machines, room) is expected
+    assert collective_thread.is_worth_it(wanted, machines, room) is expected
 
 
 @pytest.mark.parametrize(("cores", "threads", "room"), [(2, 1, 1), (4, 1, 2), (4, 3, 1), (2, 2, 0)])
 def test_room_counts_a_free_core_for_each_rank(cores, threads, room, monkeypatch):
-    monkeypatch.setattr(courier, "count_usable_cores", lambda: cores)
+    monkeypatch.setattr(collective_thread, "count_usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert courier.room_for_ranks() == room
+    assert collective_thread.room_for_ranks() == room
 
 
 def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(caplog):
-    made = courier.Courier()
+    made = collective_thread.Courier()
     go = threading.Event()
     delivery = made.post(go.wait)
     delivery.when_done(lambda: 1 / 0)
@@ -265,6 +265,6 @@ def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(capl
 
 
 def test_a_group_may_be_left_in_a_callback():
-    made = courier.Courier()
+    made = collective_thread.Courier()
     assert made.post(lambda: made.close(20)).wait(20)  # it does not wait for its own end
     made.close(20)

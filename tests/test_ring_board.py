@@ -17,13 +17,13 @@ from worlds import join_threads, run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting import entry as entry_module
-from cyxtrain.ring.meeting import rendezvous
-from cyxtrain.ring.meeting.board import Board
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.rollcall import RollCall
-from cyxtrain.ring.watching import waits
+from cyxtrain.ring.monitoring import wait_graph
+from cyxtrain.ring.rendezvous import record as entry_module
+from cyxtrain.ring.rendezvous import rendezvous
+from cyxtrain.ring.rendezvous.membership import RollCall
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.wire.link import Deadline
 
 
 class SilentStore(dist.Store):
@@ -174,7 +174,7 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
         wait_until(lambda: "has waited" in caplog.text)
         group.send([tensor], 0).wait()
 
-    monkeypatch.setattr(waits, "WARN_SECONDS", 1.5)
+    monkeypatch.setattr(wait_graph, "WARN_SECONDS", 1.5)
     with caplog.at_level(logging.WARNING, "cyxtrain.ring"):
         run_threads(2, rank_main)
     [line] = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cyxtrain.ring.watching.doing import Doing
+from cyxtrain.ring.monitoring.activity import Doing
 
 _WHILE_GARBAGE_IS_COLLECTED = """
 import gc, threading, time, weakref

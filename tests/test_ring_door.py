@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from strangers import CLAIM, HELLO, UNFINISHED, WORDS, connect, hear_all, say
 
-from cyxtrain.ring.meeting import door as door_module
-from cyxtrain.ring.meeting.door import Door, SparseLog
-from cyxtrain.ring.meeting.handshake import MAX_BYTES, Caller, Claim, NoProofError, RefusedError, Role, take_message
+from cyxtrain.ring.rendezvous import accept as door_module
+from cyxtrain.ring.rendezvous.accept import Door, SparseLog
+from cyxtrain.ring.rendezvous.handshake import MAX_BYTES, Caller, Claim, NoProofError, RefusedError, Role, take_message
 
 KEY = b"the secret of this run"
 HANDSHAKE_SECONDS = 5.0

@@ -16,11 +16,20 @@ from ring_values import LARGE, WORLDS, broadcast, error_of, options, reduce_all
 from worlds import run_threads, wait_until
 
 from cyxtrain.errors import CollectiveTimeoutError, DamagedFrameError, PeerLostError
-from cyxtrain.ring import RingProcessGroup, backend, reducing
-from cyxtrain.ring.combining import Combiner
-from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, Reduction, control_frame, dtype_code, expected_header
-from cyxtrain.ring.link import Link
-from cyxtrain.ring.watching import watch
+from cyxtrain.ring import RingProcessGroup, backend
+from cyxtrain.ring.monitoring import monitor
+from cyxtrain.ring.wire import reduction
+from cyxtrain.ring.wire.frames import (
+    HEADER_BYTES,
+    Kind,
+    Operation,
+    Reduction,
+    control_frame,
+    dtype_code,
+    expected_header,
+)
+from cyxtrain.ring.wire.kernels import Combiner
+from cyxtrain.ring.wire.link import Link
 
 # --- too late -------------------------------------------------------------------------------------------------------
 
@@ -130,8 +139,8 @@ def test_an_interruption_between_the_halves_of_a_collective_ends_the_group_too(w
             group.allreduce([tensor], options)
         return error_of(lambda: group.barrier())
 
-    divide = reducing.divide
-    monkeypatch.setattr(reducing, "divide", interrupting)
+    divide = reduction.divide
+    monkeypatch.setattr(reduction, "divide", interrupting)
     for error in run_threads(world_size, rank_main):
         assert (type(error), error.rank) == (PeerLostError, 1)
         assert "rank 1 has ended: it was interrupted in a collective by KeyboardInterrupt" in str(error)
@@ -164,7 +173,7 @@ def test_a_rank_that_can_no_longer_hear_the_others_says_so_instead_of_waiting(mo
     def rank_main(group):
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
-    monkeypatch.setattr(watch, "take_control_frame", broken)
+    monkeypatch.setattr(monitor, "take_control_frame", broken)
     errors = run_threads(2, rank_main)
     assert "can no longer hear the others (ZeroDivisionError())" in str(errors[0])
 
@@ -261,8 +270,8 @@ def test_what_is_no_control_frame_ends_the_group_and_names_who_sent_it():
 def test_a_goodbye_that_counts_in_words_is_refused():
     def rank_main(group):
         if group.rank() == 1:
-            watch = group._group._ring.watch
-            watch._controls[0].send(control_frame(2, {"collectives": "many"}, watch._checksums))
+            monitor = group._group._ring.watch
+            monitor._controls[0].send(control_frame(2, {"collectives": "many"}, monitor._checksums))
         return error_of(lambda: group.recv([torch.zeros(1)], 1 - group.rank()).wait())
 
     assert [type(error) for error in run_threads(2, rank_main)] == [PeerLostError] * 2

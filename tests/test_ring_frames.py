@@ -22,8 +22,8 @@ from cyxtrain.errors import (
     printable,
     reported,
 )
-from cyxtrain.ring.checksums import Checksums
-from cyxtrain.ring.frames import (
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.frames import (
     CONTROL_HEADER_BYTES,
     CONTROL_MAX_BYTES,
     EXPECTED_BYTES,

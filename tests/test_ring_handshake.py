@@ -12,7 +12,7 @@ import struct
 import pytest
 from strangers import KEY, WORDS, body
 
-from cyxtrain.ring.meeting.handshake import (
+from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
     Caller,
     Claim,

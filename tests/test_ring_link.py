@@ -12,8 +12,8 @@ import survival_ranks
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from survival import living
 
-from cyxtrain.ring import link
-from cyxtrain.ring.link import Deadline, Link, LinkBroken, Poller
+from cyxtrain.ring.wire import link
+from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Poller
 
 
 class Clock:

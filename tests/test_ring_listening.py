@@ -12,7 +12,7 @@ import torch.distributed as dist
 from worlds import free_port
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.meeting import listening, pytorch_store, store
+from cyxtrain.ring.rendezvous import listen, pytorch_store, store
 
 
 class Network:
@@ -61,18 +61,18 @@ class Network:
     ],
 )
 def test_a_rank_listens_where_it_is_reached_from_the_store(monkeypatch, host, names, routes, own):
-    monkeypatch.setattr(listening, "socket", Network({"192.0.2.1": "192.0.2.1", **names}, routes))
-    assert listening.own_address(host) == own
+    monkeypatch.setattr(listen, "socket", Network({"192.0.2.1": "192.0.2.1", **names}, routes))
+    assert listen.own_address(host) == own
 
 
 def test_of_a_store_in_a_file_the_default_route_is_taken(tmp_path):
-    assert listening._store_host(dist.FileStore(str(tmp_path / "store"), 2)) == "192.0.2.1"
+    assert listen._store_host(dist.FileStore(str(tmp_path / "store"), 2)) == "192.0.2.1"
 
 
 def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
-    monkeypatch.setattr(listening, "own_address", lambda host: "192.0.2.1")  # nobody's
+    monkeypatch.setattr(listen, "own_address", lambda host: "192.0.2.1")  # nobody's
     with pytest.raises(RendezvousError, match=r"rank 3 cannot listen at 192\.0\.2\.1 \(.+\)") as caught:
-        listening.listen(3, dist.HashStore())
+        listen.listen(3, dist.HashStore())
     assert caught.value.rank == 3
 
 

@@ -19,13 +19,13 @@ from worlds import join_threads, run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import PeerLostError, RendezvousError
-from cyxtrain.ring.host import this_process
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.meeting import rendezvous
-from cyxtrain.ring.meeting.board import StoreLostError
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.rollcall import RollCall
-from cyxtrain.ring.siblings import Siblings
+from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.process_state import this_process
+from cyxtrain.ring.rendezvous import rendezvous
+from cyxtrain.ring.rendezvous.membership import RollCall
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.store_client import StoreLostError
+from cyxtrain.ring.wire.link import Deadline
 
 
 def reduce_once(group):
@@ -168,7 +168,7 @@ def test_ranks_may_meet_again_at_the_same_store():
 def test_a_rank_that_is_taken_is_refused_at_once_and_its_holder_says_so_in_its_log(monkeypatch, caplog, options):
     store = dist.HashStore()
     with two_ranks(store, options), monkeypatch.context() as another_process:
-        another_process.setattr("cyxtrain.ring.meeting.entry._IMPORTED", "another")
+        another_process.setattr("cyxtrain.ring.rendezvous.record._IMPORTED", "another")
         start = time.monotonic()
         error = error_of(lambda: meet(store, 1, 2, options=options))
         seconds = time.monotonic() - start

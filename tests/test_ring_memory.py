@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import _CONTEXT, rank_server  # noqa: F401 - a fixture
 
-from cyxtrain.ring import memory
-from cyxtrain.ring.memory import PeerMemory, address_of, open_to_reading
+from cyxtrain.ring.shared_memory import peer_read
+from cyxtrain.ring.shared_memory.peer_read import PeerMemory, address_of, open_to_reading
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
     pytest.mark.skipif(not open_to_reading(), reason="no process can read another's memory on this system"),
 ]
-PIECE = memory._PIECE_BYTES
+PIECE = peer_read._PIECE_BYTES
 SIZE = 2 * PIECE + 4099
 
 
@@ -32,7 +32,7 @@ def contents(seed):
 def lie_open(end, seed):
     """Runs in another process: has something in its memory until it is told to end."""
     held, token = contents(seed), ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-    memory._token = token  # forked from one server, all have the same one
+    peer_read._token = token  # forked from one server, all have the same one
     end.send((_CONTEXT.current_process().pid, address_of(memoryview(held)), open_to_reading()))
     end.recv()
 
@@ -142,7 +142,7 @@ def test_a_probe_of_any_address_is_refused_without_an_error(address, token):
 def test_where_there_is_no_such_call_nothing_is_offered_and_nothing_read(monkeypatch):
     probe, pid = open_to_reading(), _CONTEXT.current_process().pid
     assert PeerMemory(pid).can_be_read(probe)
-    monkeypatch.setattr(memory, "_readv", None)
+    monkeypatch.setattr(peer_read, "_readv", None)
     assert open_to_reading() == ""
     assert not PeerMemory(pid).can_be_read(probe)
     assert not PeerMemory(pid).can_be_read("")
@@ -151,15 +151,15 @@ def test_where_there_is_no_such_call_nothing_is_offered_and_nothing_read(monkeyp
 
 
 def test_a_system_without_the_c_library_of_linux_has_no_such_call(monkeypatch):
-    monkeypatch.setattr(memory, "_libc", None)
-    assert memory._find_reader() is None
+    monkeypatch.setattr(peer_read, "_libc", None)
+    assert peer_read._find_reader() is None
     assert open_to_reading() == ""
-    assert sys.platform == "linux" or memory._readv is None
+    assert sys.platform == "linux" or peer_read._readv is None
 
 
 def test_only_so_many_places_are_kept_in_mind(monkeypatch):
-    monkeypatch.setattr(memory, "_MAX_SEEN", 2)
-    pages, held = memory.LargePages(), memoryview(bytearray(memory._LARGE_BYTES + 3))
+    monkeypatch.setattr(peer_read, "_MAX_SEEN", 2)
+    pages, held = peer_read.LargePages(), memoryview(bytearray(peer_read._LARGE_BYTES + 3))
     for size in range(4):
-        pages.note(held[: memory._LARGE_BYTES + size])
+        pages.note(held[: peer_read._LARGE_BYTES + size])
         assert len(pages._seen) <= 2

@@ -12,8 +12,8 @@ from ring_values import DTYPES, all_reduce, error_of, made, same
 from worlds import join_threads, run_threads, wait_until
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from cyxtrain.ring import mailbox
-from cyxtrain.ring.frames import HEADER_BYTES, Kind, Operation, dtype_code, expected_header
+from cyxtrain.ring.wire import messages
+from cyxtrain.ring.wire.frames import HEADER_BYTES, Kind, Operation, dtype_code, expected_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 LARGE = 3_000_017  # elements: more than the kernel keeps for a connection
@@ -220,9 +220,9 @@ def test_a_thread_wakes_when_another_has_moved_its_message_just_before_it_fell_a
         assert not waiting.is_alive()
         ended.set()
 
-    sleep = mailbox._Sleeper.sleep
+    sleep = messages._Sleeper.sleep
     drowsy, moved, ended = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(mailbox._Sleeper, "sleep", fall_asleep_late)
+    monkeypatch.setattr(messages._Sleeper, "sleep", fall_asleep_late)
     run_threads(2, rank_main)
 
 

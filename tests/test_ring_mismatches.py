@@ -24,8 +24,8 @@ from ring_values import (
 )
 from worlds import run_threads, wait_until
 
-from cyxtrain import talking
 from cyxtrain.errors import CollectiveMismatchError
+from cyxtrain.world import consensus
 
 MISMATCHES = {
     "shape": (
@@ -232,7 +232,7 @@ def test_an_error_of_recv_does_not_hide_the_one_that_is_being_handled():
 def test_a_rank_that_opens_a_call_or_leaves_is_said_to_do_so(odd_rank):
     def rank_main(group):
         if group.rank() == odd_rank:
-            return error_of(lambda: talking.roll_call("finalize", group))
+            return error_of(lambda: consensus.roll_call("finalize", group))
         return error_of(lambda: reduce_all()(group))
 
     for error in run_threads(2, rank_main):

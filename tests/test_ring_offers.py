@@ -12,8 +12,8 @@ import random
 import pytest
 from lockstep import ChangedError, Lockstep, Way, buffered, offered, own
 
-from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import chunks, even_spans
+from cyxtrain.ring.schedules import algorithms
+from cyxtrain.ring.schedules.algorithms import chunks, even_spans
 
 RANKS = [2, 3, 4, 7]
 

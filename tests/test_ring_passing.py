@@ -17,12 +17,12 @@ from worlds import run_processes, run_threads, wait_until
 import cyxtrain as cx
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring.frames import Reduction
-from cyxtrain.ring.memory import open_to_reading
-from cyxtrain.ring.passing import LONGEST_BYTES
-from cyxtrain.ring.ready import MAX_READY
-from cyxtrain.ring.routes import FEW_BYTES, ORDERS_WRITES
-from cyxtrain.ring.transfers import SHORT_BYTES
+from cyxtrain.ring.schedules.selector import FEW_BYTES, ORDERS_WRITES
+from cyxtrain.ring.shared_memory.passing import LONGEST_BYTES
+from cyxtrain.ring.shared_memory.peer_read import open_to_reading
+from cyxtrain.ring.wire.frames import Reduction
+from cyxtrain.ring.wire.persistent import MAX_READY
+from cyxtrain.ring.wire.transfers import SHORT_BYTES
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cyxtrain.errors import PeerLostError, PeerSilentError
-from cyxtrain.ring.host import Process, State
-from cyxtrain.ring.watching import pulse as pulse_module
-from cyxtrain.ring.watching.pulse import GONE_SECONDS, STOPPED_SECONDS, Pulse
+from cyxtrain.ring.monitoring import heartbeat as pulse_module
+from cyxtrain.ring.monitoring.heartbeat import GONE_SECONDS, STOPPED_SECONDS, Pulse
+from cyxtrain.ring.monitoring.process_state import Process, State
 
 OWN = Process("here", 1, 10)
 THERE = {1: Process("elsewhere", 2, 20), 2: Process("", 3, 30)}

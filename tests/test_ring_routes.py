@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from lockstep import Lockstep, Way, own
 
 from cyxtrain.ring import connections
-from cyxtrain.ring.algorithms import NOTHING, Fold, Tell, chunks, even_spans
-from cyxtrain.ring.host import Process
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.rendezvous import Meeting
-from cyxtrain.ring.routes import FEW_BYTES, Routes, few
-from cyxtrain.ring.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
+from cyxtrain.ring.monitoring.process_state import Process
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.rendezvous import Meeting
+from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Tell, chunks, even_spans
+from cyxtrain.ring.schedules.selector import FEW_BYTES, Routes, few
+from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
 
 KIB = 1024
 PLACES = {

@@ -21,8 +21,8 @@ from worlds import wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.meeting.entry import Entry
-from cyxtrain.ring.meeting.handshake import HandshakeError, Listener, RefusedError, take_message
+from cyxtrain.ring.rendezvous.handshake import HandshakeError, Listener, RefusedError, take_message
+from cyxtrain.ring.rendezvous.record import Entry
 
 RUN = "5f" * 16
 

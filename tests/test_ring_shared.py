@@ -23,10 +23,11 @@ import cyxtrain as cx
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError
 from cyxtrain.parallel import DistributedDataParallel
-from cyxtrain.ring import RingProcessGroup, common
-from cyxtrain.ring.memory import open_to_reading
-from cyxtrain.ring.routes import FEW_BYTES
-from cyxtrain.ring.transfers import SHORT_BYTES
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.schedules.selector import FEW_BYTES
+from cyxtrain.ring.shared_memory import segment
+from cyxtrain.ring.shared_memory.peer_read import open_to_reading
+from cyxtrain.ring.wire.transfers import SHORT_BYTES
 from cyxtrain.ring.work import CallOptions
 
 pytestmark = pytest.mark.skipif(
@@ -166,7 +167,7 @@ def test_where_it_cannot_be_there_is_none_on_any_rank(world_size, count, dtype, 
     + [(what, rank) for what in ("open", "posix_fallocate", "mmap") for rank in (0, 2)],
 )
 def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
-    owner = common.mmap if what == "mmap" else os
+    owner = segment.mmap if what == "mmap" else os
     inner, failing = getattr(owner, what), []
 
     def fail(*args, **named):

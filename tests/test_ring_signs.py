@@ -16,8 +16,8 @@ from worlds import run_processes, run_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring.memory import open_to_reading
-from cyxtrain.ring.routes import ORDERS_WRITES
+from cyxtrain.ring.schedules.selector import ORDERS_WRITES
+from cyxtrain.ring.shared_memory.peer_read import open_to_reading
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not open_to_reading() or not ORDERS_WRITES,

@@ -19,8 +19,8 @@ from transport_ranks import brought, cases, digest
 from worlds import free_port, run_threads
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring.meeting import calling, listening, rendezvous
-from cyxtrain.ring.memory import PeerMemory
+from cyxtrain.ring.rendezvous import dial, listen, rendezvous
+from cyxtrain.ring.shared_memory.peer_read import PeerMemory
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
@@ -232,7 +232,7 @@ def test_memory_that_was_asked_for_and_cannot_be_read_is_refused_with_a_remedy(m
 @pytest.mark.parametrize("transport", ["auto", "unix", "cma"])
 def test_a_unix_socket_that_cannot_be_reached_leads_to_tcp_or_an_error_where_it_was_asked_for(monkeypatch, transport):
     """As for two containers, that share a kernel and not a network."""
-    monkeypatch.setattr(calling, "unix_address", lambda name: f"\0{name}-of-another-network")
+    monkeypatch.setattr(dial, "unix_address", lambda name: f"\0{name}-of-another-network")
     if transport == "auto":
         assert run_threads(3, travelled) == [("tcp", False)] * 3
         return
@@ -257,7 +257,7 @@ def test_a_rank_without_unix_sockets_is_met_over_tcp(monkeypatch):
 
 def test_without_abstract_names_ranks_of_one_machine_meet_on_tcp(monkeypatch):
     """Elsewhere than on Linux a Unix socket leaves a file, and its buffers are small."""
-    monkeypatch.setattr(listening, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(listen, "sys", SimpleNamespace(platform="darwin"))
 
     def rank_main(group):
         tensor = torch.ones(200_000)

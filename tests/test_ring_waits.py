@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cyxtrain.ring.watching.waits import WARN_SECONDS, Waits
+from cyxtrain.ring.monitoring.wait_graph import WARN_SECONDS, Waits
 
 THREAD = 1  # which of this rank's threads waits
 WHAT = "all_reduce #7 (SUM, float32 [3])"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import cyxtrain as cx
-from cyxtrain import joining, runtime
-from cyxtrain.ring.link import Deadline
+from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.world import join, runtime
 
 ALONE = cx.DistributedConfig(rank=0, world_size=1)
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND", "NCCL_TIMEOUT")
@@ -297,8 +297,8 @@ def test_where_one_gpu_is_visible_it_is_device_0(visible, local_rank, device, mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, device_id, **__: bound.append(device_id))
-    monkeypatch.setattr(joining.torch_compat, "set_timeout", lambda _: None)
-    joining._make_nccl({}, cx.DistributedConfig(rank=3, world_size=4, local_rank=local_rank), Deadline(1.0))
+    monkeypatch.setattr(join.torch_compat, "set_timeout", lambda _: None)
+    join._make_nccl({}, cx.DistributedConfig(rank=3, world_size=4, local_rank=local_rank), Deadline(1.0))
     assert chosen == bound == [torch.device("cuda", device)]
 
 
@@ -310,7 +310,7 @@ def test_two_ranks_on_one_gpu_are_named_by_what_nccl_says(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(cx.RendezvousError, match=r"rank 1 could not make a nccl group: .* Two ranks use one GPU"):
-        joining._make_nccl({}, cx.DistributedConfig(rank=1, world_size=2, local_rank=1), Deadline(1.0))
+        join._make_nccl({}, cx.DistributedConfig(rank=1, world_size=2, local_rank=1), Deadline(1.0))
 
 
 def test_nccl_timeout_gets_a_warning_at_init(monkeypatch):
@@ -331,10 +331,10 @@ def test_pytorch_outside_the_tested_range_gets_one_warning(version, monkeypatch,
 
 def test_ranks_but_the_first_do_not_warn_of_pytorch(monkeypatch, recwarn):
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    joining._warn_of_untested_torch(1)
+    join._warn_of_untested_torch(1)
     assert [*recwarn] == []
     with pytest.warns(UserWarning, match="outside the range"):
-        joining._warn_of_untested_torch(0)
+        join._warn_of_untested_torch(0)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cpu", "2.13.0a0+git1", "2.15.0+cu132"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cyxtrain.workers.sharing import SharedFile, as_bytes, from_bytes, read, returning, write
+from cyxtrain.notebook.sharing import SharedFile, as_bytes, from_bytes, read, returning, write
 
 NUMBERS = np.random.default_rng(0).normal(size=(100, 100))
 

@@ -14,9 +14,9 @@ from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.training import flops, header
-from cyxtrain.training.memory_format import put_channels_last
-from cyxtrain.training.precision import float32_products
+from cyxtrain.optim.precision import float32_products
+from cyxtrain.progress import flops, header
+from cyxtrain.training.model.memory_format import put_channels_last
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 BACKENDS: Any = torch.backends
@@ -289,7 +289,7 @@ def test_a_profiled_fit_on_cpus_tells_its_flops_and_another_counts_none(tmp_path
         assert list(trainer.device_usage) == ["flops_per_second"]
         used = trainer.device_usage["flops_per_second"]
         assert used == pytest.approx(272 * trainer.history.samples_per_second, rel=1e-6)
-        monkeypatch.setattr("cyxtrain.training.dry_run.flops_of_step", None)
+        monkeypatch.setattr("cyxtrain.training.inputs.dry_run.flops_of_step", None)
         trainer.fit(*make_rows(64), epochs=1)
         assert trainer.device_usage == {}
     assert "FLOP" not in capsys.readouterr().out

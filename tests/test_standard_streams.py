@@ -13,7 +13,7 @@ from launching import environment
 from worlds import free_port
 
 import cyxtrain as cx
-from cyxtrain.workers.pool import Pool
+from cyxtrain.notebook.pool import Pool
 
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "digits_mlp.yaml")

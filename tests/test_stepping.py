@@ -11,7 +11,7 @@ from fitting import make_model, make_rows, seeded
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from cyxtrain.training.stepping import Stepping
+from cyxtrain.optim.fused_step import Stepping
 
 OPTIMIZERS = {
     "adam": torch.optim.Adam,

@@ -22,8 +22,8 @@ from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
-from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder
 
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [

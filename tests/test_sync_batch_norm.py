@@ -19,8 +19,9 @@ from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.data.dealing import BatchDealing, RowDealing
-from cyxtrain.training import device, plan
+from cyxtrain.data.sharding import BatchDealing, RowDealing
+from cyxtrain.training.inputs import plan
+from cyxtrain.training.model import placement
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 RATE = 0.1
@@ -64,7 +65,7 @@ class OnCPUs(nn.SyncBatchNorm):
 
 @contextlib.contextmanager
 def allowed_on_cpus():
-    with mock.patch.object(plan, "check_batch_norm"), mock.patch.object(device, "check_batch_norm"):
+    with mock.patch.object(plan, "check_batch_norm"), mock.patch.object(placement, "check_batch_norm"):
         yield
 
 

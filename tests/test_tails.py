@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain.data.dealing import RowDealing, micro_batches_of
+from cyxtrain.data.sharding import RowDealing, micro_batches_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

@@ -16,9 +16,10 @@ from torch import nn
 from worlds import TESTS, run_processes
 
 import cyxtrain
-from cyxtrain import CyxtrainError, torch_compat
+from cyxtrain import CyxtrainError
+from cyxtrain.environment import torch_compat
+from cyxtrain.optim.fused_step import Stepping
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.training.stepping import Stepping
 
 PACKAGE = Path(cyxtrain.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ NOT_PYTORCH = {
     "_should_pickle_by_reference": "cloudpickle",
     "_update_count": "torchmetrics",
 }
-IN_A_HOT_PATH = {("parallel/broadcasting.py", name) for name in ("_buffers", "_modules", "_parameters")}
+IN_A_HOT_PATH = {("parallel/consistency/broadcasting.py", name) for name in ("_buffers", "_modules", "_parameters")}
 """To go through all modules takes four times as long by way of a function. This list only shrinks."""
 LAST_PARTS = {re.split(r"[.:]", entry.name)[-1] for entry in torch_compat.PRIVATE_NAMES}
 

@@ -18,7 +18,7 @@ from test_unchanged_installed import PYTEST, ROOT, installed, run
 from worlds import TESTS
 
 import cyxtrain
-from cyxtrain import torch_compat
+from cyxtrain.environment import torch_compat
 
 CORE = ("examples", "invariants", "unchanged", "resume", "notebooks", "stepping", "torch_compat")
 """The digits, the invariants, PyTorch's DDP and FSDP2 over the ring, resume, the notebook, and private names."""

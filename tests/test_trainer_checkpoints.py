@@ -13,7 +13,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.training.saving.checkpoint import read_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

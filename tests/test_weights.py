@@ -7,9 +7,9 @@ import safetensors.torch
 import torch
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, write_checkpoint
+from cyxtrain.checkpoint.weights import load_weights, save_weights
 from cyxtrain.errors import CheckpointError
-from cyxtrain.training.saving.checkpoint import CheckpointState, write_checkpoint
-from cyxtrain.training.saving.weights import load_weights, save_weights
 
 
 def model(seed=0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from cyxtrain.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
 
 @settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from cyxtrain.settings import is_number, require, require_boolean, require_choice, require_integer, settings
+from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Of `torch.compile`."""

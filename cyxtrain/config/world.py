@@ -7,8 +7,8 @@ import enum
 import re
 from dataclasses import dataclass
 
+from cyxtrain.config.settings import require, require_boolean, require_integer, settings, unknown_name
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require, require_boolean, require_integer, settings, unknown_name
 
 
 class BackendType(str, enum.Enum):
@@ -63,14 +63,14 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Returns what the environment says (see `cyxtrain.environment`), complete; alone, a world of one.
+        """Returns what the environment says (see `cyxtrain.environment.process_env`), complete; alone, a world of one.
 
         Raises:
             ConfigError: Half an environment, a number that is none, a rank outside the world.
         """
-        from cyxtrain import environment  # the layer above: imported when called
+        from cyxtrain.environment import process_env  # the layer above: imported when called
 
-        return environment.read_config()
+        return process_env.read_config()
 
     def validate(self) -> None:
         """Refuses what cannot work, before any socket is opened.
@@ -152,7 +152,7 @@ class RingOptions:
     """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
     auto: in a thread where there are several machines, or cores that are free."""
     devices: str = ""
-    """What this rank tells the others of its accelerators while they meet (`cyxtrain.devices`)."""
+    """What this rank tells the others of its accelerators while they meet (`cyxtrain.world.devices`)."""
 
     @property
     def secret_bytes(self) -> bytes | None:

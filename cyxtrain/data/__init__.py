@@ -1,1 +1,1 @@
-"""From the data set to the batch: who sees which sample, and when."""
+"""From the data set to the batch: which rank sees which sample, and when. No training."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches import GatheredShare, Share
-from cyxtrain.data.dealing import Dealing, RowDealing, SingleRow, UnevenStep
+from cyxtrain.data.batches.batch import GatheredShare, Share
+from cyxtrain.data.batches.prefetch import Placement, make_mover
+from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.moving import Placement, make_mover
-from cyxtrain.data.rows import Rows
+from cyxtrain.data.sharding import Dealing, RowDealing, SingleRow, UnevenStep
 from cyxtrain.errors import ConfigError, counted
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cyxtrain.config.settings import require_integer
 from cyxtrain.data.sampler import DistributedSampler, Indices, deal
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require_integer
 
 
 def joined_batch(order: Indices, number: int, effective_batch_size: int) -> Indices:

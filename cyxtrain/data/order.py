@@ -13,8 +13,8 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from cyxtrain.data.drawing import begin_pass, generators_of
-from cyxtrain.data.randomness import generators_kept
+from cyxtrain.data.rng import generators_kept
+from cyxtrain.data.row_rng import begin_pass, generators_of
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
 

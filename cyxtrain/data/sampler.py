@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch.distributed
 from torch.utils.data import Sampler
 
+from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require, require_boolean, require_integer
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Row numbers of a data set."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from cyxtrain.config.settings import require, require_integer
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import require, require_integer
 
 
 def validation_rows(num_rows: int, fraction: float) -> int:

@@ -14,24 +14,26 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from cyxtrain import callbacks, runtime, torch_compat
+from cyxtrain import callbacks
+from cyxtrain.callbacks.callback import Callback
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
+from cyxtrain.config.settings import check_arguments, is_number, unknown_name
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.experiment.config import Config
-from cyxtrain.experiment.data import Data, as_validation, open_data
-from cyxtrain.experiment.naming import Names, is_path, make, named, section_of
+from cyxtrain.experiment.by_name import Names, is_path, make, named, section_of
+from cyxtrain.experiment.experiment_config import Config
+from cyxtrain.experiment.experiment_data import Data, as_validation, open_data
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
+from cyxtrain.metrics.loss import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
-from cyxtrain.settings import check_arguments, is_number, unknown_name
-from cyxtrain.training.callbacks import Callback
+from cyxtrain.optim.named_schedules import SCHEDULERS
+from cyxtrain.optim.optimizers import OPTIMIZERS, parameters_for
+from cyxtrain.optim.schedules import wants_total_steps
+from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.evaluation import Evaluation
-from cyxtrain.training.fit_schedules import SCHEDULERS
-from cyxtrain.training.history import TrainingHistory
-from cyxtrain.training.loss import LOSSES
-from cyxtrain.training.optimizers import OPTIMIZERS, parameters_for
-from cyxtrain.training.saving.checkpoint import read_checkpoint
-from cyxtrain.training.schedules import wants_total_steps
 from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.world import runtime
 
 _KEY = "experiment"
 """Under which a checkpoint's metadata have the settings."""

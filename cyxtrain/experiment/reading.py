@@ -13,9 +13,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
+from cyxtrain.environment.regular_files import read_text
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.experiment.sections import NAMED, Overrides, Values, check_section, with_names, words_of
-from cyxtrain.regular_files import read_text
 
 _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24

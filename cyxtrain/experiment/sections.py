@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import unknown_name
 
 SECTIONS = (
     "imports",

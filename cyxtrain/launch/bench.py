@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain import runtime
 from cyxtrain.config import BackendType, DistributedConfig
-from cyxtrain.launch.tables import aligned, duration, rate, size, wrapped
+from cyxtrain.progress.tables import aligned, duration, rate, size, wrapped
+from cyxtrain.world import runtime
 
 SIZES = (4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 """Bytes of float32."""

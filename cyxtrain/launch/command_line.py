@@ -31,7 +31,7 @@ Errors are one line; `cyxtrain --traceback fit ...` shows where they come from. 
 
 def _show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        from cyxtrain.training.saving.checkpoint import library_versions
+        from cyxtrain.checkpoint.checkpoint_file import library_versions
 
         click.echo(", ".join(f"{name} {version}" for name, version in library_versions().items()))
         context.exit()
@@ -146,7 +146,7 @@ def doctor() -> int:
     trips, bandwidths and how far clocks are apart. It does not join: it works where joining does not.
     """
     from cyxtrain.config import DistributedConfig
-    from cyxtrain.launch.doctor import examine
+    from cyxtrain.doctor import examine
 
     return examine(DistributedConfig.from_environment())
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from cyxtrain import runtime
+from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.errors import CheckpointError
 from cyxtrain.experiment import Experiment
-from cyxtrain.training.saving.folder import CheckpointFolder
+from cyxtrain.world import runtime
 
 
 def show_measures(experiment: Experiment) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cyxtrain.config.settings import check_arguments, unknown_name
 from cyxtrain.errors import ConfigError
-from cyxtrain.settings import check_arguments, unknown_name
 
 _Maker = TypeVar("_Maker", bound=Callable[..., nn.Module])
 _MODELS: dict[str, Callable[..., nn.Module]] = {}

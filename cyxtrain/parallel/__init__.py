@@ -1,6 +1,5 @@
 """Gradients, from a rank into the ring and back: layout -> bucket -> reducer -> DistributedDataParallel."""
 
-from cyxtrain.parallel.distributed_data_parallel import DistributedDataParallel, unwrap
 from cyxtrain.parallel.gathering import (
     GatherCall,
     all_gather_with_grad,
@@ -9,6 +8,7 @@ from cyxtrain.parallel.gathering import (
     gathering_alone,
     gathers_kept,
 )
+from cyxtrain.parallel.wrapper import DistributedDataParallel, unwrap
 
 __all__ = [
     "DistributedDataParallel",

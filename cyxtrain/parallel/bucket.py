@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
+from cyxtrain.parallel.exchange import AsItIs, ByHook, InCommon, Travel
 from cyxtrain.parallel.layout import BucketSpec
-from cyxtrain.parallel.travel import AsItIs, ByHook, InCommon, Travel
-from cyxtrain.ring.shared import SharedMean
+from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 
 STEP_LATER = (
     "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "

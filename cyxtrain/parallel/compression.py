@@ -11,8 +11,8 @@ import torch.distributed as dist
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.bucket import Bucket
+from cyxtrain.parallel.exchange import InHalf
 from cyxtrain.parallel.powersgd import LowRank, LowRankGradient
-from cyxtrain.parallel.travel import InHalf
 
 COMPRESSIBLE = {torch.float32, torch.float64}
 """Gradients of other numbers travel as they are."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cyxtrain import torch_compat
-from cyxtrain.ring.tensors import is_finite
+from cyxtrain.environment import torch_compat
+from cyxtrain.ring.wire.payload import is_finite
 
 _FEW = 8
 """Up to so many tensors each is added up by itself: to sort them takes longer."""

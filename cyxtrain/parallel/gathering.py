@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cyxtrain import runtime
 from cyxtrain.errors import CollectiveMismatchError, ConfigError, on_all_ranks
-from cyxtrain.parallel.tensor_parts import bytes_of
+from cyxtrain.parallel.consistency.tensor_parts import bytes_of
+from cyxtrain.world import runtime
 
 _NAME = "all_gather_with_grad"
 _MOST_DIMENSIONS = 8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain.parallel.travel import Mean, Travel, Waitable
+from cyxtrain.parallel.exchange import Mean, Travel, Waitable
 
 _LEAST_SAVING = 2
 """How many times fewer numbers the thin matrices must have; else a gradient travels as it is."""

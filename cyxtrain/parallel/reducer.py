@@ -18,19 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain import accelerator, runtime, torch_compat
-from cyxtrain.allocator import keep_freed_memory
 from cyxtrain.config import DDPConfig
+from cyxtrain.environment import accelerator, torch_compat
+from cyxtrain.environment.allocator import keep_freed_memory
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
-from cyxtrain.parallel.broadcasting import tensors_of
 from cyxtrain.parallel.bucket import STEP_LATER, Bucket
 from cyxtrain.parallel.compression import compress
+from cyxtrain.parallel.consistency.broadcasting import tensors_of
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
-from cyxtrain.parallel.report import Report
-from cyxtrain.parallel.sparse import SparseGradients, split_sparse
+from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
+from cyxtrain.parallel.step_report import Report
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.shared import SharedMean
+from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
+from cyxtrain.world import runtime
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
 _SPARSE = -1

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cyxtrain import accelerator, environment, torch_compat
 from cyxtrain.config import RingOptions
+from cyxtrain.environment import accelerator, process_env, torch_compat
+from cyxtrain.ring.dynamo_skip import uncompiled
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.monitoring.group_registry import Siblings
 from cyxtrain.ring.process_group import RingOperations
-from cyxtrain.ring.shared import SharedMean
-from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.uncompiled import uncompiled
+from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
 # Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
 if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
-    from cyxtrain.ring.registered import RegisteredGroup as PyTorchGroup
+    from cyxtrain.ring.registered_backend import RegisteredGroup as PyTorchGroup
 else:
-    from cyxtrain.ring.naming import NamedGroup as PyTorchGroup  # type: ignore[assignment]
+    from cyxtrain.ring.legacy_backend import NamedGroup as PyTorchGroup  # type: ignore[assignment]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 TORCHS_WORLD = Siblings()
@@ -114,7 +114,7 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
         options.group_size,
         options.timeout,
         names=names,
-        options=environment.ring_options(),
+        options=process_env.ring_options(),
         siblings=TORCHS_WORLD,
     )
 

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from cyxtrain.config import RingOptions
-from cyxtrain.ring.combining import Scratch
-from cyxtrain.ring.courier import is_worth_it
-from cyxtrain.ring.link import Link
-from cyxtrain.ring.mailbox import Mailbox
-from cyxtrain.ring.meeting.handshake import Role
-from cyxtrain.ring.meeting.rendezvous import Meeting
-from cyxtrain.ring.memory import PeerMemory
-from cyxtrain.ring.mesh import Mesh
-from cyxtrain.ring.routes import Routes
-from cyxtrain.ring.transfers import SEGMENT_BYTES
-from cyxtrain.ring.watching.pulse import Pulse
-from cyxtrain.ring.watching.watch import Watch
+from cyxtrain.ring.collective_thread import is_worth_it
+from cyxtrain.ring.monitoring.heartbeat import Pulse
+from cyxtrain.ring.monitoring.monitor import Watch
+from cyxtrain.ring.rendezvous.handshake import Role
+from cyxtrain.ring.rendezvous.rendezvous import Meeting
+from cyxtrain.ring.schedules.selector import Routes
+from cyxtrain.ring.shared_memory.peer_read import PeerMemory
+from cyxtrain.ring.wire.executor import Mesh
+from cyxtrain.ring.wire.kernels import Scratch
+from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.messages import Mailbox
+from cyxtrain.ring.wire.transfers import SEGMENT_BYTES
 
 
 class Connections:

@@ -18,22 +18,30 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
-from cyxtrain.ring import algorithms
-from cyxtrain.ring.algorithms import Span, Step, even_spans
-from cyxtrain.ring.combining import Combiner, Scratch
+from cyxtrain.ring.collective_thread import Courier
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.courier import Courier
-from cyxtrain.ring.frames import MAX_DIMENSIONS, Kind, Numbered, Operation, Reduction, at_operation, dtype_code, in_call
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
-from cyxtrain.ring.meeting.rendezvous import meet
-from cyxtrain.ring.mesh import Mesh
-from cyxtrain.ring.passing import Passages
-from cyxtrain.ring.ready import Announcement, ReadyReductions, Rounds
-from cyxtrain.ring.reducing import Reducing
-from cyxtrain.ring.routes import Routes
-from cyxtrain.ring.siblings import Siblings
-from cyxtrain.ring.tensors import (
+from cyxtrain.ring.monitoring.activity import Doing
+from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.rendezvous.rendezvous import meet
+from cyxtrain.ring.schedules import algorithms
+from cyxtrain.ring.schedules.algorithms import Span, Step, even_spans
+from cyxtrain.ring.schedules.selector import Routes
+from cyxtrain.ring.shared_memory.passing import Passages
+from cyxtrain.ring.wire.executor import Mesh
+from cyxtrain.ring.wire.frames import (
+    MAX_DIMENSIONS,
+    Kind,
+    Numbered,
+    Operation,
+    Reduction,
+    at_operation,
+    dtype_code,
+    in_call,
+)
+from cyxtrain.ring.wire.kernels import Combiner, Scratch
+from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
+from cyxtrain.ring.wire.payload import (
     check_target,
     check_tensor,
     copy_back,
@@ -43,8 +51,9 @@ from cyxtrain.ring.tensors import (
     overlap,
     write,
 )
-from cyxtrain.ring.transfers import Buffers
-from cyxtrain.ring.watching.doing import Doing
+from cyxtrain.ring.wire.persistent import Announcement, ReadyReductions, Rounds
+from cyxtrain.ring.wire.reduction import Reducing
+from cyxtrain.ring.wire.transfers import Buffers
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""

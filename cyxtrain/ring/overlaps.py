@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cyxtrain.ring.tensors import check_target, replace
+from cyxtrain.ring.wire.payload import check_target, replace
 
 
 def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

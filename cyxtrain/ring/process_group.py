@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain import torch_compat
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CyxtrainError, error_from_facts
 from cyxtrain.ring import sparse
-from cyxtrain.ring.arguments import (
+from cyxtrain.ring.collective_arguments import (
     as_list,
     as_lists,
     check_count,
@@ -32,10 +32,10 @@ from cyxtrain.ring.arguments import (
     unpack,
 )
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.mailbox import ANY_SOURCE
 from cyxtrain.ring.overlaps import bring_back, parted, untouched
-from cyxtrain.ring.shared import SharedMean, make_shared_means
-from cyxtrain.ring.tensors import check_target, copy_back, flat_view_of, write
+from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean, make_shared_means
+from cyxtrain.ring.wire.messages import ANY_SOURCE
+from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
 from cyxtrain.ring.work import MessageWork, collective, nothing, second
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
-from cyxtrain.ring.arguments import neighbouring
-from cyxtrain.ring.combining import divide
-from cyxtrain.ring.frames import Reduction
+from cyxtrain.ring.collective_arguments import neighbouring
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.tensors import replace
+from cyxtrain.ring.wire.frames import Reduction
+from cyxtrain.ring.wire.kernels import divide
+from cyxtrain.ring.wire.payload import replace
 
 
 def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:

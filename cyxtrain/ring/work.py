@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from cyxtrain import torch_compat
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring.courier import Courier, Delivery
+from cyxtrain.ring.collective_thread import Courier, Delivery
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.link import Deadline
-from cyxtrain.ring.mailbox import ANY_SOURCE, Mailbox, Message
-from cyxtrain.ring.staging import beside
+from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
+from cyxtrain.ring.wire.staging import beside
 
 _LET_GO: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.

@@ -1,1 +1,1 @@
-"""The loop, and what it keeps: history, checkpoints, weights."""
+"""The loop: fit, epoch, step, and what is trained."""

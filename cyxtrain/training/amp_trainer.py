@@ -21,34 +21,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
+from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
-from cyxtrain.data.batches import Batch
-from cyxtrain.data.batching import as_batch, check_parts
-from cyxtrain.data.rows import Rows
-from cyxtrain.data.tree import num_rows
+from cyxtrain.config.settings import is_number, require, require_integer
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.collate import as_batch, check_parts
+from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened, warn
+from cyxtrain.metrics.loss import Loss, Weighting
+from cyxtrain.metrics.num_items import rule_named
+from cyxtrain.optim.clipping import multiply_gradients
+from cyxtrain.optim.learning_rates import Rates
+from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state
+from cyxtrain.optim.precision import LossScale, Precision
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone, unwrap
 from cyxtrain.parallel.finite import all_finite, values_of
-from cyxtrain.settings import is_number, require, require_integer
-from cyxtrain.training.agreement import agree_on, telling
-from cyxtrain.training.buffers import BuffersKept
-from cyxtrain.training.calling import ModelCall
-from cyxtrain.training.checks import check_model, check_optimizer, check_precision
-from cyxtrain.training.clipping import multiply_gradients
-from cyxtrain.training.facts import model_facts, optimizer_facts
-from cyxtrain.training.items import rule_named
-from cyxtrain.training.loss import Loss, Weighting
-from cyxtrain.training.memory import memory_explained
-from cyxtrain.training.optimizers import OptimizerLike, make_optimizer, place_state
-from cyxtrain.training.plan import LossLike, place_model
-from cyxtrain.training.precision import LossScale, Precision
-from cyxtrain.training.rates import Rates
-from cyxtrain.training.saving.checkpoint import write_checkpoint
+from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
+from cyxtrain.training.inputs.plan import LossLike, place_model
+from cyxtrain.training.inputs.weight_check import WeightCheck, warning_of
+from cyxtrain.training.model.buffers import BuffersKept
+from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import untouched
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import trained_with
-from cyxtrain.training.untouched import untouched
-from cyxtrain.training.weight_check import WeightCheck, warning_of
+from cyxtrain.world import runtime
+from cyxtrain.world.agreement import agree_on, telling
 
 _PRECISION = "fp16"
 _LEARNING_RATE = 1e-3

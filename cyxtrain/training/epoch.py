@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from cyxtrain import runtime
-from cyxtrain.data.batches import Batch
-from cyxtrain.training.agreement import raise_together
-from cyxtrain.training.compiling import steps_marked
-from cyxtrain.training.memory import memory_explained
-from cyxtrain.training.modes import modes_kept
-from cyxtrain.training.plan import TriedRows
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.training.inputs.plan import TriedRows
+from cyxtrain.training.model.compile import steps_marked
+from cyxtrain.training.model.modes import modes_kept
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.world import runtime
+from cyxtrain.world.agreement import raise_together
 
 _Batch = TypeVar("_Batch")
 

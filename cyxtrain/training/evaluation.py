@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from cyxtrain import runtime
-from cyxtrain.data.batches import Batch
-from cyxtrain.training.callbacks import Callbacks
+from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.data.batches.batch import Batch
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.plan import TriedRows
+from cyxtrain.training.inputs.plan import TriedRows
 from cyxtrain.training.step import EvaluationStep
+from cyxtrain.world import runtime
 
 
 class Evaluation:

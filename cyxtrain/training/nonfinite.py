@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain import runtime
-from cyxtrain.data.batches import Share
-from cyxtrain.data.randomness import generators_kept
-from cyxtrain.data.rows import rows_not_finite
-from cyxtrain.data.tree import leaves
+from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.batches.rows import rows_not_finite
+from cyxtrain.data.batches.structure import leaves
+from cyxtrain.data.rng import generators_kept
 from cyxtrain.errors import NonFiniteError, counted, on_all_ranks, shortened, warn
+from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.finite import values_of
-from cyxtrain.parallel.report import Report
-from cyxtrain.training.buffers import BuffersKept
-from cyxtrain.training.precision import LossScale
+from cyxtrain.parallel.step_report import Report
+from cyxtrain.training.model.buffers import BuffersKept
 from cyxtrain.training.state import Position
+from cyxtrain.world import runtime
 
 SKIP = "skip"
 MAX_SKIPPED = 10

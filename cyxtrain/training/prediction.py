@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
-from cyxtrain.data.forms import example_of, form_of
-from cyxtrain.data.tree import Tree, map_tree, num_rows, tensors
+from cyxtrain.data.batches.specs import example_of, form_of
+from cyxtrain.data.batches.structure import Tree, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.plan import TriedRows
+from cyxtrain.training.inputs.plan import TriedRows
 from cyxtrain.training.step import PredictionStep
+from cyxtrain.world import runtime
 
 
 def predict_rows(model: nn.Module, rows: TriedRows, *, distributed: bool) -> Any:

@@ -13,28 +13,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from cyxtrain import environment, runtime
-from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.errors import CheckpointError, brief, warn
-from cyxtrain.training.callbacks import Callbacks
-from cyxtrain.training.history import TrainingHistory
-from cyxtrain.training.loss import Loss
-from cyxtrain.training.precision import LossScale, make_loss_scale
-from cyxtrain.training.rates import Rates, scaling_of
-from cyxtrain.training.saving.checkpoint import CheckpointState
-from cyxtrain.training.saving.content import is_position, taking_over
-from cyxtrain.training.saving.names import plain_parameters, plain_state
-from cyxtrain.training.saving.optimizer_state import (
+from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState
+from cyxtrain.checkpoint.format.encoding import encode_tree
+from cyxtrain.checkpoint.format.names import plain_parameters, plain_state
+from cyxtrain.checkpoint.format.optimizer_state import (
     drop_groups,
     load_optimizer_state_by_name,
     optimizer_state_by_name,
     rebuild_groups,
 )
-from cyxtrain.training.saving.transport import read_file_on_all
-from cyxtrain.training.saving.tree import encode_tree
-from cyxtrain.training.saving.weights import fitting_state, load_model_state
-from cyxtrain.training.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
+from cyxtrain.checkpoint.format.validation import is_position, taking_over
+from cyxtrain.checkpoint.transport import read_file_on_all
+from cyxtrain.checkpoint.weights import fitting_state, load_model_state
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.environment import process_env
+from cyxtrain.errors import CheckpointError, brief, warn
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.learning_rates import Rates, scaling_of
+from cyxtrain.optim.precision import LossScale, make_loss_scale
+from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
+from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.training.trained import check_state_besides, load_state_besides, state_besides, trained_with
+from cyxtrain.world import runtime
 
 
 @dataclass
@@ -225,7 +226,7 @@ class TrainingState:
         """Makes this a run of its own, which no earlier checkpoint belongs to."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
-        launched, _ = environment.launched_run()
+        launched, _ = process_env.launched_run()
         self.runs.add(name)
         self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
 

@@ -18,25 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cyxtrain import runtime
-from cyxtrain.accelerator import HostCopy, is_accelerator
-from cyxtrain.data.batches import Batch, Share
-from cyxtrain.data.forms import form_of
-from cyxtrain.data.randomness import generators_kept
-from cyxtrain.data.tree import Tree, map_output, map_tree, tensors
+from cyxtrain.data.batches.batch import Batch, Share
+from cyxtrain.data.batches.specs import form_of
+from cyxtrain.data.batches.structure import Tree, map_output, map_tree, tensors
+from cyxtrain.data.rng import generators_kept
+from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
+from cyxtrain.metrics.metric import Metrics
+from cyxtrain.metrics.sums import Answers, Totals, answers_to
+from cyxtrain.optim.clipping import Clip, multiply_gradients
+from cyxtrain.optim.fused_step import Stepping
+from cyxtrain.optim.learning_rates import Rates
+from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
-from cyxtrain.training.calling import ModelCall
-from cyxtrain.training.clipping import Clip, multiply_gradients
-from cyxtrain.training.clock import Clock, Part
-from cyxtrain.training.loss import BatchLoss, Loss, Weighting
-from cyxtrain.training.metrics import Metrics
+from cyxtrain.progress.step_timer import Clock, Part
+from cyxtrain.training.inputs.empty_batches import WithoutRows
+from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
-from cyxtrain.training.precision import LossScale
-from cyxtrain.training.rates import Rates
-from cyxtrain.training.stepping import Stepping
-from cyxtrain.training.totals import Answers, Totals, answers_to
-from cyxtrain.training.without_rows import WithoutRows
+from cyxtrain.world import runtime
 
 Number = Tensor | float
 

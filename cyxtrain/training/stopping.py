@@ -20,11 +20,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from cyxtrain import runtime
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.errors import on_all_ranks
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.world import runtime
 
 
 class Wish(enum.IntEnum):

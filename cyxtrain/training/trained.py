@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cyxtrain import torch_compat
+from cyxtrain.checkpoint.format.names import plain_name, plain_state
+from cyxtrain.checkpoint.weights import fitting_state, load_model_state
+from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, shortened, warn
-from cyxtrain.training.loss import Loss
-from cyxtrain.training.saving.names import plain_name, plain_state
-from cyxtrain.training.saving.weights import fitting_state, load_model_state
+from cyxtrain.metrics.loss import Loss
 
 _LOSS = "loss_fn"
 

@@ -1,6 +1,6 @@
 """Keras's `fit` for any module, on as many ranks as there are.
 
-fit -> one epoch after the other (`fitting.py`) -> the steps of an epoch (`step.py`). Training and evaluation share
+fit -> one epoch after the other (`fit_loop.py`) -> the steps of an epoch (`step.py`). Training and evaluation share
 `run_epoch`.
 """
 
@@ -17,42 +17,42 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from cyxtrain import runtime
+from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
+from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
-from cyxtrain.data.source import Opened
+from cyxtrain.config.settings import names_checked, require_choice
+from cyxtrain.data.sources.source import Opened
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
+from cyxtrain.metrics.loss import Loss, with_weights
+from cyxtrain.metrics.named_metrics import named
+from cyxtrain.notebook.run_in_workers import by_workers
+from cyxtrain.optim.learning_rates import Rates, check_rates
+from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
+from cyxtrain.optim.precision import float32_products
+from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.settings import names_checked, require_choice
-from cyxtrain.training.agreement import agree_on, on_master, telling
-from cyxtrain.training.arguments import FitArguments, parse_fit
-from cyxtrain.training.arithmetic import arithmetic
-from cyxtrain.training.callbacks import Callback, Callbacks, checked_callbacks
-from cyxtrain.training.checks import check_own_steps, checked_ddp_config
-from cyxtrain.training.compiling import compiled
-from cyxtrain.training.device import checked_device
+from cyxtrain.progress.header import explain
+from cyxtrain.progress.history import TrainingHistory
+from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
-from cyxtrain.training.facts import value_facts
-from cyxtrain.training.fitting import Fit
-from cyxtrain.training.header import explain
-from cyxtrain.training.history import TrainingHistory
-from cyxtrain.training.loss import Loss, with_weights
-from cyxtrain.training.modes import modes_kept
-from cyxtrain.training.named_metrics import named
-from cyxtrain.training.notebook.calls import by_workers
-from cyxtrain.training.opening import open_fit, open_rows
-from cyxtrain.training.optimizers import OptimizerLike, fused, make_optimizer
-from cyxtrain.training.plan import LossLike, Run, TriedRows, plan_fit, plan_rows, warn_of_data
-from cyxtrain.training.precision import float32_products
+from cyxtrain.training.fit_loop import Fit
+from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
+from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
+from cyxtrain.training.inputs.facts import value_facts
+from cyxtrain.training.inputs.plan import LossLike, Run, TriedRows, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.inputs.training_data import open_fit, open_rows
+from cyxtrain.training.model.compile import compiled
+from cyxtrain.training.model.modes import modes_kept
+from cyxtrain.training.model.placement import checked_device
+from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.prediction import predict_rows
-from cyxtrain.training.rates import Rates, check_rates
-from cyxtrain.training.recomputing import layers_of, recomputed
-from cyxtrain.training.resuming import begin_or_go_on
-from cyxtrain.training.saving.checkpoint import write_checkpoint
-from cyxtrain.training.schedules import SchedulerLike, make_scheduler, scheduler_facts
+from cyxtrain.training.resuming.numerics import arithmetic
+from cyxtrain.training.resuming.resume import begin_or_go_on
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import explain_stop, leave_for
-from cyxtrain.training.summary import OutputShapes, summary_of
 from cyxtrain.training.trained import trained_with
+from cyxtrain.world import runtime
+from cyxtrain.world.agreement import agree_on, on_master, telling
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""

@@ -7,8 +7,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 
-from cyxtrain import clusters
-from cyxtrain.cores import count_usable_cores
+from cyxtrain.environment import schedulers
+from cyxtrain.environment.cpu import count_usable_cores
 
 _MOST_RANKS = 8
 """With more, each has so little to do that they mostly wait for each other."""
@@ -58,7 +58,7 @@ def usable_cores(variables: Mapping[str, str]) -> int:
         variables: The environment.
     """
     cores = count_usable_cores()
-    return min(cores, clusters.cores_left(variables) or cores)
+    return min(cores, schedulers.cores_left(variables) or cores)
 
 
 def cores_of_each(num_ranks: int, variables: Mapping[str, str]) -> int:

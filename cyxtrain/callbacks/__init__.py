@@ -1,0 +1,31 @@
+"""Callbacks for `fit`: `cx.callbacks.Callback` to derive from, and ready ones under Keras's names."""
+
+from cyxtrain.callbacks.averaging import EMA
+from cyxtrain.callbacks.callback import Callback
+from cyxtrain.callbacks.early_stopping import EarlyStopping
+from cyxtrain.callbacks.file_callbacks import CSVLogger, LambdaCallback
+from cyxtrain.callbacks.model_checkpoint import ModelCheckpoint
+from cyxtrain.callbacks.monitors import GradientNormMonitor, TerminateOnNaN, ThroughputMonitor, Timer
+from cyxtrain.callbacks.progress_bar import ProgressBar
+from cyxtrain.callbacks.rate_callbacks import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
+from cyxtrain.callbacks.slow_ranks import SlowRankMonitor
+from cyxtrain.callbacks.tensorboard import TensorBoard
+
+__all__ = [
+    "EMA",
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "GradientNormMonitor",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "LearningRateScheduler",
+    "ModelCheckpoint",
+    "ProgressBar",
+    "ReduceLROnPlateau",
+    "SlowRankMonitor",
+    "TensorBoard",
+    "TerminateOnNaN",
+    "ThroughputMonitor",
+    "Timer",
+]

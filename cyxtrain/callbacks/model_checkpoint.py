@@ -1,0 +1,115 @@
+"""Keras's ModelCheckpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cyxtrain.callbacks.callback import Logs
+from cyxtrain.callbacks.monitored_value import Monitoring, require_float
+from cyxtrain.checkpoint.weights import save_weights
+from cyxtrain.config.settings import require, require_boolean, require_integer
+from cyxtrain.errors import ConfigError
+from cyxtrain.world import runtime
+
+
+class ModelCheckpoint(Monitoring):
+    """Saves the model after epochs or steps, on rank 0; Keras's arguments. All ranks are given it.
+
+    `checkpoint_every_n_epochs` and its like in the config do so beside the training, and `resume="auto"` finds theirs;
+    this one is for names and moments of one's own. What it saves `load_checkpoint` reads, or `load_weights`.
+
+    Args:
+        filepath: Where; "{epoch}" (from 1), "{batch}" and the names of logs in it are filled in, as in
+            "model-{epoch:02d}-{val_loss:.3f}.ckpt".
+        monitor: What decides which epoch is the best.
+        verbose: 1: rank 0 says what it saves.
+        save_best_only: Whether only an epoch that is better than all before is saved.
+        save_weights_only: Whether it is the weights alone, as safetensors.
+        mode: "min", "max", or "auto": what the metric says.
+        save_freq: "epoch", or a number of steps.
+        initial_value_threshold: What the first one must be better than, with `save_best_only`.
+
+    Raises:
+        ConfigError: An argument cannot be.
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        super().__init__(monitor, mode)
+        owner = "ModelCheckpoint"
+        require(isinstance(filepath, (str, os.PathLike)), f"{owner}.filepath must be a path, got {filepath!r}.")
+        require_boolean(owner, "save_best_only", save_best_only)
+        require_boolean(owner, "save_weights_only", save_weights_only)
+        if save_freq != "epoch":
+            require_integer(owner, "save_freq", save_freq, 1)
+            require(not save_best_only, f"{owner}: the best is known after an epoch: save_freq must be 'epoch'.")
+        require_float(
+            owner, "initial_value_threshold", 0 if initial_value_threshold is None else initial_value_threshold
+        )
+        self.filepath = os.fspath(filepath)
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.save_weights_only = save_weights_only
+        self.belongs_on_all_ranks = not save_weights_only
+        self.save_freq = save_freq
+        self.initial_value_threshold = initial_value_threshold
+        self.best: float | None = initial_value_threshold
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Is told what is measured, which matters where it looks at it."""
+        if self.save_best_only:
+            super().set_params(params)
+        else:
+            self.params = params
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Saves, where it shall."""
+        if self.save_freq != "epoch":
+            return
+        if self.save_best_only:
+            value = self.value_in(logs)
+            if value is None or not self.is_better(value, self.worst if self.best is None else self.best):
+                return
+            self.best = value
+        self._save({"epoch": epoch + 1, **(logs or {})})
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Saves, where it shall."""
+        if self.save_freq != "epoch" and self.trainer.step % int(self.save_freq) == 0:
+            self._save({"epoch": self.trainer.epoch + 1, "batch": batch + 1})
+
+    def _save(self, known: Mapping[str, float]) -> None:
+        try:
+            path = self.filepath.format(**known)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"ModelCheckpoint.filepath={self.filepath!r} cannot be filled in ({error!r}): there are "
+                f"{', '.join(known)}."
+            ) from error
+        if runtime.is_master() and os.path.dirname(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        if not self.save_weights_only:
+            self.trainer.save_checkpoint(path)
+        elif runtime.is_master():
+            save_weights(self.model, path)
+        if self.verbose and runtime.is_master():
+            print(f"saved {path}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best number so far."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it over."""
+        self.best = state["best"]

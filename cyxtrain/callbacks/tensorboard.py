@@ -1,0 +1,127 @@
+"""Curves for TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cyxtrain.callbacks.callback import Callback, Logs
+from cyxtrain.config.settings import require, require_integer
+from cyxtrain.optim.clipping import gradient_norm
+from cyxtrain.optim.learning_rates import rates_of
+from cyxtrain.world import runtime
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_USAGE = {
+    "peak_memory": ("peak memory (GiB)", 2**30),
+    "flops_per_second": ("TFLOP per second", 1e12),
+    "mfu": ("MFU", 1),
+}
+"""What curves of `trainer.device_usage` are called, and in which unit they are."""
+
+
+class TensorBoard(Callback):
+    """Writes what TensorBoard shows, on rank 0: `tensorboard --logdir logs`.
+
+    Losses and metrics of each epoch, training and validation as two curves in one picture; the learning rate, samples
+    per second and the norm of the gradients (averaged over ranks, not clipped); on GPUs peak memory, FLOP/s and MFU, as
+    in `trainer.device_usage`; the settings, as a table. The horizontal axis is that of optimizer steps. A fit that goes
+    on from a checkpoint goes on with its curves.
+
+    Args:
+        log_dir: Folder; each training has one of its own. In it, as Keras has it, "train" and "validation".
+        update_freq: "epoch", or "batch", or a number of steps: how often there are the learning rate, the norm of the
+            gradients and this rank's loss so far.
+
+    Raises:
+        ConfigError: An argument cannot be.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
+        owner = "TensorBoard"
+        require(isinstance(log_dir, (str, os.PathLike)), f"{owner}.log_dir must be a path, got {log_dir!r}.")
+        if update_freq not in ("epoch", "batch"):
+            require_integer(owner, "update_freq", update_freq, 1)
+        self.log_dir = os.fspath(log_dir)
+        self.update_freq = update_freq
+        self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+        self._validation: SummaryWriter | None = None
+        self._norm: Tensor | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Writes down the settings."""
+        if runtime.is_master():
+            self._writer = self._open("train")
+            settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
+            rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was made: what came after it is not shown any more."""
+        if runtime.is_master():
+            self.close()
+            self._purge_step = state["step"] + 1
+            self._writer = self._open("train")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far it is."""
+        return {"step": self.trainer.step}
+
+    def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
+        """Looks at the gradients where their norm is to be shown."""
+        is_last = self.params["steps"] in (None, batch + 1)  # None: nobody knows which is the last
+        if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
+            self._norm = gradient_norm(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Writes what is shown from step to step."""
+        step = self.trainer.step
+        if self._writer is not None and self._every and step % self._every == 0:
+            self._writer.add_scalar("step/loss so far", (logs or {})["loss"], step)
+            self._steps_numbers(step)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Writes the epoch's numbers."""
+        if self._writer is None:
+            return
+        step = self.trainer.step
+        for name, value in (logs or {}).items():
+            if not name.startswith("val_"):
+                self._writer.add_scalar(f"epoch/{name}", value, step)
+                continue
+            self._validation = self._validation or self._open("validation")
+            self._validation.add_scalar(f"epoch/{name.removeprefix('val_')}", value, step)
+        self._writer.add_scalar("epoch/samples per second", self.trainer.history.samples_per_second, step)
+        for name, value in self.trainer.device_usage.items():
+            shown, unit = _USAGE[name]
+            self._writer.add_scalar(f"epoch/{shown}", value / unit, step)
+        if not self._every:
+            self._steps_numbers(step)
+        for writer in filter(None, (self._writer, self._validation)):
+            writer.flush()
+
+    def _steps_numbers(self, step: int) -> None:
+        assert self._writer is not None
+        rates = rates_of(self.trainer.optimizer)
+        for number, rate in enumerate(rates):
+            self._writer.add_scalar("step/learning rate" + (f" {number}" if len(rates) > 1 else ""), rate, step)
+        if self._norm is not None:
+            self._writer.add_scalar("step/gradient norm", float(self._norm), step)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for writer in filter(None, (self._writer, self._validation)):
+            writer.close()
+        self._writer = self._validation = self._purge_step = None
+
+    def _open(self, name: str) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and who does not look does not pay
+
+        return SummaryWriter(os.path.join(self.log_dir, name), purge_step=self._purge_step)

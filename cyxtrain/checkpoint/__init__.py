@@ -1,0 +1,1 @@
+"""Checkpoint files: write, read, keep, validate. No training."""

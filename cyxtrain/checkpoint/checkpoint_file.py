@@ -1,0 +1,217 @@
+"""The checkpoint file: all that a run needs to go on, and nothing that is code.
+
+    model.safetensors      parameters and buffers, tied ones once
+    optimizer.safetensors  the tensors of the optimizer's state and hyper-parameters
+    others.safetensors     the tensors of all else that has some
+    state.json             everything else: the lists of names, position, history, config, versions
+
+`archive.py` adds the checksums; safetensors reads the tensors; loading never unpickles. This module knows no trainer
+and no ranks; the same bytes are a file, or a message to the other ranks (`transport.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from cyxtrain.checkpoint.files import read_file, replacing
+from cyxtrain.checkpoint.format.archive import Buffer, blaming, look_at_archive, read_archive, write_archive
+from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.format.tensors import Copy, TensorLayout, decode_tensors, encode_tensors, safetensors_parts
+from cyxtrain.errors import CheckpointError
+
+FORMAT = "cyxtrain-checkpoint"
+FORMAT_VERSION = 2
+
+_MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
+_CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
+STATE_LIMIT_BYTES = 1 << 28
+"""What `state.json` may have, so that to look into it costs no memory to speak of: large things are tensors."""
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions that decide how numbers come about, for whoever compares two runs."""
+    return {"cyxtrain": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@functools.cache
+def _own_version() -> str:
+    """Returns the version that was there first: to look it up takes longer than many a step."""
+    try:
+        return importlib.metadata.version("cyxtrain")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@dataclass
+class CheckpointState:
+    """All that a run needs to go on; independent of the number of ranks, but for `ranks`."""
+
+    model: dict[str, Any]
+    """The model's `state_dict`: tensors, and JSON values of modules with `get_extra_state`."""
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State by parameter name: tensors and JSON values."""
+    optimizer_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Hyper-parameters, and "params": the names of the group's parameters."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """What else has a state, by name, such as the scheduler and callbacks: tensors and JSON values."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """What belongs to each rank, such as its generators; empty where nobody asked them: JSON values."""
+    position: dict[str, Any] = field(default_factory=dict)
+    """Where in the run this is, such as the epoch: JSON values."""
+    history: dict[str, Any] = field(default_factory=dict)
+    """`TrainingHistory.to_dict()`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The settings of the run: JSON values."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Which run this is of: JSON values."""
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+    """What decides the bits of the results, beside the versions: JSON values."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What its user keeps in it, such as the experiment that it is of: JSON values."""
+    versions: dict[str, Any] = field(default_factory=library_versions)
+    """Versions of the libraries that wrote it."""
+    world_size: int = 1
+    """Number of ranks that wrote it."""
+
+
+# What state.json holds as it is; the others are spread over the tensor files.
+_PLAIN_FIELDS = {
+    **dict.fromkeys(("position", "history", "config", "run", "arithmetic", "metadata", "versions"), dict),
+    "ranks": list,
+    "world_size": int,
+}
+
+
+def write_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> None:
+    """Writes a checkpoint in one piece: afterwards it survives a power cut, before that the old one does.
+
+    Temporary file in the same folder, fsync, rename, fsync of the folder. Cost: one write of all bytes; tensors on
+    the CPU are not copied.
+
+    Raises:
+        CheckpointError: The disk refuses, or the state holds what a checkpoint cannot; nothing temporary is left.
+    """
+    write_entries(path, entries_of(state))
+
+
+def write_entries(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]]) -> None:
+    """Writes what `entries_of` gave, as `write_checkpoint` does."""
+    with replacing(path, "checkpoint") as file:
+        write_archive(file, FORMAT, FORMAT_VERSION, entries)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
+    """Reads what `write_checkpoint` wrote, after checking all of it; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: There is no such file, or it is damaged, with the entry.
+    """
+    return unpack_checkpoint(checkpoint_bytes(path), str(path))
+
+
+def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Returns what the file of a checkpoint holds; one that is none is not read to its end.
+
+    Raises:
+        CheckpointError: There is no such file, it cannot be read, or it is no checkpoint at first sight.
+    """
+    return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
+
+
+def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
+    """Returns the state in a checkpoint's bytes, after checking all of it; tensors are on the CPU.
+
+    Cost, beside `data`: the tensors, and one entry more while it is taken apart.
+
+    Args:
+        data: What a file of `write_checkpoint` holds.
+        name: The file's name, for messages.
+
+    Raises:
+        CheckpointError: It is no checkpoint, of another version, or damaged, with the entry.
+    """
+    entries = read_archive(memoryview(data).cast("B").toreadonly(), name, FORMAT, FORMAT_VERSION, _CONTENT)
+    with blaming(name, STATE):
+        if len(entries[STATE]) > STATE_LIMIT_BYTES:
+            raise ValueError(f"it has {len(entries[STATE]):,} bytes, and may have {STATE_LIMIT_BYTES:,}")
+        values = {"metadata": {}, **json.loads(bytes(entries[STATE]))}  # older ones have none
+        plain = {key: _typed(decode_tree(values[key]), kind) for key, kind in _PLAIN_FIELDS.items()}
+        extra = _typed(decode_tree(values["model_values"]), dict)
+        order = values["model_order"]
+        layouts = {entry: TensorLayout(**layout) for entry, layout in values["layouts"].items()}
+    tensors = {}
+    for entry in (_MODEL, _OPTIMIZER, _OTHERS):
+        with blaming(name, entry):
+            tensors[entry] = decode_tensors(safetensors.torch.load(bytes(entries[entry])), layouts[entry])
+    with blaming(name, STATE):
+        model = {**tensors[_MODEL], **extra}
+        return CheckpointState(
+            model={key: model[key] for key in order},
+            optimizer=_typed(decode_tree(values["optimizer"], tensors[_OPTIMIZER]), dict),
+            optimizer_groups=_typed(decode_tree(values["optimizer_groups"], tensors[_OPTIMIZER]), list),
+            others=_typed(decode_tree(values["others"], tensors[_OTHERS]), dict),
+            **plain,
+        )
+
+
+def entries_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
+    """Returns the parts of each entry of a checkpoint's archive.
+
+    Args:
+        state: Its tensors are on any device.
+        copy: Copies them; None: the parts are the memory of those that are on the CPU, which must not change until
+            the parts have been written.
+
+    Raises:
+        CheckpointError: The state holds what a checkpoint cannot, with its name.
+    """
+    tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
+    tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}
+    values: dict[str, Any] = {name: encode_tree(getattr(state, name), name) for name in _PLAIN_FIELDS}
+    values["model_order"] = list(state.model)
+    values["model_values"] = {
+        name: encode_tree(value, name) for name, value in state.model.items() if name not in tensors[_MODEL]
+    }
+    held = tensors[_OPTIMIZER]
+    values["optimizer"] = {name: encode_tree(value, name, held) for name, value in state.optimizer.items()}
+    values["optimizer_groups"] = encode_tree(state.optimizer_groups, "group", held)
+    values["others"] = {name: encode_tree(value, name, tensors[_OTHERS]) for name, value in state.others.items()}
+    entries: dict[str, list[Buffer]] = {}
+    values["layouts"] = {}
+    for entry, named in tensors.items():
+        what = entry.removesuffix(".safetensors")
+        stored, layout = encode_tensors(named, what, copy and partial(_copy_of_entry, copy, entry))
+        values["layouts"][entry] = dataclasses.asdict(layout)
+        entries[entry] = safetensors_parts(stored)
+    text = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(text) > STATE_LIMIT_BYTES:
+        raise CheckpointError(
+            f"Beside its tensors the state has {len(text):,} bytes as JSON, and a checkpoint holds at most "
+            f"{STATE_LIMIT_BYTES:,}. Keep what is large, such as an array in a callback's state, as a tensor."
+        )
+    entries[STATE] = [text]
+    return entries
+
+
+def _copy_of_entry(copy: Copy, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies under a name that no tensor of another entry has."""
+    return copy(f"{entry}/{name}", tensor)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """Returns a value of the file, if it is of its type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
+    return value

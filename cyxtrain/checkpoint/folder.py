@@ -1,0 +1,135 @@
+"""A folder of checkpoints: how they are called, which is the newest, which may go, and what a kill left there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cyxtrain.checkpoint.checkpoint_file import STATE, STATE_LIMIT_BYTES
+from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
+from cyxtrain.checkpoint.format.archive import read_entry
+from cyxtrain.checkpoint.format.encoding import decode_tree
+from cyxtrain.checkpoint.format.validation import is_position, is_run
+from cyxtrain.environment.regular_files import open_regular
+
+SUFFIX = ".ckpt"
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder, as far as its JSON tells.
+
+    Attributes:
+        path: The file.
+        position: Where in its run it is; empty where the file is damaged.
+        run: Of which run it is.
+    """
+
+    path: Path
+    position: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def fits(self) -> int | None:
+        """Which call of `fit` of its trainer made it, from 1; None: nobody knows."""
+        return self.position.get("fits")
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Grows from older to newer: later runs after earlier ones, and later steps of one run after earlier ones."""
+        return (self.run.get("started", 0.0), self.position.get("step", 0), self.position.get("epoch", 0))
+
+
+class CheckpointFolder:
+    """The checkpoints of one rank's writing in a folder.
+
+    Args:
+        path: Of the folder; it need not be there.
+        rank: Whose checkpoints have the rank in their names; None: nobody's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
+        self.path = Path(path)
+        self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
+        self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST}){re.escape(self._suffix)}")
+
+    def file(self, name: str) -> Path:
+        """Returns the file of a checkpoint, such as "epoch-0003"."""
+        return self.path / f"{name}{self._suffix}"
+
+    def check(self) -> None:
+        """Makes the folder, and sees that checkpoints can be written there.
+
+        Raises:
+            CheckpointError: They cannot.
+        """
+        try_folder(self.path, self.file(BEST).name, "checkpoints")
+
+    def newest_first(self) -> list[Found]:
+        """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
+        with contextlib.suppress(OSError):
+            found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
+            return sorted(
+                found, key=lambda one: (not one.position, one.order, one.path != self.file(BEST)), reverse=True
+            )
+        return []
+
+    def prune(self, run: object, keep_last: int, newest: Path) -> int:
+        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays. Returns how many.
+
+        Args:
+            run: Its id.
+            keep_last: How many stay.
+            newest: One that stays in any case, or that will be one of them.
+        """
+        deleted = 0
+        kept = (newest, self.file(BEST))
+        own = [one for one in self.newest_first() if one.position and one.run.get("id") == run]
+        for one in [one for one in own if one.path not in kept][keep_last - 1 :]:
+            with contextlib.suppress(OSError):
+                one.path.unlink()
+                deleted += 1
+        return deleted
+
+    def mark_best(self, path: Path) -> None:
+        """Lets the name of the best checkpoint be this one's too: another name for the same bytes, or a copy."""
+        best = self.file(BEST)
+        link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
+        try:
+            link.unlink(missing_ok=True)
+            os.link(path, link)
+            os.replace(link, best)
+        except OSError:  # a file system without links
+            with replacing(best, "checkpoint") as target, open_regular(path) as source:
+                shutil.copyfileobj(source, target)
+
+    def remove_leftovers(self) -> None:
+        """Deletes the temporary files of writers that were killed; those of writers at work stay."""
+        for path in self._temporary():
+            if not is_being_written(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _temporary(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            names = [path for path in self.path.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
+            yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
+
+
+def look_into(path: Path) -> Found:
+    """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
+    try:
+        with open_regular(path) as file:
+            values = json.loads(read_entry(file, STATE, STATE_LIMIT_BYTES))
+        position, run = decode_tree(values["position"]), decode_tree(values["run"])
+        return Found(path, position, run) if is_position(position) and is_run(run) else Found(path, {}, {})
+    except Exception:  # whoever wants to load it hears why that is impossible
+        return Found(path, {}, {})

@@ -1,0 +1,276 @@
+"""A stored zip of which every byte is covered by a checksum.
+
+    <entries>        as they are, in the order in which they were given
+    manifest.json    format and version, and size and xxh3_128 of each entry above
+    zip's records    the headers between the entries, and the directory behind them
+    zip's comment    xxh3_128 of all records
+
+Any zip tool opens it. A reader trusts nothing in it before every checksum was right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+import xxhash
+
+from cyxtrain.environment.regular_files import at_a_glance
+from cyxtrain.errors import CheckpointError, brief
+
+MANIFEST = "manifest.json"
+
+Buffer = bytes | memoryview
+
+_MANIFEST_LIMIT_BYTES = 65536
+_MOST_AROUND_BYTES = 2 * 65536
+"""More than zip's records have around the entries, the longest comment included."""
+_EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
+_COMMENT = "xxh3_128 of the records: "
+_COMMENT_BYTES = len(_COMMENT) + 32
+
+# Signature, then lengths of name and extra field: what the reader needs of an entry's own 30 bytes.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+
+
+@contextlib.contextmanager
+def blaming(name: str, entry: str) -> Iterator[None]:
+    """Turns whatever a damaged or hostile file raises into an error that names the file and the entry.
+
+    Raises:
+        CheckpointError: In place of any other error of the block.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise  # the machine's fault, not the file's
+    except CheckpointError as error:
+        raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {brief(str(error))}.") from error
+    except Exception as error:
+        reason = brief(str(error)) or type(error).__name__
+        raise CheckpointError(
+            f"Checkpoint {name} is damaged, or none: {entry}: {reason}. An earlier one may be intact."
+        ) from error
+
+
+def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]]) -> None:
+    """Writes an archive to an empty file that can be read as well; equal entries give equal bytes.
+
+    Cost: one write of all bytes, and what is copied on the way to the disk; nothing of the entries is copied here.
+
+    Args:
+        file: At its beginning.
+        form: The name of the format.
+        version: Of the format.
+        entries: By name, the parts of each.
+    """
+    listed: dict[str, dict[str, object]] = {}
+    spans = []
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, parts in entries.items():
+            digest = xxhash.xxh3_128()
+            start, end = _add(file, archive, name, parts, digest.update)
+            spans.append((start, end))
+            listed[name] = {"size_bytes": end - start, "xxh3_128": digest.hexdigest()}
+        manifest = json.dumps({"format": form, "version": version, "entries": listed}, separators=(",", ":"))
+        spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")]))
+        archive.comment = b" " * _COMMENT_BYTES
+
+    def read(start: int, end: int) -> bytes:
+        file.seek(start)
+        return file.read(end - start)
+
+    size_bytes = file.seek(0, io.SEEK_END)
+    comment = _records_comment(read, spans, size_bytes)
+    file.seek(size_bytes - _COMMENT_BYTES)
+    file.write(comment)
+
+
+def look_at_archive(file: BinaryIO, name: str) -> None:
+    """Refuses a file that is no archive, as far as its zip directory tells: before all of it is read.
+
+    Raises:
+        CheckpointError: With what is wrong.
+    """
+    with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MOST_AROUND_BYTES)) as archive:
+        _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
+
+
+def read_entry(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
+    """Returns the content of one entry, checked; of the others only the sizes are looked at.
+
+    Raises:
+        Exception: It is no archive, has no such entry, or that is damaged, or larger than the limit.
+    """
+    with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
+        _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
+        listed = json.loads(archive.read(MANIFEST))["entries"][entry]
+        content = archive.read(entry)
+    _check(memoryview(content), listed)
+    return content
+
+
+def read_archive(view: memoryview, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:
+    """Returns the content of each entry after checking all of the archive; nothing is copied.
+
+    Sizes are compared with the bytes that are there before anything is allocated.
+
+    Args:
+        view: All of the file.
+        name: Of the file, for messages.
+        form: The name of the format that it must have.
+        version: Of the format.
+        names: The entries that it must have.
+
+    Raises:
+        CheckpointError: It is no such archive, of another version, or damaged, with the entry.
+    """
+    with blaming(name, "the zip directory"):
+        with zipfile.ZipFile(_ViewFile(view)) as archive:
+            listed, comment = archive.infolist(), archive.comment
+        spans = _spans(view, listed, {*names, MANIFEST})
+    contents = {entry: view[start:end] for entry, (start, end) in spans.items()}
+    with blaming(name, MANIFEST):
+        crc = next(entry.CRC for entry in listed if entry.filename == MANIFEST)
+        manifest = _manifest(contents.pop(MANIFEST), crc, form, version, names)
+    for entry, content in contents.items():
+        with blaming(name, entry):
+            _check(content, manifest[entry])
+    with blaming(name, "the zip records"):
+        if comment != _records_comment(lambda first, end: view[first:end], spans.values(), len(view)):
+            raise ValueError("their checksum is wrong")
+    return contents
+
+
+def _add(
+    file: BinaryIO,
+    archive: zipfile.ZipFile,
+    name: str,
+    parts: Sequence[Buffer],
+    see: Callable[[Buffer], None] = lambda part: None,
+) -> tuple[int, int]:
+    """Writes an entry; returns where its content begins and ends."""
+    entry = zipfile.ZipInfo(name, _EPOCH_OF_ZIP)
+    entry.create_system = 3  # the same bytes on every operating system
+    entry.file_size = sum(memoryview(part).nbytes for part in parts)  # zip has two kinds of header, and must know now
+    with archive.open(entry, "w") as target:
+        start = file.tell()
+        for part in parts:
+            see(part)
+            target.write(part)
+        return start, file.tell()
+
+
+def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[int, int]], size_bytes: int) -> bytes:
+    """Returns the archive's comment, its last bytes: the checksum of all else that is no content."""
+    digest, position = xxhash.xxh3_128(), 0
+    for start, end in sorted(spans):
+        digest.update(read(position, start))
+        position = end
+    digest.update(read(position, size_bytes - _COMMENT_BYTES))
+    return f"{_COMMENT}{digest.hexdigest()}".encode()
+
+
+def _check(content: memoryview, listed: Mapping[str, object]) -> None:
+    """Compares an entry with what the manifest says of it."""
+    if listed["size_bytes"] != len(content):
+        raise ValueError(f"it has {len(content)} bytes, and the manifest says {listed['size_bytes']}")
+    if listed["xxh3_128"] != xxhash.xxh3_128_hexdigest(content):
+        raise ValueError("its checksum is wrong")
+
+
+def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[str]) -> dict[str, tuple[int, int]]:
+    """Returns where each entry's content begins and ends, after checking that the zip is one of ours otherwise."""
+    names = [entry.filename for entry in listed]
+    if len(names) != len(expected) or set(names) != expected:
+        raise ValueError(f"the entries are {names}, and must be {sorted(expected)}")
+    # A cut file may end in another archive that lies inside a tensor: it does not begin at the beginning.
+    if min(entry.header_offset for entry in listed) != 0:
+        raise ValueError("there are bytes before the first entry")
+    return {entry.filename: _span(view, entry) for entry in listed}
+
+
+def _require_sizes(listed: Iterable[zipfile.ZipInfo], size_bytes: int) -> None:
+    """Refuses entries that are compressed, into how little nobody knows, and bytes that belong to none."""
+    content_bytes = 0
+    for entry in listed:
+        _require_stored(entry)
+        content_bytes += entry.file_size
+    if not 0 <= size_bytes - content_bytes <= _MOST_AROUND_BYTES:
+        raise ValueError(f"its entries have {content_bytes:,} bytes, and the file {size_bytes:,}")
+
+
+def _require_stored(entry: zipfile.ZipInfo) -> None:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+        raise ValueError(f"{entry.filename} is compressed or encrypted; a checkpoint's entries are stored as they are")
+
+
+def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """Returns where the content of a stored entry begins and ends, as its own header says."""
+    _require_stored(entry)
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(view, entry.header_offset)
+    name_start = entry.header_offset + _LOCAL_HEADER.size
+    start = name_start + name_bytes + extra_bytes
+    if signature != _LOCAL_SIGNATURE or view[name_start : name_start + name_bytes] != entry.filename.encode():
+        raise ValueError(f"the header of {entry.filename} is not where the directory says")
+    if start + entry.file_size > len(view):
+        raise ValueError(f"{entry.filename} is cut off: {entry.file_size} bytes do not fit into the file")
+    return start, start + entry.file_size
+
+
+def _manifest(
+    content: memoryview, crc: int, form: str, version: int, names: Sequence[str]
+) -> Mapping[str, Mapping[str, object]]:
+    """Returns what the manifest says of each entry; the zip's own CRC-32 guards the manifest itself."""
+    if len(content) > _MANIFEST_LIMIT_BYTES or zlib.crc32(content) != crc:
+        raise ValueError("its checksum is wrong")
+    manifest = json.loads(bytes(content))
+    if manifest["format"] != form:
+        raise ValueError(f"the format is {manifest['format']!r}, and must be {form!r}")
+    if manifest["version"] != version:
+        raise CheckpointError(
+            f"it is written in version {manifest['version']} of the format, and this cyxtrain reads version "
+            f"{version}: use the cyxtrain that wrote it"
+        )
+    if set(manifest["entries"]) != set(names):
+        raise ValueError(f"it lists {sorted(manifest['entries'])}, and must list {sorted(names)}")
+    entries: Mapping[str, Mapping[str, object]] = manifest["entries"]
+    return entries
+
+
+class _ViewFile(io.RawIOBase):
+    """Bytes in memory as a file for `zipfile`; a read never allocates more than is there, whatever was asked for."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._position = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = len(self._view) if size is None or size < 0 else min(self._position + size, len(self._view))
+        content = bytes(self._view[self._position : end])
+        self._position += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._view)}[whence]
+        if not 0 <= base + offset <= len(self._view):
+            raise OSError("it points outside of the file")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True

@@ -1,0 +1,50 @@
+"""The names of a model's parts as the user wrote them, whatever has been wrapped around a part since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_dense, parts_of, write
+
+_COMPILED = "_orig_mod."
+"""What `torch.compile` puts before the names of a module, and of modules within one."""
+
+
+def plain_name(name: str) -> str:
+    """Returns a name as it is in the model before it was compiled."""
+    return name.replace(_COMPILED, "")
+
+
+def plain_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the model's `state_dict` under plain names; its tensors are the live ones."""
+    return {plain_name(name): value for name, value in model.state_dict().items()}
+
+
+def plain_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Gives (plain name, parameter), each parameter once."""
+    return ((plain_name(name), parameter) for name, parameter in model.named_parameters())
+
+
+def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives a model, compiled or not, what `plain_state` gave.
+
+    Raises:
+        KeyError, RuntimeError: Names or shapes differ.
+    """
+    own = model.state_dict()
+    given = {name: state[plain_name(name)] for name in own}
+    # load_state_dict copies: not into a sparse tensor of other indices, nor where elements share memory.
+    special = {name for name, value in own.items() if isinstance(value, torch.Tensor) and not is_dense(value)}
+    for name in special:
+        if parts_of(own[name]) is not None and fingerprint(own[name]) != fingerprint(given[name]):
+            write(own[name], given[name])
+    if not special:
+        model.load_state_dict(given)
+        return
+    found = model.load_state_dict({name: given[name] for name in own if name not in special}, strict=False)
+    unknown = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in special)]
+    if unknown:
+        raise RuntimeError(f"the state has no place for, or lacks, {', '.join(unknown)}")

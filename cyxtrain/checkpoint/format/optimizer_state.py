@@ -1,0 +1,256 @@
+"""An optimizer's state by parameter name, so that it fits any order of parameters and any number of ranks.
+
+PyTorch numbers the parameters in the order in which the optimizer got them. A name says which one is
+meant after layers were reordered or groups were formed differently; PyTorch's own `state_dict` and
+`load_state_dict` stay the door on both sides, so that its hooks and its casts work as always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.format.validation import same_kinds
+from cyxtrain.errors import CheckpointError, ConfigError, brief
+
+# Names inside a group that are not hyper-parameters.
+_PARAMETERS = ("params", "param_names")
+# Their state is not made of tensors like the parameters.
+_OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
+# How it steps, which is the program's affair, and not the checkpoint's.
+_WAYS = ("fused",)
+
+
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Returns an optimizer's state by parameter name, and its groups with names instead of parameters.
+
+    Args:
+        optimizer: Of parameters of `model`; a parameter that several modules share has its first name.
+        model: Without a wrapper, so that the names are those of its own `state_dict`.
+
+    Returns:
+        The state, in the order of the model's parameters, its tensors not copied: they change with the next
+        step. The groups: hyper-parameters, and "params" as a list of names.
+
+    Raises:
+        ConfigError: A parameter that is not the model's.
+        CheckpointError: State that belongs to no parameter.
+    """
+    saved = optimizer.state_dict()
+    unknown = sorted(set(saved) - {"state", "param_groups"})
+    if unknown:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {unknown} beside its state: it cannot be saved by name."
+        )
+    name_groups = _group_names(optimizer, model)
+    names = _names_by_index(saved["param_groups"], name_groups)
+    state: dict[str, dict[str, Any]] = {}
+    for index, values in saved["state"].items():
+        if index not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps state under {index!r}, which is no parameter: "
+                "it cannot be saved by name."
+            )
+        state[names[index]] = dict(values)
+    ordered = {name: state[name] for name, _ in plain_parameters(model) if name in state}
+    groups = [
+        {**_hyper_parameters(group), "params": list(group_names)}
+        for group, group_names in zip(saved["param_groups"], name_groups, strict=True)
+    ]
+    return ordered, groups
+
+
+def load_optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Gives an optimizer the state and hyper-parameters of `optimizer_state_by_name`; all of it, or none.
+
+    PyTorch's `load_state_dict` puts each tensor on its parameter's device and type, and "step" where the
+    optimizer wants it. Tensors that are there already are taken over, not copied.
+
+    Args:
+        optimizer: The same kind, over the same groups of parameters, in any order.
+        model: The model whose parameters it has.
+        state: By parameter name.
+        groups: Hyper-parameters, and "params" as a list of names.
+
+    Raises:
+        ConfigError: A parameter that is not the model's.
+        CheckpointError: Other parameters, other groups or another kind of optimizer, with what differs.
+    """
+    name_groups = _group_names(optimizer, model)
+    _require_same_parameters(name_groups, state, groups)
+    _require_state(optimizer, model, state)
+    current = optimizer.state_dict()
+    matching = {frozenset(group["params"]): group for group in groups}
+    new_groups = []
+    for own, names in zip(current["param_groups"], name_groups, strict=True):
+        saved = _hyper_parameters(matching[frozenset(names)])
+        _require_same_kind(optimizer, own, saved)
+        new_groups.append(
+            {
+                **{name: _like(value, own.get(name)) for name, value in saved.items()},
+                **{name: own[name] for name in (*_WAYS, "params") if name in own},
+            }
+        )
+    indices = {name: index for index, name in _names_by_index(current["param_groups"], name_groups).items()}
+    new_state = {indices[name]: dict(values) for name, values in state.items()}
+    optimizer.load_state_dict({"state": new_state, "param_groups": new_groups})
+    _keep_types(optimizer, model, state)
+
+
+def rebuild_groups(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]], built: int
+) -> list[str]:
+    """Gives an optimizer the groups that the fit of a checkpoint added, and takes off those that it had not added yet.
+
+    Groups that it was built with stay as they are; where these differ, nothing is changed.
+
+    Args:
+        optimizer: Of parameters of `model`.
+        model: Without a wrapper.
+        groups: Of the checkpoint, as `optimizer_state_by_name` gave them.
+        built: How many groups the optimizer had before a fit added any.
+
+    Returns:
+        Names of the parameters in groups that were added.
+    """
+    own, saved = [frozenset(names) for names in _group_names(optimizer, model)], list(groups)
+    left = Counter(frozenset(group["params"]) for group in saved)
+    left.subtract(own[:built])
+    parameters = dict(plain_parameters(model))
+    added = [group for group in saved if left[frozenset(group["params"])] > 0]
+    if min(left.values(), default=0) < 0 or not all(name in parameters for group in added for name in group["params"]):
+        return []
+    drop_groups(optimizer, built)
+    for group in added:
+        chosen = [parameters[name] for name in group["params"]]
+        optimizer.add_param_group({**_hyper_parameters(group), "params": chosen})
+    return [name for group in added for name in group["params"]]
+
+
+def drop_groups(optimizer: torch.optim.Optimizer, first: int) -> None:
+    """Takes the groups from number `first` on, and their state, off an optimizer."""
+    for group in optimizer.param_groups[first:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[first:]
+
+
+def _keep_types(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Gives state the types that it had, where PyTorch has made it the parameter's: NAdam's mu_product is float32.
+
+    Not where nothing had the parameter's type: then the model's is another than it was.
+    """
+    for name, parameter in plain_parameters(model):
+        saved = {key: value for key, value in state.get(name, {}).items() if isinstance(value, torch.Tensor)}
+        if all(value.dtype != parameter.dtype for value in saved.values()):
+            continue
+        for key, value in saved.items():
+            now = optimizer.state[parameter][key]
+            if key != "step" and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)
+
+
+def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
+    """Returns the names of each group's parameters; one without a name is an error."""
+    names = {id(parameter): name for name, parameter in plain_parameters(model)}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"The optimizer's group {number} has a parameter of shape {list(parameter.shape)} that is not the "
+                    "model's. Build the optimizer from model.parameters() of the model that is trained."
+                )
+        groups.append([names[id(parameter)] for parameter in group["params"]])
+    return groups
+
+
+def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[Sequence[str]]) -> dict[int, str]:
+    """Returns the name behind each of PyTorch's numbers."""
+    return {
+        index: name
+        for group, names in zip(groups, name_groups, strict=True)
+        for index, name in zip(group["params"], names, strict=True)
+    }
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in (*_PARAMETERS, *_WAYS)}
+
+
+def _require_same_parameters(
+    name_groups: Sequence[Sequence[str]], state: Mapping[str, object], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuses other parameters, state of parameters in no group, and another grouping, with the names."""
+    own = {name for names in name_groups for name in names}
+    saved = {name for group in groups for name in group["params"]}
+    differences = [
+        f"only in the checkpoint: {sorted(saved - own)}" if saved - own else "",
+        f"only in this optimizer: {sorted(own - saved)}" if own - saved else "",
+        f"with state but in no group: {sorted(set(state) - saved)}" if set(state) - saved else "",
+    ]
+    if not any(differences):
+        theirs = Counter(frozenset(group["params"]) for group in groups)
+        ours = Counter(frozenset(names) for names in name_groups)
+        odd = [sorted(names) for names in theirs - ours]
+        differences.append(f"grouped differently; groups only in the checkpoint: {odd}" if theirs != ours else "")
+    found = "; ".join(filter(None, differences))
+    if found:
+        raise CheckpointError(
+            f"The optimizer's parameters are not those of the checkpoint: {found}. "
+            "Build the model and the optimizer as they were when it was written."
+        )
+
+
+def _require_state(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuses state that an optimizer of PyTorch's cannot have: it would fail in the first step, or in silence."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, _OWN_SHAPES):
+        return
+    shapes = {name: parameter.shape for name, parameter in plain_parameters(model)}
+    for name, values in state.items():
+        for key, value in values.items():
+            is_tensor = isinstance(value, torch.Tensor) and value.shape in (torch.Size(), shapes[name])
+            if not is_tensor and not (key == "step" and isinstance(value, (int, float))):
+                shown = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has a '{brief(key)}' of '{name}' that is {shown}, and the parameter "
+                    f"has the shape {list(shapes[name])}. Build the model and the optimizer as they were."
+                )
+
+
+def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuses hyper-parameters of another optimizer: half of them would silently stay as they are."""
+    missing = sorted(set(_hyper_parameters(own)) - set(saved))
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has no {missing}, which {type(optimizer).__name__} needs: it was written with "
+            "another optimizer, or another version of it. Build the optimizer as it was."
+        )
+    other = [name for name in _hyper_parameters(own) if name != "foreach" and not same_kinds(saved[name], own[name])]
+    if other:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {other[0]}={brief(saved[other[0]])}, and {type(optimizer).__name__} has "
+            f"{brief(own[other[0]])}: it was written with another optimizer. Build the optimizer as it was."
+        )
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Returns a hyper-parameter on the device of the present one (a learning rate in a CUDA graph is a tensor)."""
+    if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+        return value.to(own.device)
+    return value

@@ -1,0 +1,205 @@
+"""Tensors as safetensors can store them: each memory once, no overlaps, and only types that every version knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from cyxtrain.errors import CheckpointError
+from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of, parts_of, rebuilt
+
+# Types that some supported version of safetensors lacks are stored as others of the same width, bit for bit.
+# A fixed table: a file must not depend on the version that wrote it.
+_STAND_INS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+    torch.complex32: torch.float16,  # complex numbers: one more dimension, real and imaginary part
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+# As the safetensors format calls what is stored as it is.
+_NAMES_IN_FILES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_SPARSE_LAYOUTS = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
+_ALIGNMENT_BYTES = 8
+Copy = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes the name of a tensor and the tensor; returns it on the CPU, contiguous, in memory that nobody changes."""
+_STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What a safetensors file cannot say about its tensors, in JSON types."""
+
+    order: list[str]
+    """All names, in the order of the dictionary that was stored; of a sparse tensor, those of its parts."""
+    aliases: dict[str, str]
+    """Names of tied tensors, each with the name under which the memory is stored."""
+    dtypes: dict[str, str]
+    """Stored names whose type is another one than the file says, such as "complex128"."""
+    sparse: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    """Names of sparse tensors, each with its layout, such as "sparse_csr", and its shape. Its parts are stored as
+    "name#0" and so on."""
+
+
+def encode_tensors(
+    tensors: Mapping[str, torch.Tensor], what: str, copy: Copy | None = None
+) -> tuple[dict[str, torch.Tensor], TensorLayout]:
+    """Returns tensors to store, and the layout that brings back the given ones.
+
+    Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
+    contiguous, are copied; all others are not. Sparse ones are stored as their indices and values.
+
+    Args:
+        tensors: By name, on any device.
+        what: What they belong to, for messages, such as "model".
+        copy: Makes a contiguous copy of each, given its name; None: they are copied only where they must be.
+
+    Raises:
+        CheckpointError: A tensor that a file cannot hold (nested, quantised, on the meta device).
+    """
+    stored: dict[str, torch.Tensor] = {}
+    sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
+    kinds = {name: (str(each.layout).removeprefix("torch."), list(each.shape)) for name, each in sparse.items()}
+    if sparse:
+        tensors = dict(part for name, each in tensors.items() for part in _named_parts(name, each, name in sparse))
+    layout = TensorLayout(list(tensors), {}, {}, kinds)
+    spans: dict[object, list[tuple[int, int]]] = {}
+    plain = {name: _plain(tensor, name, what) for name, tensor in tensors.items()}
+    layout.aliases.update(tied_names(plain))
+    for name, tensor in plain.items():
+        if name in layout.aliases:
+            continue
+        if tensor.dtype in _STAND_INS:
+            layout.dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
+        stored[name] = copy(name, tensor) if copy is not None else _own_memory(tensor, spans)
+    return stored, layout
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns each name whose tensor is the same memory as an earlier one, with the first name of that memory."""
+    first_names: dict[object, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        # Empty tensors all have the same address, and those on the meta device have none.
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+            continue
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept = first_names.setdefault(memory, name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> dict[str, torch.Tensor]:
+    """Returns the tensors that `encode_tensors` was given; tied ones are one object under two names.
+
+    Raises:
+        KeyError, RuntimeError, TypeError, ValueError: The layout is of another file.
+    """
+    expected = set(layout.order) - set(layout.aliases)
+    if expected != set(stored):
+        raise ValueError(f"the tensors {sorted(expected ^ set(stored))} are only in the file or only in its list")
+    tensors = dict(stored)
+    for name, type_name in layout.dtypes.items():
+        dtype = _STAND_IN_NAMES[type_name]
+        tensors[name] = torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
+    found = {name: tensors[layout.aliases.get(name, name)] for name in layout.order}
+    return _with_sparse(found, layout.sparse) if layout.sparse else found
+
+
+def _named_parts(name: str, tensor: torch.Tensor, is_sparse: bool) -> list[tuple[str, torch.Tensor]]:
+    parts = parts_of(tensor) or [] if is_sparse else []
+    return [(f"{name}#{number}", part) for number, part in enumerate(parts)] if parts else [(name, tensor)]
+
+
+def _with_sparse(
+    tensors: Mapping[str, torch.Tensor], sparse: Mapping[str, tuple[str, list[int]]]
+) -> dict[str, torch.Tensor]:
+    """Returns tensors in which each sparse one stands in the place of its parts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        whole, _, number = name.rpartition("#")
+        if whole not in sparse:
+            found[name] = tensor
+        elif number == "0":
+            kind, shape = sparse[whole]
+            parts = [tensors[f"{whole}#{each}"] for each in range(2 if kind == "sparse_coo" else 3)]
+            found[whole] = rebuilt(_SPARSE_LAYOUTS[kind], shape, parts, checked=True)
+    return found
+
+
+def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """Returns the parts of a safetensors file: its header, then the memory of each tensor, which is not copied.
+
+    Not the library's `save`: that makes two copies of everything, and holds Python's lock all the while.
+    Source: the format's description, https://github.com/huggingface/safetensors#format.
+
+    Args:
+        stored: What `encode_tensors` gave; what is on another device is copied to the CPU.
+    """
+    # The widest types first: every tensor lies where its type may, and readers can map the file.
+    ordered = sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = _NAMES_IN_FILES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        if begin != end:
+            parts.append(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
+    """Returns a tensor without graph, whose memory says all; one that has no such memory is an error."""
+    if name == "__metadata__":
+        raise CheckpointError(f"The {what} has a tensor named '__metadata__', which safetensors reserves: rename it.")
+    if not is_plain(tensor):
+        raise CheckpointError(
+            f"'{name}' of the {what} is a {kind_of(tensor)} tensor, which a file cannot hold. Make it a dense tensor, "
+            "or keep it out of the state."
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _own_memory(tensor: torch.Tensor, spans: dict[object, list[tuple[int, int]]]) -> torch.Tensor:
+    """Returns a contiguous tensor that shares no byte with those of before, which `spans` lists by storage."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    if not tensor.numel():
+        return tensor
+    start = tensor.data_ptr()
+    end = start + tensor.numel() * tensor.element_size()
+    taken = spans.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
+    if any(start < other_end and other_start < end for other_start, other_end in taken):
+        return tensor.clone()
+    taken.append((start, end))
+    return tensor

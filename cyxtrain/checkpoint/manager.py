@@ -1,0 +1,225 @@
+"""Which checkpoints a fit keeps, and when it makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, look_into
+from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.writer import Writer
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.rng import generators_as_json
+from cyxtrain.errors import CheckpointError, ConfigError, warn
+from cyxtrain.metrics.sums import Totals
+from cyxtrain.training.state import TrainingState
+from cyxtrain.world import runtime
+from cyxtrain.world.agreement import raise_together
+
+
+class Keeper:
+    """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
+
+    Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
+    written to beside the training. With compression="powersgd", what it has left out on each rank is gathered too.
+
+    Args:
+        state: What is saved.
+        config: When, where, and which are kept.
+        device: Whose generators are saved, beside the CPU's.
+        compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
+        larger_is_better: Whether a number of the history shall grow, by its name without val_.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        compression_state: Callable[[], dict[str, Any]],
+        larger_is_better: Mapping[str, bool],
+    ) -> None:
+        self._state = state
+        self._compression_state = compression_state
+        self._larger_is_better = larger_is_better
+        self._config = config
+        self._device = device
+        self.is_on = config.makes_checkpoints
+        self._saved = self._here()
+        self._problem: Exception | None = None
+        self._failing: object = None
+        self._missing = 0
+        own = None if config.save_on_master_only else runtime.get_rank()
+        writes = self.is_on and (own is not None or runtime.is_master())
+        self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
+        if self._writer is not None:
+            self._writer.folder.remove_leftovers()
+            # Killed between a checkpoint and its second name.
+            last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
+            if state.history.epochs and look_into(last).position and self._is_best() and self._may_be_best():
+                self._writer.folder.mark_best(last)
+
+    def check(self) -> None:
+        """Looks for what would let the first checkpoint fail. All ranks call it, before the first step.
+
+        Raises:
+            ConfigError: A callback has a state that no checkpoint could hold; on every rank.
+            CheckpointError: The folder takes no files, where `on_save_error="raise"`; on every rank.
+        """
+        problem: Exception | None = None
+        if self._writer is not None:
+            try:
+                encode_tree(self._state.callbacks.state_dict(), "callbacks", {})
+            except CheckpointError as error:
+                problem = ConfigError(f"the state of a callback cannot be kept: {error}")
+            try:
+                self._writer.folder.check()
+            except CheckpointError as error:
+                if self._config.on_save_error == "raise":
+                    problem = problem or error
+                else:
+                    self._failing = _reason(error)
+                    warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
+        raise_together(problem)
+
+    def is_due(self) -> bool:
+        """Returns whether the latest step, in the middle of an epoch or at its end, is one to save after."""
+        every = self._config.checkpoint_every_n_steps
+        return bool(every) and self._state.position.step % every == 0
+
+    def save_step(self, totals: Totals) -> None:
+        """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
+        if self.is_on and self._saved != self._here():
+            self.gather(totals)
+            self._save(f"step-{self._state.position.step:08d}")
+
+    def gather(self, totals: Totals) -> None:
+        """Takes into the state what belongs to each rank in the middle of an epoch."""
+        own = {
+            "generators": generators_as_json(self._device),
+            "sums": totals.table.tolist(),
+            "metrics": totals.metrics.state(),
+            "stop": self._state.stop_training,
+        }
+        texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
+        self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
+        self.gather_compression()
+
+    def gather_compression(self) -> None:
+        """Takes into the state what gradient compression keeps, where it may be written. All ranks call it."""
+        state = self._compression_state()
+        self._state.compression = state if self._writer is not None or runtime.is_master() else {}
+
+    def after_epoch(self) -> None:
+        """An epoch is complete, with its validation and its entry in the history."""
+        every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
+        is_best = self._is_best()
+        if is_best or (every and epoch % every == 0):
+            self.gather_compression()
+            self._save(f"epoch-{epoch:04d}", is_best=is_best)
+
+    def finish(self, totals: Totals | None) -> None:
+        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
+
+        Args:
+            totals: Of this rank in the epoch in which it stops; None: it stops between two.
+        """
+        # Also for whoever saves by hand afterwards.
+        if totals is not None:
+            self.gather(totals)
+        else:
+            self.gather_compression()
+        if not self.is_on:
+            return
+        if self._saved != self._here():
+            position = self._state.position
+            self._save(f"epoch-{position.epoch:04d}" if totals is None else f"step-{position.step:08d}")
+        # No rank leaves before all is on the disk: its end could be that of the one that writes.
+        problem = self._take_problem()
+        raise_together(problem if self._config.on_save_error == "raise" else None)
+        self._complain(problem)
+
+    def close(self) -> None:
+        """Ends the writing thread, also after an error; what it has begun is written."""
+        if self._writer is not None:
+            self._complain(self._take_problem())
+            if self._missing > 1:
+                warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
+            self._writer.close()
+
+    def _is_best(self) -> bool:
+        monitor = self._config.keep_best
+        if monitor is None:
+            return False
+        history = self._state.history
+        values = history.history.get(monitor)
+        if monitor.startswith("val_") and len(history.val_losses) < len(history.epochs):
+            return False  # the epoch has not been validated
+        if values is None:
+            known = ", ".join(self._state.history.history)
+            raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
+        sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
+        *before, last = (sign * value for value in values)
+        # A first NaN is better than nothing; a later one compares as false.
+        return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
+
+    def _may_be_best(self) -> bool:
+        """Returns whether what is called the best is no checkpoint, or one of this fit: not of one that came later."""
+        assert self._writer is not None
+        best = look_into(self._writer.folder.file(BEST))
+        return not best.position or best.run.get("id") == self._state.run.get("id")
+
+    def _save(self, name: str, *, is_best: bool = False) -> None:
+        self._settle()
+        self._saved = self._here()
+        if self._writer is None:
+            return
+        folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
+
+        def afterwards() -> None:
+            self._failing = None
+            if is_best:
+                folder.mark_best(folder.file(name))
+            if keep_last:
+                folder.prune(run, keep_last, folder.file(name))
+
+        def make_room() -> bool:
+            # What would go afterwards goes now, but for one.
+            return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
+
+        try:
+            self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
+        except (CheckpointError, ConfigError) as error:
+            self._problem = error  # said with those that come later
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint before, and says what became of it."""
+        problem = self._take_problem()
+        if self._config.on_save_error == "raise":
+            raise_together(problem)
+        else:
+            self._complain(problem)
+
+    def _take_problem(self) -> Exception | None:
+        problem, self._problem = self._problem, None
+        return problem if problem is not None or self._writer is None else self._writer.wait()
+
+    def _here(self) -> tuple[int, int]:
+        return self._state.position.epoch, self._state.position.step
+
+    def _complain(self, problem: Exception | None) -> None:
+        """Says why there is no checkpoint; where it is for the same reason as before, only how many in the end."""
+        if problem is not None:
+            self._missing += 1
+            if _reason(problem) != self._failing:
+                warn(f"{problem} Training goes on without this checkpoint.")
+                self._failing = _reason(problem)
+
+
+def _reason(problem: Exception) -> tuple[type, object]:
+    cause = problem.__cause__
+    return type(problem), cause.errno if isinstance(cause, OSError) else str(problem)

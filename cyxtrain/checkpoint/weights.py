@@ -1,0 +1,183 @@
+"""A model's weights as a plain safetensors file, for whoever reads such files, with or without this package."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import safetensors.torch
+import torch
+
+from cyxtrain.checkpoint.checkpoint_file import unpack_checkpoint
+from cyxtrain.checkpoint.files import read_file, replacing
+from cyxtrain.checkpoint.format.archive import look_at_archive
+from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.format.names import load_plain_state, plain_name, plain_state
+from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
+from cyxtrain.errors import CheckpointError, ConfigError, brief
+
+# Where the metadata of the file holds what a plain safetensors file cannot say.
+_METADATA_KEY = "cyxtrain"
+_FIRST_BYTES = 512  # in them the zip of torch.save names its first entry
+_HEADER_LIMIT_BYTES = 100_000_000  # which is safetensors' own
+
+
+def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes a model's `state_dict` as one safetensors file, in one piece: it is whole, or the old one stays.
+
+    Tied weights are stored once; the metadata names their other names, as `safetensors.torch.save_model` does.
+    The file has no checksums: a checkpoint has.
+
+    Args:
+        model: Its names are those in the file; nothing is put before them, also where it is compiled.
+        path: The file; its folder is made where it is missing. Cost: memory for the weights once more, on the CPU.
+
+    Raises:
+        ConfigError: It is no model.
+        CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
+    """
+    _require_model("save_weights", model)
+    state = plain_state(model)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    values = {name: encode_tree(value, name) for name, value in state.items() if name not in tensors}
+    stored, layout = encode_tensors(tensors, "model")
+    metadata = {**layout.aliases, "format": "pt"}
+    if values or layout.dtypes or layout.sparse:
+        own = {"dtypes": layout.dtypes, "values": values, "sparse": layout.sparse}
+        metadata[_METADATA_KEY] = json.dumps(own, allow_nan=False)
+    # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
+    content = safetensors.torch.save(stored, metadata)
+    with replacing(path, "weights file") as file:
+        file.write(content)
+
+
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
+    """Gives a model the weights of a safetensors file, strictly: nothing is copied before all names and shapes fit.
+
+    Tied weights need one of their names in the file. Values are converted to the model's types and devices.
+
+    Args:
+        model: The same architecture, on any device.
+        path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
+
+    Raises:
+        ConfigError: It is no model.
+        CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
+    """
+    _require_model("load_weights", model)
+    load_model_state(model, _read_weights(path), f"weights {path}")
+
+
+def _require_model(function: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"{function} takes a torch.nn.Module, got {type(model).__name__}: give the model itself, such as "
+            "trainer.model."
+        )
+
+
+def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Gives a model a `state_dict`, strictly: nothing is copied before all names and shapes fit.
+
+    Tied weights need one of their names in the state.
+
+    Args:
+        model: The same architecture, on any device.
+        state: Such as `CheckpointState.model`.
+        source: Where the state is from, for the message, such as "checkpoint run/7.ckpt".
+
+    Raises:
+        CheckpointError: Other names or shapes, with everything that differs.
+    """
+    given = fitting_state(model, state, source)
+    try:
+        load_plain_state(model, given)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"Cannot load {source}: {brief(str(error))}. Build the model as it was when it was saved."
+        ) from error
+
+
+def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns a state with all of the model's plain names, tied ones too; nothing is loaded.
+
+    Raises:
+        CheckpointError: Other names or shapes, with everything that differs.
+    """
+    expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
+    ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
+    for name, kept in ties.items():
+        # Other writers keep any one of the tied names.
+        if kept not in given and name in given:
+            given[kept] = given[name]
+    for name, kept in ties.items():
+        if name not in given and kept in given:
+            given[name] = given[kept]
+    differences = _differences(expected, given)
+    if differences:
+        raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
+    return given
+
+
+def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    """Refuses what is neither a checkpoint nor a safetensors file, before all of it is read."""
+    begins = file.read(_FIRST_BYTES)
+    if b"/data.pkl" in begins:
+        raise CheckpointError(
+            f"{path} is a file of torch.save, which may hold code and is not read here: read it with PyTorch "
+            "(weights_only=True), give it to the model with load_state_dict, and keep it with save_weights()."
+        )
+    if begins.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
+        look_at_archive(file, str(path))
+        return
+    with _as_safetensors(path):
+        size_bytes, header_bytes = file.seek(0, io.SEEK_END), int.from_bytes(begins[:8], "little")
+        if not 0 < header_bytes <= min(size_bytes - 8, _HEADER_LIMIT_BYTES):
+            raise ValueError(f"a file of {size_bytes:,} bytes cannot have a header of {header_bytes:,}")
+
+
+@contextlib.contextmanager
+def _as_safetensors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what a damaged file raises into an error that names it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no safetensors file: {brief(str(error))}. Use a file that save_weights() wrote."
+        ) from error
+
+
+def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the state dict in a file, with the tied names that its metadata remembers."""
+    data = read_file(path, "weights file", lambda file: _look_at_weights(file, path))
+    if data.startswith(b"PK"):
+        return unpack_checkpoint(data, str(path)).model
+    with _as_safetensors(path):
+        stored = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata: dict[str, str] = header.get("__metadata__", {})
+        aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
+        own = json.loads(metadata.get(_METADATA_KEY, "{}"))
+        layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))
+        return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
+
+
+def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Returns every missing and unexpected name and every other shape in words; nothing where all fits."""
+    shapes = []
+    for name in expected:
+        own, given = expected[name], state.get(name)
+        if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
+            shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
+    parts = [
+        f"missing {brief(sorted(set(expected) - set(state)))}" if set(expected) - set(state) else "",
+        f"unexpected {brief(sorted(set(state) - set(expected)))}" if set(state) - set(expected) else "",
+        f"other shapes: {brief(', '.join(shapes))}" if shapes else "",
+    ]
+    return "; ".join(filter(None, parts))

@@ -1,0 +1,96 @@
+"""Writes checkpoints beside the training: a step waits only until its state has been copied."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, entries_of, write_entries
+from cyxtrain.checkpoint.folder import CheckpointFolder
+from cyxtrain.environment import accelerator
+from cyxtrain.errors import CheckpointError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Writer:
+    """Writes one checkpoint after the other to a folder.
+
+    Cost: memory for one copy of the state, kept from save to save; the next save waits for the one before. From an
+    accelerator the copy goes to pinned memory, and only the thread that writes waits until it has arrived.
+
+    Args:
+        folder: Where they go.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(1, "cyxtrain-checkpoint")
+        self._writing: Future[None] | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def write(
+        self,
+        name: str,
+        state: CheckpointState,
+        afterwards: Callable[[], None],
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Copies a state, and begins to write it.
+
+        Args:
+            name: Of the checkpoint, without its suffix.
+            state: Its tensors may change as soon as this returns.
+            afterwards: Called when the file is complete, in the writer's thread.
+            make_room: Called there where the disk is full; whether to try once more.
+
+        Raises:
+            CheckpointError: The state holds what a checkpoint cannot.
+        """
+        if self._writing is not None:
+            futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
+        self._devices.clear()
+        entries = entries_of(state, self._copy)
+        copied = [accelerator.done_on(device) for device in self._devices]
+
+        def write() -> None:
+            for event in copied:
+                event.synchronize()
+            try:
+                write_entries(self.folder.file(name), entries)
+            except CheckpointError as error:
+                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+                if not full or not make_room():
+                    raise
+                write_entries(self.folder.file(name), entries)
+            afterwards()
+
+        self._writing = self._pool.submit(write)
+
+    def wait(self) -> Exception | None:
+        """Waits until the last checkpoint is on the disk; returns why it is not, once."""
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return error
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and ends the thread."""
+        self._pool.shutdown()
+        self._copies.clear()
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        copy, is_far = self._copies.get(name), accelerator.is_accelerator(tensor.device)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_far)
+            self._copies[name] = copy
+        if not is_far:
+            return copy.copy_(tensor)
+        self._devices.add(tensor.device)
+        return copy.copy_(tensor.contiguous(), non_blocking=True)

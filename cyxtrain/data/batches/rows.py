@@ -1,0 +1,201 @@
+"""Rows of data together, and how what a user gives becomes such."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from cyxtrain.data.batches.structure import Tree, leaves, map_tree, num_rows, tensors
+from cyxtrain.data.batches.texts import fields_of
+from cyxtrain.environment.accelerator import to_device
+from cyxtrain.errors import ConfigError
+
+NAMES = ("X", "y", "sample_weight")
+SAMPLED_ROWS = 1024
+
+# PyTorch gathers no rows of these; the same bits under a signed name it does.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+class Rows(NamedTuple):
+    """Rows of the data together: a batch, or some of it.
+
+    Attributes:
+        inputs: What the model is given.
+        targets: What the loss compares with, or None.
+        weights: How much each row counts, shape (rows,), or None: all alike.
+    """
+
+    inputs: Tree
+    targets: Tree | None
+    weights: Tensor | None
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Rows:
+        """Returns rows with what a function makes of each tensor."""
+        return Rows(*(None if part is None else map_tree(function, part) for part in self))  # type: ignore[arg-type]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors."""
+        return [tensor for part in self for tensor in tensors(part)]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Returns each tensor with its name, such as "X", "y" or "X['image']"."""
+        return [found for name, part in zip(NAMES, self, strict=True) for found in leaves(part, name)]
+
+    def check_lengths(self) -> None:
+        """Refuses parts with different numbers of rows.
+
+        Raises:
+            ConfigError: With two of them.
+        """
+        count, (first, _) = num_rows(self.inputs), self.named()[0]
+        for name, tensor in self.named():
+            if len(tensor) != count:
+                hint = " (A list of arrays is several inputs.)" if isinstance(self.inputs, list) else ""
+                raise ConfigError(
+                    f"{first} and {name} have different lengths: {count} and {len(tensor)} rows. Each row needs its "
+                    f"own.{hint}"
+                )
+
+
+def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
+    """Returns a user's arrays as rows, not looked at yet.
+
+    Raises:
+        ConfigError: They are no arrays.
+    """
+    own = as_tree(inputs, "X")
+    return Rows(own, None if targets is None else as_tree(targets, "y"), _as_weights(weights))
+
+
+def as_tree(values: Any, name: str) -> Tree:
+    """Returns a user's arrays as tensors: one, or several in a dictionary, a tuple or a list.
+
+    Raises:
+        ConfigError: They are no arrays, or a name is no text.
+    """
+    values = values if (named := fields_of(values)) is None else named
+    if isinstance(values, Mapping):
+        unnamed = [key for key in values if not isinstance(key, str)]
+        if unnamed:
+            raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
+        if not values:
+            raise ConfigError(f"{name} has no rows: it is a dictionary of nothing.")
+        return {key: as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
+    if not _are_several(values):
+        return _as_tensor(values, name)
+    parts = [as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)]
+    if isinstance(values, list):
+        return parts
+    make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(values, "_make", tuple)  # a named tuple's own
+    return make(parts)
+
+
+def _are_several(values: Any) -> bool:
+    """Returns whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
+    if not isinstance(values, (tuple, list)):
+        return False
+    kinds = (Tensor, np.ndarray)
+    several = all(isinstance(part, kinds) or fields_of(part) is not None or _are_several(part) for part in values)
+    return len(values) > 0 and several
+
+
+def holds_tensors(values: Any) -> bool:
+    """Returns whether a user's arrays are tensors."""
+    named = fields_of(values)
+    if named is not None or isinstance(values, (tuple, list)):
+        return any(holds_tensors(part) for part in (values[:1] if named is None else named.values()))
+    return isinstance(values, Tensor)
+
+
+def _as_weights(weights: Any) -> Tensor | None:
+    if weights is None:
+        return None
+    found = _as_tensor(weights, "sample_weight")
+    found = found if found.is_floating_point() or found.is_complex() else found.to(torch.float64)
+    if found.dim() != 1 or found.is_complex():
+        raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
+    if bool((found < 0).any()):
+        raise ConfigError("sample_weight must not be negative: what counts for nothing has weight 0.")
+    return found
+
+
+def rows_not_finite(rows: Tensor) -> list[int]:
+    """Returns which rows hold NaN or an infinity."""
+    found: list[int] = (~rows.reshape(len(rows), -1).isfinite()).any(1).nonzero().reshape(-1).tolist()
+    return found
+
+
+def _as_tensor(values: Any, name: str) -> Tensor:
+    tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name), name)
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{name} is a sparse tensor, whose rows cannot be dealt: give {name}.to_dense().")
+    if tensor.dim() == 0:
+        raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
+    return tensor
+
+
+def _as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise ConfigError(f"{name} is a masked array, and the mask would be lost: fill it, with {name}.filled(value).")
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # such as lists of different lengths
+        raise ConfigError(f"{name} cannot be made an array: {error}") from error
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    if array.dtype.kind not in "fiubc":
+        raise ConfigError(
+            f"{name} holds {array.dtype} values; it must hold numbers. "
+            "Rows of different lengths must be padded, and texts encoded, first."
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.name in ("float96", "float128", "longdouble"):
+        array = array.astype(np.float64)
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():
+        # Read-only arrays are fine: nothing here writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
+    """Returns rows by number, of any dtype.
+
+    Args:
+        tensor: That has them.
+        rows: Their numbers, on the CPU or where the tensor is.
+        pinned: Whether rows on the CPU are gathered into pinned memory, from which an accelerator copies.
+    """
+    if tensor.dtype in _SIGNED:
+        return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
+    if not tensor.is_cpu:
+        return tensor.index_select(0, rows if rows.device == tensor.device else to_device(rows, tensor.device))
+    if pinned:
+        out = torch.empty((rows.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return torch.index_select(tensor, 0, rows, out=out)
+    return tensor.index_select(0, rows)
+
+
+def copy(rows: Tensor) -> Tensor:
+    """Returns rows in memory of their own, one after the other."""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
+    """Returns a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    count = min(len(tensor), rows)
+    chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
+    sample = gather(tensor, chosen).cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,150 @@
+"""Which kind of data a user has given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches.collate import check_weights
+from cyxtrain.data.order import OwnOrder, order_of
+from cyxtrain.data.sources.arrays import ArraySource
+from cyxtrain.data.sources.dataset_source import LoadedSource
+from cyxtrain.data.sources.source import Source
+from cyxtrain.data.sources.stream import StreamSource
+from cyxtrain.data.sources.worker_split import SplitOverWorkers, needs_split
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """What says that it is an array, such as a table of pandas."""
+
+    def __array__(self) -> Any: ...
+
+
+@runtime_checkable
+class _Numbered(Protocol):
+    """What has rows by number, and says how many."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+def gives_batches(data: Any) -> bool:
+    """Returns whether data bring their own targets: a data set, a DataLoader, or what gives batches."""
+    if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
+        return False
+    return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data)
+
+
+def open_source(
+    inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
+) -> Source:
+    """Returns a user's data as rows.
+
+    Args:
+        inputs: X: arrays, a Dataset, a DataLoader, or what gives batches.
+        targets: y of arrays, or None.
+        weights: How much each row of arrays counts, or None.
+        config: Of the fit, or of the latest one.
+        number: Of the epoch from which reading begins, where that is not known beforehand.
+        trains: Whether they are to be trained on.
+
+    Raises:
+        ConfigError: They are nothing of these, or cannot be used so.
+    """
+    if not gives_batches(inputs):
+        if config.sharded_data and trains:
+            raise ConfigError(
+                "sharded_data=True is about data that give batches, and X is arrays: give each rank's own as "
+                "DataLoader(TensorDataset(X, y), batch_size=64, shuffle=True)."
+            )
+        return ArraySource(inputs, targets, weights)
+    name = type(inputs).__name__
+    for what, given in (("y", targets), ("sample_weight", weights)):
+        if given is not None:
+            raise ConfigError(f"X is a {name}, which gives {what} itself, as (x, y) or (x, y, sample_weight).")
+    if isinstance(inputs, DataLoader):
+        return _open_loader(inputs, config, number)
+    numbered = isinstance(inputs, (Dataset, _Numbered)) and not isinstance(inputs, (IterableDataset, Iterator))
+    if isinstance(inputs, IterableDataset) or (numbered and config.sharded_data):
+        shuffle = trains and config.shuffle if numbered else None
+        return _stream_of(DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle), name, config, number)
+    if numbered:
+        tensors = _tensors(inputs)
+        return LoadedSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
+    if isinstance(inputs, Iterator):
+        return StreamSource(lambda: inputs, name, config, number, once=True)
+    name = getattr(inputs, "__name__", name)
+    return StreamSource(_begins(inputs), name, config, number, once=False, parts=[inputs])
+
+
+def _begins(given: Any) -> Callable[[], Iterator[Any]]:
+    """Returns what begins to give batches, of a function that makes a generator or of what can be gone through."""
+    if isinstance(given, Iterable):
+        return lambda: iter(given)
+
+    def begin() -> Iterator[Any]:
+        made = given()
+        if not isinstance(made, Iterable):
+            raise ConfigError(
+                f"X is the function {getattr(given, '__name__', given)}, which returned a {type(made).__name__}: it "
+                "must return what gives batches, such as a generator."
+            )
+        return iter(made)
+
+    return begin
+
+
+def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, number: int) -> Source:
+    has_numbers = loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    own_way = type(loader).__iter__ is not DataLoader.__iter__
+    if not has_numbers or own_way or config.sharded_data:
+        return _stream_of(copy.copy(loader), type(loader).__name__, config, number)
+    tensors, batches = _tensors(loader.dataset), loader.batch_sampler
+    if tensors is not None and loader.collate_fn is default_collate and type(batches) is BatchSampler:
+        order = order_of(loader, len(tensors[0]), config.seed)
+        if isinstance(order, OwnOrder) and not batches.drop_last:  # to fetch each row by itself would only cost time
+            source = ArraySource(*tensors)
+            source.batch_size, source.shuffle = batches.batch_size, order.shuffle
+            return source
+    return LoadedSource(loader.dataset, loader, config)
+
+
+def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int) -> StreamSource:
+    """Returns the batches of a loader that nobody else goes through."""
+    # Workers that stay have one, which the user's own, or another source, may be using.
+    torch_compat.forget_iterator(loader)
+    dataset = loader.dataset
+    if splits := needs_split(loader):
+        vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
+    batches: Any = loader.batch_sampler
+    parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
+    size = loader.batch_size
+    source = StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts, batch_size=size)
+    source.note = f", each row by one of {loader.num_workers} workers" if splits else ""
+    return source
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
+    """Returns the tensors of a data set that is nothing else: x; x and y; or x, y and sample_weight."""
+    if type(dataset) is not TensorDataset or len(dataset.tensors) > 3:
+        return None
+    if len(dataset.tensors) == 3:
+        check_weights(dataset.tensors[2])
+    return dataset.tensors

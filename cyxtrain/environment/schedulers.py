@@ -1,0 +1,320 @@
+"""Who this process is, as the scheduler that started it says: Slurm, Open MPI, MPICH, LSF and Kubernetes.
+
+    started by                   rank                  of                    on its machine            rank 0 is at
+    LSF's jsrun                  JSM_NAMESPACE_RANK    JSM_NAMESPACE_SIZE    JSM_NAMESPACE_LOCAL_RANK  LSB_MCPU_HOSTS
+    Open MPI's mpirun            OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  ..._LOCAL_RANK            MASTER_ADDR
+    MPICH's and Intel's mpiexec  PMI_RANK              PMI_SIZE              MPI_LOCALRANKID           MASTER_ADDR
+    Slurm's srun                 SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID             ..._STEP_NODELIST
+    Kubernetes, in a TrainJob    PET_NODE_RANK         PET_NNODES                                      PET_MASTER_ADDR
+
+Pure functions of the variables; `process_env.py` reads them. RANK and WORLD_SIZE, which torchrun sets, rule over all.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cyxtrain.errors import ConfigError
+
+Variables = Mapping[str, str]
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+"""Below those that kernels give to whoever asks for any."""
+_SPECIAL_STEPS = 0xFFFF_FFF0
+"""From here on Slurm numbers steps that no srun made: a batch script, an interactive shell."""
+_FIRST_HOSTS = re.compile(r"(?:[^,\[]|\[[^\]]*\])*")
+"""Of a list such as "gpu[07-09,12],login1": "gpu[07-09,12]"."""
+_NUMBERS = re.compile(r"\[(\w+)[^\]]*\]")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is, as a scheduler says.
+
+    Attributes:
+        by: Who says so, such as "Slurm".
+        rank: Among all processes.
+        world_size: How many there are.
+        local_rank: Among those of its machine; None: it is not said.
+        master_addr: Where rank 0 is; None: it is not said.
+        master_port: The same number in all processes of the job; None: the default.
+        local_world_size: How many of them its machine has; None: it is not said.
+    """
+
+    by: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    master_addr: str | None
+    master_port: int | None
+    local_world_size: int | None = None
+
+    def to_variables(self) -> dict[str, str]:
+        """Returns the same in torchrun's words, as far as it is said."""
+        said = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        return {name: str(value) for name, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Scheduler:
+    """By which variables one speaks.
+
+    Attributes:
+        by: Its name.
+        rank: Name of the variable; where it is set, this scheduler has started the process.
+        world_size: As above.
+        local_rank: As above.
+        local_size: How many processes its machine has: a number, or Slurm's list of all machines' such as "2(x3),1".
+        job: Names of what tells this job from others; those that are set.
+        host: Returns where rank 0 is, on several machines; None: it is not said.
+        applies: Whether the variables are meant as they look.
+    """
+
+    by: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]
+    host: Callable[[Variables], str | None] = lambda variables: None
+    applies: Callable[[Variables], bool] = lambda variables: True
+
+    def identify(self, variables: Variables) -> Identity | None:
+        """Returns who this process is; None: this scheduler has not started it.
+
+        Raises:
+            ConfigError: A variable of it is missing or no number.
+        """
+        if self.rank not in variables or not self.applies(variables):
+            return None
+        rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
+        local_rank = self._number(variables, self.local_rank) if self.local_rank in variables else None
+        local_size = _local_size(variables, self.local_size)
+        if rank >= world_size:
+            raise self._disagreement(variables, self.rank, self.world_size)
+        if local_rank is not None and local_size is not None and local_rank >= local_size:
+            raise self._disagreement(variables, self.local_rank, self.local_size)
+        host = "127.0.0.1" if world_size in (1, local_size) else self.host(variables)
+        named = [variables[name] for name in self.job if name in variables]
+        port = _FIRST_PORT + zlib.crc32(".".join(named).encode()) % _NUM_PORTS if named else None
+        return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
+
+    def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
+        """Returns the error for a number that is outside of its count."""
+        why = ""
+        if self.rank == "SLURM_PROCID":
+            why = (
+                " In a heterogeneous step SLURM_PROCID counts the tasks of all components, and SLURM_STEP_NUM_TASKS "
+                "those of one."
+            )
+        return ConfigError(
+            f"{self.by} has started this process, and its variables disagree: {number}={variables[number]} is outside "
+            f"{count}={variables[count]}.{why} RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR override what it says: set "
+            f"them on every rank, WORLD_SIZE to the number of all processes."
+        )
+
+    def _number(self, variables: Variables, name: str) -> int:
+        value = variables.get(name, "")
+        if not (value.isascii() and value.isdecimal()):
+            raise ConfigError(
+                f"{self.by} has started this process ({self.rank} is set), and {name} is "
+                f"{'not a whole number: ' + repr(value) if value else 'not set'}. RANK and WORLD_SIZE rule over what "
+                f"it says: set both; or unset {self.rank} for a process that is alone."
+            )
+        return int(value)
+
+
+def _local_size(variables: Variables, name: str) -> int | None:
+    """Returns how many processes this machine has; None: it is not said."""
+    sizes = []
+    for part in variables.get(name, "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            return None
+        sizes += [int(found[1])] * int(found[2] or 1)
+    node = variables.get("SLURM_NODEID", "0")
+    return sizes[int(node)] if node.isdecimal() and int(node) < len(sizes) else sizes[0]
+
+
+def _is_in_srun(variables: Variables) -> bool:
+    """Returns whether srun has started this process: a batch script, too, finds that it is task 0 of several."""
+    step = variables.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _SPECIAL_STEPS
+
+
+def _is_mpich(variables: Variables) -> bool:
+    """Returns whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more.
+
+    Within a Slurm job mpiexec has srun start one process per machine, whose variables its own processes inherit.
+    """
+    same = (("SLURM_PROCID", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
+    return not (_is_in_srun(variables) and all(variables.get(one) == variables.get(other) for one, other in same))
+
+
+def _slurm_host(variables: Variables) -> str | None:
+    hosts = _FIRST_HOSTS.match(variables.get("SLURM_STEP_NODELIST", ""))
+    assert hosts is not None  # it matches everything
+    return _NUMBERS.sub(r"\1", hosts[0]) or None
+
+
+def _lsf_host(variables: Variables) -> str | None:
+    """Returns the first host with processes: before it comes the one from which jsrun was called."""
+    hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]
+    return hosts[1] if len(hosts) > 1 else None
+
+
+_SCHEDULERS = (
+    # An mpirun within a Slurm job starts its processes from steps of srun's, whose variables they inherit; and LSF's
+    # jsrun sets Open MPI's, too.
+    _Scheduler(
+        by="LSF (jsrun)",
+        rank="JSM_NAMESPACE_RANK",
+        world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        job=("LSB_JOBID",),
+        host=_lsf_host,
+    ),
+    _Scheduler(
+        by="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    _Scheduler(
+        by="MPICH",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        job=(),
+        applies=_is_mpich,
+    ),
+    _Scheduler(
+        by="Slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        host=_slurm_host,
+        applies=_is_in_srun,
+    ),
+)
+
+
+def detect(variables: Variables) -> Identity | None:
+    """Returns who this process is, as a scheduler says; None: none has started it.
+
+    Args:
+        variables: The environment, without RANK and WORLD_SIZE.
+
+    Raises:
+        ConfigError: What the scheduler says is half of it, or does not say which process this is.
+    """
+    for scheduler in _SCHEDULERS:
+        identity = scheduler.identify(variables)
+        if identity is not None:
+            return identity
+    return _in_kubernetes(variables)
+
+
+def disagreement(variables: Variables, rank: int, world_size: int) -> str:
+    """Returns how a scheduler contradicts RANK and WORLD_SIZE, which override it, and what to do; "": it does not.
+
+    Args:
+        variables: The environment.
+        rank: Of this process, as it takes itself to be.
+        world_size: How many there are.
+    """
+    if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
+        return ""  # a launcher has started several processes, of which the scheduler knows one
+    for scheduler in _SCHEDULERS:
+        names = (scheduler.rank, scheduler.world_size)
+        if names[0] not in variables or not scheduler.applies(variables):
+            continue
+        said = [f"{name}={variables.get(name)}" for name in names]
+        if said == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
+            return ""
+        return (
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(said)}: unset "
+            f"RANK and WORLD_SIZE where {scheduler.by} starts the ranks."
+        )
+    return ""
+
+
+def cores_left(variables: Variables) -> int | None:
+    """Returns how many cores of this machine a scheduler has given to this process; None: it does not say.
+
+    Args:
+        variables: The environment.
+    """
+    said = None
+    if "SLURM_JOB_ID" in variables:
+        own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
+        said = own or variables.get("SLURM_CPUS_ON_NODE")
+    elif "PBS_JOBID" in variables:
+        said = variables.get("NCPUS")
+    elif "LSB_JOBID" in variables:
+        hosts = variables.get("LSB_MCPU_HOSTS", "").split()
+        said = hosts[1] if len(hosts) == 2 else None
+    elif variables.get("NHOSTS") == "1":  # Grid Engine
+        said = variables.get("NSLOTS")
+    return int(said) if said and said.isascii() and said.isdecimal() and int(said) > 0 else None
+
+
+def _in_kubernetes(variables: Variables) -> Identity | None:
+    """Returns which pod of a TrainJob this is: Kubeflow tells torchrun, by defaults of its options."""
+    if not {"PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
+        return None
+    check_pod(variables)
+    values = variables["PET_NODE_RANK"], variables["PET_NNODES"], variables.get("PET_MASTER_PORT") or "29500"
+    if not all(value.isascii() and value.isdecimal() for value in values):
+        raise ConfigError(
+            f"Kubernetes says that this is pod {values[0]} of {values[1]}, with port {values[2]} (PET_NODE_RANK, "
+            "PET_NNODES, PET_MASTER_PORT), which are not three whole numbers. Begin the command with 'cyxtrain launch "
+            "--', or set RANK and WORLD_SIZE, which rule."
+        )
+    rank, world_size, port = map(int, values)
+    return Identity("Kubernetes", rank, world_size, 0, variables.get("PET_MASTER_ADDR") or None, port)
+
+
+def check_pod(variables: Variables) -> None:
+    """Refuses a pod that is to have several processes, and whose command starts one.
+
+    Raises:
+        ConfigError: With what to begin the command with.
+    """
+    processes = variables.get("PET_NPROC_PER_NODE", "1")
+    if processes not in ("", "1") and "LOCAL_RANK" not in variables:
+        raise ConfigError(
+            f"Kubernetes wants {processes} processes in each pod (PET_NPROC_PER_NODE), and this command is one: begin "
+            "it with 'cyxtrain launch --' or torchrun."
+        )
+
+
+def started_by(variables: Variables, rank: int, world_size: int) -> str:
+    """Returns who has started this process as one of several, and how to override it; "" where that needs no words.
+
+    Args:
+        variables: The environment.
+        rank: Of this process.
+        world_size: How many there are.
+    """
+    if "RANK" in variables:
+        return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
+    identity = detect(variables)
+    if identity is None or (identity.rank, identity.world_size) != (rank, world_size):
+        return ""
+    return f"started by {identity.by}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override what it says"

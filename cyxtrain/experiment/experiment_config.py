@@ -1,0 +1,134 @@
+"""Settings by name, as a YAML file has them: `config.training.epochs`.
+
+What reads and writes YAML is imported by the methods that do: who has no such file saves its memory and time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cyxtrain.config.settings import nearest
+from cyxtrain.environment import process_env
+from cyxtrain.errors import ConfigError
+from cyxtrain.experiment.sections import Overrides, with_names
+
+
+class Config(Mapping[str, Any]):
+    """Settings by name, with dots or brackets: `config.training.epochs`, `config["training"]["epochs"]`.
+
+    Each section is a `Config`, too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
+    `{"name": "adam"}`.
+
+    Args:
+        values: Settings by name, also in sections; taken as they are.
+
+    Raises:
+        ConfigError: They have no names.
+    """
+
+    _values: dict[str, Any]
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"Config takes settings by name, such as a dictionary, got {values!r}.")
+        object.__setattr__(self, "_values", _plain(values or {}))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Config:
+        """Returns what a YAML file says.
+
+        `_base_: base.yaml` (or a list of files, beside this one) takes over what others say, and this file rules over
+        them, setting by setting; a section with another `name` does so whole. `${DATA_DIR}` is a variable of the
+        environment, `${DATA_DIR:./data}` with a default, and `${training.seed}` another setting. `1e-3` is a number.
+
+        Args:
+            path: Of the file.
+            overrides: Settings that rule over it, such as ["training.epochs=3", "model.hidden=[64, 64]"] or
+                {"scheduler": None}; the value after "=" is YAML.
+
+        Raises:
+            ConfigError: There is no such file, or it is no YAML; files that are each other's base; a variable that
+                is not set; a section that does not exist, with the nearest one that does.
+        """
+        from cyxtrain.experiment.reading import merged, read_file, resolved
+
+        return cls(resolved(merged(read_file(path), overrides), process_env.to_pass_on(), os.fspath(path)))
+
+    def with_overrides(self, overrides: Overrides) -> Config:
+        """Returns a copy in which some settings are others: `config.with_overrides(["training.epochs=3"])`.
+
+        Args:
+            overrides: As in `from_file`.
+
+        Raises:
+            ConfigError: As `from_file`.
+        """
+        from cyxtrain.experiment.reading import literal, merged, resolved
+
+        values = merged(with_names(literal(self.to_dict())), overrides)
+        return Config(resolved(values, process_env.to_pass_on(), "the config"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a copy of all settings, as dictionaries."""
+        return _plain(self._values)
+
+    def to_yaml(self) -> str:
+        """Returns the settings as a YAML file has them."""
+        from cyxtrain.experiment.reading import to_yaml
+
+        return to_yaml(self._values)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if not isinstance(value, dict):
+            return value
+        section = Config()
+        object.__setattr__(section, "_values", value)  # the same settings: what is set there is set here
+        return section
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = _copied(value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._values:
+            raise AttributeError(f"the config has no {name!r}. {nearest(name, list(self._values))}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in dir(type(self)) or name == "_values":
+            raise AttributeError(f"{name!r} is a method of every config: write config[{name!r}] = ...")
+        self[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def __repr__(self) -> str:
+        return f"Config({self._values!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._values
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        object.__setattr__(self, "_values", values)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy that shares nothing that can change."""
+    return {name: _copied(value) for name, value in values.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _plain(value)
+    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,118 @@
+"""What a model counts when it divides its own loss by `num_items_in_batch`, as Hugging Face's models do.
+
+A model that obeys this argument returns the sum of its terms divided by it. It is then the number of all ranks and
+micro-batches of a step, which must be known before the first forward; so we look for a rule that tells from the labels
+what the model counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.collate import TARGET_NAMES
+from cyxtrain.data.batches.structure import leaves
+
+ARGUMENT = "num_items_in_batch"
+_IGNORED = (-100, 0, -1)
+"""Labels that a loss may leave out, the most usual first."""
+
+
+@dataclass(frozen=True)
+class ItemRule:
+    """A way to count what a loss is a mean over.
+
+    Attributes:
+        name: In words that ranks compare.
+        count: Returns how many there are in a batch; on an accelerator as a tensor there, so that nobody waits for it.
+    """
+
+    name: str
+    count: Callable[[Batch], Tensor | int]
+
+    def items(self, batch: Batch) -> Tensor | int:
+        """Returns what a model is given: the number of the whole step if it is known, or of this batch; at least 1."""
+        if batch.items is not None:
+            return batch.items
+        count = self.count(batch)
+        return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def names_items(model: nn.Module) -> bool:
+    """Returns whether forward has an argument of that name."""
+    return ARGUMENT in _kinds(model)
+
+
+def may_take_items(model: nn.Module) -> bool:
+    """Returns whether forward can be called with it: it is named, or there is **kwargs."""
+    kinds = _kinds(model)
+    return ARGUMENT in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def _kinds(model: nn.Module) -> dict[str, object]:
+    try:
+        return {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
+    except ValueError:  # it does not say: it is written in C
+        return {}
+
+
+def usual_rule(batch: Batch) -> ItemRule:
+    """Returns what Hugging Face's Trainer counts: labels that are not -100; rows if there are no labels."""
+    found = next(_labels(batch), None)
+    return _rows() if found is None else _of_labels(found[0], -100, 0)
+
+
+def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | None:
+    """Returns the first rule that counts in each batch what the model counts; None: there is none.
+
+    Args:
+        batches: Some rows of the data.
+        counts: What the model has counted in each.
+    """
+    fits = (rule for rule in _rules(batches[0]) if [int(rule.count(batch)) for batch in batches] == list(counts))
+    return next(fits, None)
+
+
+def rule_named(name: str, batch: Batch) -> ItemRule:
+    """Returns the rule of this name, which another rank has found, for batches of the form of this one."""
+    return next(rule for rule in _rules(batch) if rule.name == name)
+
+
+def _rules(batch: Batch) -> list[ItemRule]:
+    rules = [
+        _of_labels(name, ignored, first)
+        for ignored in (*_IGNORED, None)
+        for name, labels in _labels(batch)
+        for first in ((1, 0) if labels.dim() > 1 else (0,))
+    ]
+    return [*rules, _rows()]
+
+
+def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Gives (name, tensor) of what may be labels, the most likely first."""
+    inputs = [*leaves(batch.inputs, "X")]
+    targets = [each for each in inputs if each[0] in [f"X[{name!r}]" for name in TARGET_NAMES]]
+    others = [each for each in inputs if each[0] not in [name for name, _ in targets]]
+    for name, tensor in (*leaves(batch.targets, "y"), *targets, *others):
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            yield name, tensor
+
+
+def _rows() -> ItemRule:
+    return ItemRule("rows", lambda batch: batch.rows)
+
+
+def _of_labels(name: str, ignored: int | None, first: int) -> ItemRule:
+    def count(batch: Batch) -> Tensor | int:
+        labels = dict(_labels(batch))[name][..., first:] if first else dict(_labels(batch))[name]
+        if ignored is None:
+            return labels.numel()
+        found = (labels != ignored).sum()
+        return int(found) if found.is_cpu else found
+
+    place = f"{name}[..., 1:]" if first else name
+    return ItemRule(place if ignored is None else f"{place} != {ignored}", count)

@@ -1,0 +1,287 @@
+"""What a call has changed in one process, done to the same objects in another.
+
+A trainer's parts have names that are the same on both sides: `parts_of`. One side notes what their attributes are
+before the call (`Marks`) and gathers afterwards what is another (`Changes`); the other puts it into its own objects, in
+place.
+
+Not a checkpoint: that keeps what a program needs to go on that builds everything anew. Here both sides are one program,
+whose objects hold more than a checkpoint can: attributes, buffers that are in no `state_dict`, numbers of any type.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from cyxtrain.callbacks.callback import Callback
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import warn
+from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
+from cyxtrain.optim.learning_rates import schedules_in
+from cyxtrain.optim.optimizers import place_state
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers and children have names of their own; hooks stay."""
+_OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
+_NOTHING = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
+"""What is compared as it is, and sent as it is."""
+
+
+def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+    """Returns what both sides have, by name: whatever refers to it refers to the own one over there.
+
+    Args:
+        trainer: Whose.
+        callbacks: Of a call of `fit`, beside the trainer's own.
+    """
+    state, rates = trainer._state, trainer._state.rates
+    parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
+    schedules = [] if rates is None else schedules_in(rates.scheduler)
+    parts |= {f"schedule {number}": schedule for number, schedule in enumerate(schedules)}
+    for what, module in _modules(trainer):
+        parts |= {f"{what} module {name}": each for name, each in module.named_modules()}
+        parts |= {f"{what} parameter {name}": each for name, each in module.named_parameters()}
+        parts |= {f"{what} buffer {name}": each for name, each in module.named_buffers()}
+    parts |= {f"callback {number}": each for number, each in enumerate([*trainer.callbacks, *callbacks])}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
+    loss = trainer._state.loss
+    return [*({} if loss is None else loss.named_modules("loss")).items(), ("model", trainer.model)]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """An attribute, pickled by itself: where one cannot be made anew, the others can."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """What has become of an attribute: a value, or one that is packed; and whether it is the object that it was."""
+
+    value: Any
+    is_same: bool
+
+
+@dataclass
+class Changes:
+    """What has become of a trainer's parts.
+
+    Attributes:
+        children: Modules that are new, by (module that has it, name in it).
+        tensors: Parameters and buffers by name, with whether they are trained.
+        optimizer: Its state by parameter, and its groups.
+        attributes: Those that are others than before, by part and name.
+        removed: (part, name) of those that are not there any more.
+        lost: (part, name, why) of those that cannot be sent.
+    """
+
+    children: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
+    tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+    optimizer: tuple[Any, Any] | None = None
+    attributes: dict[str, dict[str, _Attribute]] = field(default_factory=dict)
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+class Marks:
+    """What the attributes of a trainer's parts are, as far as is needed to see that they have become others.
+
+    Args:
+        trainer: Whose.
+        parts: As `parts_of`.
+        objects: What else came along, by name.
+    """
+
+    def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        named = {id(part) for part in parts.values()}
+        self._parts = {**{name: each for name, each in objects.items() if id(each) not in named}, **parts}
+        self._pickler = returning(self._parts)
+        self._known = {id(part) for part in self._parts.values()}
+        self._addresses = {address_of(part) for part in self._parts.values() if isinstance(part, Tensor)}
+        self._values = {(part, name): value for part, name, value in _attributes(self._parts)}
+        self._before = {place: self._mark(value)[0] for place, value in self._values.items()}
+
+    def changes(self) -> tuple[Changes, dict[str, Any]]:
+        """Returns what is another than it was, and the parts that it may refer to."""
+        found, now = Changes(), set()
+        for part, module in self._parts.items():
+            if isinstance(module, nn.Module) and " module " in part:
+                new = {name: each for name, each in module.named_children() if id(each) not in self._known}
+                found.children |= {(part, name): each for name, each in new.items()}
+        for what, module in _modules(self._trainer):
+            for name, parameter in module.named_parameters():
+                found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
+            for name, buffer in module.named_buffers():
+                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False  # not itself: it would go by its name
+        optimizer = self._trainer.optimizer
+        found.optimizer = dict(optimizer.state), optimizer.param_groups
+        for part, name, value in _attributes(self._parts):
+            now.add((part, name))
+            mark, sent = self._mark(value)
+            is_same = value is self._values.get((part, name), _NOTHING)
+            if (part, name) in self._before and _same(self._before[part, name], mark):
+                continue
+            try:
+                if isinstance(sent, _Packed):
+                    from_bytes(sent.data, self._parts)
+                elif isinstance(sent, Exception):
+                    raise sent
+                found.attributes.setdefault(part, {})[name] = _Attribute(sent, is_same)
+            except Exception as error:
+                found.lost.append((part, name, f"{type(error).__name__}: {error}"))
+        found.removed = [each for each in self._before if each not in now]
+        return found, self._parts
+
+    def _mark(self, value: Any) -> tuple[Any, Any]:
+        """Returns (what tells a value from another one, what is sent of it)."""
+        plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
+        if plain or id(value) in self._known:
+            return value, value
+        try:
+            if type(value) in (np.ndarray, Tensor) and _is_in_one_piece(value) and not self._is_of_a_part(value):
+                array = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
+                return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(array.data)), value
+            data = as_bytes(value, self._pickler)
+        except Exception as error:
+            return ("cannot be sent", id(value)), error
+        return xxhash.xxh3_128_digest(data), _Packed(data)
+
+    def _is_of_a_part(self, value: Any) -> bool:
+        """Returns whether a tensor lies in the memory of a parameter or a buffer."""
+        return isinstance(value, Tensor) and address_of(value) in self._addresses
+
+
+def _is_in_one_piece(array: Any) -> bool:
+    if isinstance(array, Tensor):
+        plain = address_of(array) != 0 and not array.is_conj() and not array.is_neg() and not array.requires_grad
+        return plain and array.is_contiguous() and array.numel() > 0
+    return bool(array.flags.c_contiguous and array.dtype.kind in "biufc" and array.size > 0)
+
+
+def _same(before: Any, now: Any) -> bool:
+    return before is now or (type(before) is type(now) and type(now) in (*_PLAIN, tuple) and bool(before == now))
+
+
+def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Gives (part, name, value) of all that may be mirrored."""
+    for part, owner in parts.items():
+        hidden: frozenset[str] = frozenset()
+        if isinstance(owner, Tensor):
+            continue
+        if isinstance(owner, nn.Module) and " module " in part:
+            hidden = _OF_MODULES
+        elif part == "trainer":
+            hidden = _OF_TRAINERS
+        elif part == "the optimizer":
+            hidden = _OF_OPTIMIZERS
+        for name, value in list(vars(owner).items()):
+            if name not in hidden:
+                yield part, name, value
+
+
+def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
+    """Does to a trainer's parts what was done to those of another process.
+
+    Args:
+        changes: Of its parts.
+        trainer: Whose.
+        parts: As `parts_of`.
+    """
+    modules = dict(_modules(trainer))
+    for (part, name), child in changes.children.items():
+        vars(parts[part]).pop(name, None)
+        torch_compat.own_modules(parts[part])[name] = child
+    with torch.no_grad():
+        for name, (tensor, is_trained) in changes.tensors.items():
+            _take_in_tensor(modules, name, tensor, is_trained)
+        for what, module in modules.items():
+            for name in [name for name, _ in module.named_buffers() if f"{what} buffer {name}" not in changes.tensors]:
+                place, _, last = name.rpartition(".")
+                torch_compat.own_buffers(module.get_submodule(place))[last] = None
+    trainer.model.zero_grad()
+    if changes.optimizer is not None:
+        state, groups = changes.optimizer
+        merged = _in_place(dict(trainer.optimizer.state), state)
+        trainer.optimizer.state.clear()
+        trainer.optimizer.state.update(merged)
+        for group, new in zip(trainer.optimizer.param_groups, groups, strict=False):
+            _in_place(group, new)
+        trainer.optimizer.param_groups.extend(groups[len(trainer.optimizer.param_groups) :])
+        place_state(trainer.optimizer)
+    for part, attributes in changes.attributes.items():
+        for name, sent in attributes.items():
+            try:
+                value = from_bytes(sent.value.data, parts) if isinstance(sent.value, _Packed) else sent.value
+            except Exception as error:
+                changes.lost.append((part, name, f"{type(error).__name__}: {error}"))
+                continue
+            own = vars(parts[part])
+            own[name] = _refilled(own[name], value) if sent.is_same and name in own else value
+    for part, name in changes.removed:
+        vars(parts[part]).pop(name, None)
+    for part, name, why in changes.lost:
+        what = f"{part} ({type(parts[part]).__name__})"
+        warn(f"{what} has another .{name} where it was trained, which cannot be sent back: {why}.")
+
+
+def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:
+    what, kind, path = name.split(" ", 2)
+    place, _, last = path.rpartition(".")
+    module = modules[what].get_submodule(place)
+    parameters, buffers = torch_compat.own_parameters(module), torch_compat.own_buffers(module)
+    own = parameters.get(last) if kind == "parameter" else buffers.get(last)
+    if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+        new = tensor.clone() if own is None else tensor.to(own.device, copy=True)
+        if kind == "parameter":
+            parameters[last] = nn.Parameter(new, is_trained)
+        else:
+            buffers[last] = new
+        return
+    own.copy_(tensor)
+    if kind == "parameter":
+        own.requires_grad_(is_trained)
+
+
+def _in_place(own: Any, new: Any) -> Any:
+    """Returns a value with all that it holds, in the objects that were there: of optimizers, which keep theirs."""
+    if isinstance(own, dict) and isinstance(new, dict):
+        return _refilled(own, {key: _in_place(own[key], each) if key in own else each for key, each in new.items()})
+    return _refilled(own, new) if isinstance(own, Tensor) else new
+
+
+def _refilled(own: Any, new: Any) -> Any:
+    """Returns a value, in the object that was there before where that can take it: others may refer to it."""
+    if type(own) is not type(new) or own is new:
+        return new
+    if isinstance(own, dict):
+        own.clear()
+        own.update(new)
+    elif isinstance(own, list):
+        own[:] = new
+    elif isinstance(own, set):
+        own.clear()
+        own.update(new)
+    elif type(own) is Tensor and own.shape == new.shape and own.dtype == new.dtype and not own.requires_grad:
+        own.copy_(new)
+    elif type(own) is np.ndarray and own.shape == new.shape and own.dtype == new.dtype and own.flags.writeable:
+        own[...] = new
+    else:
+        return new
+    return own

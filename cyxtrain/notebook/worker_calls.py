@@ -1,0 +1,181 @@
+"""What a notebook's worker does: one call of a trainer's, as a rank among others, and what comes back of it.
+
+notebook                                  each worker
+the trainer, by value            ->       its own, with the notebook's weights
+arguments and data, mapped       ->       the call
+progress, for callbacks there    <-       rank 0: what `relaying.py` tells
+weights, optimizer, history      <-       rank 0: what the call has changed (`mirroring.py`)
+the call's value                 <-       rank 0
+an error                         <-       any rank, as itself (`failures.py`)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cyxtrain.errors import DistributedTrainingError, is_on_all_ranks
+from cyxtrain.notebook.failures import Failed
+from cyxtrain.notebook.relay import Relay, display_here
+from cyxtrain.notebook.sharing import SharedFile, read, write
+from cyxtrain.notebook.state_transfer import Marks, parts_of
+from cyxtrain.progress.display import displays_by
+from cyxtrain.world import runtime
+
+if TYPE_CHECKING:
+    from cyxtrain.training.trainer import DistributedTrainer
+
+
+FIT = "fit"
+OF_FITS = ("the optimizer", "rates")
+"""Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
+_PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
+)
+"""What reads and sets the precision of float32 by PyTorch's old names. Once a new name below is set to something else,
+PyTorch refuses to read the old ones: workers set these first, and the new ones only where they still differ."""
+_FLAGS = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.cudnn.rnn, "fp32_precision"),
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    (torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process has set for all that it does, and numbers or messages depend on."""
+
+    folder: str
+    path: list[str]
+    dtype: torch.dtype
+    device: str
+    deterministic: tuple[bool, bool]
+    precisions: list[Any]
+    flags: list[Any]
+    filters: list[Any]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Returns those of this process."""
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        made = torch.get_default_dtype(), torch.get_default_device().type
+        precisions = [_known(read) for read, _ in _PRECISIONS]
+        flags = [getattr(owner, name) for owner, name in _FLAGS]
+        return cls(os.getcwd(), sys.path, *made, deterministic, precisions, flags, list(warnings.filters))
+
+    def enter(self) -> None:
+        """Makes them those of this process."""
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        torch.set_default_dtype(self.dtype)
+        if self.device != torch.get_default_device().type:  # without a number: each rank has a device of its own
+            torch.set_default_device(None if self.device == "cpu" else self.device)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        for (read_now, change), value in zip(_PRECISIONS, self.precisions, strict=True):
+            if value is not None and _known(read_now) != value:
+                change(value)
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """Returns a setting, None where PyTorch refuses to read it."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What has become of a call, on one rank.
+
+    Attributes:
+        failed: Its error, or None.
+        result: File with the value of the call, or after a fit, however it ended, with the `Changes` of the trainer's
+            parts; None but on rank 0.
+    """
+
+    failed: Failed | None
+    result: Any = None
+
+
+def perform(
+    method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
+) -> tuple[Performed, bool]:
+    """Makes a call of a trainer's on this rank.
+
+    Args:
+        method: Its name.
+        trainer_path: File with the trainer.
+        call_path: File with (surroundings, arguments, named arguments).
+        staying: Names of callbacks that have stayed where the call is made.
+        report: Takes what the notebook shall know meanwhile.
+
+    Returns:
+        What has become of it, and whether this rank can go on.
+    """
+    try:
+        is_master = runtime.is_master()
+        relays = {name: Relay(name, report if is_master else None) for name in staying}
+        trainer: DistributedTrainer
+        objects: dict[str, Any] = {}
+        trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False, objects=objects)
+        parts = parts_of(trainer, callbacks)
+        surroundings, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
+        surroundings.enter()
+        if method == FIT:
+            keywords["callbacks"] = callbacks
+        marks = Marks(trainer, parts, objects) if method == FIT and is_master else None
+    except BaseException as error:
+        _tell(error)
+        return Performed(Failed.of(error)), False
+    value, failed, can_go_on = None, None, True
+    try:
+        with displays_by(partial(display_here, report)):
+            # A subclass's own method has been called where the call was made.
+            value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
+    except BaseException as error:
+        failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
+        if not can_go_on:
+            _tell(error)
+    try:
+        return Performed(failed, _written(value, marks) if is_master else None), can_go_on
+    except Exception as error:  # what a call returns is made of tensors, and attributes have been tried: ours
+        return Performed(failed or Failed.of(error)), False
+
+
+def _base_of(trainer: DistributedTrainer, method: str) -> Any:
+    """Returns the class that has a method which workers make calls of."""
+    return next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
+
+
+def _written(value: Any, marks: Marks | None) -> SharedFile:
+    """Writes what a call has returned, or what it has changed."""
+    found = SharedFile()
+    result, parts = (value, {}) if marks is None else marks.changes()
+    write(result, found, parts, returns=True)
+    return found
+
+
+def _tell(error: BaseException) -> None:
+    """Lets the other ranks know of an error that this one has alone."""
+    told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
+    runtime.tell(told, in_training=True)

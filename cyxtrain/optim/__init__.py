@@ -1,0 +1,1 @@
+"""Optimizers, learning rates, clipping and precision. No data and no loop."""

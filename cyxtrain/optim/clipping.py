@@ -1,0 +1,114 @@
+"""Gradients that are made smaller where they are too large: all ranks hold the same averages, and come to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.environment import torch_compat
+from cyxtrain.parallel.finite import values_of
+
+Clip = Callable[[Sequence[nn.Parameter]], object]
+"""Changes the gradients of parameters in place."""
+
+_LEAST_NORM = 1e-3
+
+
+def make_clip(config: DistributedTrainingConfig) -> Clip | None:
+    """Returns what a config asks for; None: nothing."""
+    if config.clip_norm is not None:
+        return _on_values(partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm))
+    if config.clip_value is not None:
+        return _on_values(partial(nn.utils.clip_grad_value_, clip_value=config.clip_value))
+    if config.clip_adaptive is not None:
+        return _on_values(partial(clip_adaptive, factor=config.clip_adaptive))
+    return None
+
+
+def _on_values(clip: Clip) -> Clip:
+    """Return what clips sparse gradients too: by their values, which stand for the rows that a batch has used."""
+
+    def clip_values(parameters: Sequence[nn.Parameter]) -> None:
+        clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
+
+    return clip_values
+
+
+def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the rows of a parameter for which its sparse gradient holds values; changing their `.grad` changes it."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.coalesce()
+    rows = nn.Parameter(parameter.detach()[parameter.grad.indices()[0]])
+    rows.grad = parameter.grad.values()
+    return rows
+
+
+def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Limits the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
+
+    A unit is what feeds one output: a row of a matrix, a filter of a convolution; of a vector, such as a bias, each
+    element.
+    Cost: weights and gradients are read once more.
+    Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            pair = parameter.detach(), parameter.grad
+            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(pair)
+    for pairs in kinds.values():  # all units of a kind at once
+        norms = [unit_norms(gradient) for _, gradient in pairs]
+        limit = torch.cat([unit_norms(values).reshape(-1) for values, _ in pairs]).clamp_(min=_LEAST_NORM).mul_(factor)
+        joined = torch.cat([each.reshape(-1) for each in norms])
+        # Where the norm is within the limit the factor is exactly 1.
+        factors = torch.where(joined > limit, limit / joined, 1.0).split([each.numel() for each in norms])
+        for (_, gradient), each, of_units in zip(pairs, norms, factors, strict=True):
+            gradient.mul_(of_units.view(each.shape))
+
+
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiplies all gradients.
+
+    Cost: on an accelerator one operation for all of a type, that the host does not wait for.
+
+    Args:
+        parameters: Whose gradients; those without one are left out.
+        factor: A number, or a 0-dim tensor of float64 on the device of the gradients.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_cpu:  # there a loop costs no more
+            gradient.mul_(factor)
+            continue
+        if gradient.is_sparse:
+            gradient = parameter.grad = gradient.coalesce()
+        kinds.setdefault((gradient.dtype, gradient.device), []).append(values_of(gradient))
+    for (dtype, _), gradients in kinds.items():
+        if not isinstance(factor, Tensor):
+            torch_compat.multiply_all(gradients, factor)
+        elif dtype.itemsize > 2:
+            torch_compat.multiply_all(gradients, factor.to(dtype))
+        else:  # in 16 bits the factor itself would be rounded
+            for gradient in gradients:
+                gradient.copy_(gradient.float() * factor.float())
+
+
+def gradient_norm(model: nn.Module) -> Tensor | None:
+    """Returns the norm of all gradients together, as one vector, 0-dim; None: no parameter has one."""
+    gradients = [values_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return nn.utils.get_total_norm(gradients) if gradients else None
+
+
+def unit_norms(tensor: Tensor) -> Tensor:
+    """Returns the norm of each unit, in a shape that stretches over the tensor's."""
+    if tensor.dim() <= 1:
+        return tensor.abs()
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True)
+    return norms

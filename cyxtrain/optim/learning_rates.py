@@ -1,0 +1,431 @@
+"""The learning rate of each step: scaled with the size of a step, warmed up, and then as the schedule has it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import is_number, require
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import CheckpointError, ConfigError, counted
+from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
+
+ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
+"""Takes the optimizer, and how many times the fit steps the schedule."""
+
+_OWN_RATES = (OneCycleLR, CyclicLR)
+_RATES = ("lr", "initial_lr")
+
+
+class Rates:
+    """The learning rates of an optimizer's groups, step by step.
+
+    Args:
+        optimizer: Whose.
+        scheduler: What they follow after the warm-up; None, or what makes it when a fit knows its steps.
+
+    Attributes:
+        optimizer: It.
+        scheduler: It; None where there is none, or no fit has made it yet.
+        factor: What the rates that the program gave have been multiplied by.
+        interval: What the schedule is stepped after: "step" or "epoch".
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
+        self._make = None if isinstance(scheduler, LRScheduler) else scheduler
+        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) else None
+        self._made_for = 0
+        self._first: list[float] = []
+        self.factor = 1.0
+        self.interval = "step"
+        self.optimizer = optimizer
+        self._warmup_steps = self._warm_steps = 0
+        self._num_groups = len(optimizer.param_groups)
+        self._targets: list[float] = []
+        self._left: list[float] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
+        vars(self).update(state)
+        if self.scheduler is not None:
+            with _groups_kept(self.optimizer):
+                LambdaLR(self.optimizer, lambda _: 1.0)  # wraps it, and sets rates of its own
+
+    @property
+    def warmup_steps_left(self) -> int:
+        """Steps until the rates have their values."""
+        return self._warmup_steps - self._warm_steps if self._targets else 0
+
+    @property
+    def are_moving(self) -> bool:
+        """Whether they are not simply those that the program gave."""
+        return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
+
+    @property
+    def ends_with_fit(self) -> bool:
+        """Whether the schedule needs to know how many steps a fit has."""
+        return self._make is not None or isinstance(self.scheduler, FitSchedule)
+
+    @property
+    def warms_up_first(self) -> bool:
+        """Whether the schedule follows the warm-up; the other one has it as its own beginning."""
+        return not isinstance(self.scheduler, OneCycle)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up that the schedule follows."""
+        return self._warmup_steps
+
+    @property
+    def moved_options(self) -> set[str]:
+        """Other options of an optimizer that its schedule sets from step to step."""
+        sets_others = any(isinstance(part, _OWN_RATES) for part in schedules_in(self.scheduler))
+        return {"momentum", "betas"} if sets_others else set()
+
+    def explain(self, scaling: str) -> str:
+        """Returns what becomes of them, for people.
+
+        Args:
+            scaling: How they have been scaled, where they have been.
+        """
+        # What the plan makes of them, not what they are just now: the same where a fit goes on.
+        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
+        words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
+        words += [f"after a warm-up of {counted(self._warmup_steps, 'step')}"] if self._warmup_steps else []
+        words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
+        return ", ".join(words)
+
+    def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
+        """Begins a fit.
+
+        Args:
+            factor: What the rates that the program gave are to be multiplied by.
+            warmup_steps: Steps until they have their values.
+            steps: Of the fit, or None: nobody knows.
+            schedule_steps: Times that the fit steps the schedule, or None: nobody knows.
+        """
+        if self._targets:  # an earlier fit ended before its warm-up
+            self._set(self._targets)
+        self._take_what_was_set()
+        self._scale(factor / self.factor)
+        self.factor = factor
+        if isinstance(self.scheduler, OneCycle) and warmup_steps:
+            self.scheduler.rise, warmup_steps = min(warmup_steps / (steps or 1), 1.0), 0
+        if isinstance(self.scheduler, FitSchedule):
+            self.scheduler.begin(max(1, schedule_steps or 0))
+        elif self._make is not None:
+            self.scheduler = self._made(max(1, schedule_steps or 0))
+        self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
+        if warmup_steps:
+            self._targets = self.now()
+            self._warm()
+
+    def tried(self, schedule_steps: int | None) -> LRScheduler | None:
+        """Returns the schedule that a fit would have which steps it so many times; nothing has changed."""
+        if self._make is None or schedule_steps is None:
+            return self.scheduler
+        with _groups_kept(self.optimizer):
+            return self._make(self.optimizer, max(1, schedule_steps))
+
+    def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
+        """Returns the schedule that can take a checkpoint's state; nothing has changed.
+
+        Args:
+            state: As `state_dict` gave it.
+        """
+        return self.scheduler if self._make is None else self.tried(state.get("made_for") or None)
+
+    def _made(self, schedule_steps: int) -> LRScheduler:
+        """Returns a new schedule, made from the rates that the program gave."""
+        assert self._make is not None
+        self._first += self.now()[len(self._first) :]
+        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+            group.pop("initial_lr", None)
+            self._put(number, "lr", rate)
+        self._made_for = schedule_steps
+        return self._make(self.optimizer, schedule_steps)
+
+    def now(self) -> list[float]:
+        """Returns the rate of each group."""
+        return rates_of(self.optimizer)
+
+    def set_all(self, rates: Sequence[float]) -> None:
+        """Sets the rate of each group."""
+        if list(rates) != self.now():
+            self._set(rates)
+
+    def set_checked(self, rates: Sequence[float]) -> None:
+        """Sets the rate of each group, as a user gives them.
+
+        Raises:
+            ConfigError: They are no rates, or not as many.
+        """
+        groups = len(self.optimizer.param_groups)
+        right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
+        require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
+        self.set_all(rates)
+
+    def leave(self) -> None:
+        """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
+        self._left = self.now()
+
+    def go_on(self, schedule_steps: int | None) -> str:
+        """Continues a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
+
+        Args:
+            schedule_steps: Times that the whole fit steps the schedule, which may have more or fewer epochs now, or
+                None: nobody knows.
+        """
+        if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
+            return ""
+        scheduler, total, rates = self.scheduler, max(1, schedule_steps), self.now()
+        before = scheduler.total_steps if isinstance(scheduler, FitSchedule) else self._made_for
+        if before == total:
+            return ""
+        if isinstance(scheduler, FitSchedule):
+            scheduler.stretch(total)
+        else:
+            self.scheduler = self._made(total)
+            self._note_steps()
+            for _ in range(min(steps_taken(scheduler), total)):
+                self.scheduler.step()
+        if self._targets:
+            self._set(rates)
+        name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
+        waits = self._warmup_steps if self.interval == "step" else 0
+        return (
+            f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
+            f"(with {before + waits:,} in the checkpoint)"
+        )
+
+    def follow_groups(self) -> None:
+        """Takes in groups that callbacks have added: each follows the schedule from the rate that it has now."""
+        groups, known = self.optimizer.param_groups, self._num_groups
+        self._num_groups = len(groups)
+        for number in range(known, len(groups)):
+            group, like = groups[number], groups[number - 1]
+            ratio = float(group["lr"]) / float(like["lr"]) if like["lr"] > 0 else 1.0
+            for name in ("initial_lr", "max_lr", "min_lr"):
+                if name in like:
+                    group.setdefault(name, like[name] * ratio)
+            for name in like.keys() - group.keys():  # what schedules keep there, such as a base_momentum
+                group[name] = like[name]
+            lists = [self._targets, self._first]
+            for part in schedules_in(self.scheduler):
+                lists += [vars(part)[name] for name in ("base_lrs", "max_lrs") if name in vars(part)]
+                same = ("lr_lambdas", "base_momentums", "max_momentums")
+                for found in (vars(part)[name] for name in same if name in vars(part)):
+                    found += found[-1:] if len(found) <= number else []
+            for found in lists:
+                found += [found[-1] * ratio] if 0 < len(found) <= number else []
+
+    def step(self) -> None:
+        """Sets the rates of the next step."""
+        if len(self.optimizer.param_groups) != self._num_groups:
+            self.follow_groups()
+        if self._targets:
+            self._warm_steps += 1
+            self._warm()
+        elif self.scheduler is not None and self.interval == "step":
+            self.scheduler.step()
+
+    def undoable(self) -> Callable[[], None]:
+        """Return what makes rates and schedule what they are now: for a step that turns out not to have been taken."""
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
+        own = self._warm_steps, [*self._targets]
+        parts = [(part, _with_copied_lists(vars(part))) for part in schedules_in(self.scheduler)]
+
+        def undo() -> None:
+            self._warm_steps, self._targets = own
+            for part, values in parts:
+                vars(part).update(values)
+            for group, before, rate in zip(self.optimizer.param_groups, groups, tensors, strict=False):
+                group.update({name: value for name, value in before.items() if name != "params"})
+                if rate is not None:
+                    group["lr"].copy_(rate)
+
+        return undo
+
+    def end_epoch(self) -> None:
+        """Sets the rates of the next epoch, where the schedule goes by epochs; it waits for the warm-up."""
+        if self.scheduler is not None and self.interval == "epoch" and not self._targets:
+            self._note_steps()
+            self.scheduler.step()
+
+    def _note_steps(self) -> None:
+        """Keeps schedules from warning that the optimizer has not stepped: it did, before the fit was resumed."""
+        torch_compat.note_step(self.optimizer)
+
+    def given(self) -> list[float]:
+        """Returns the rates that the program gave, before anything was done to them."""
+        groups = self.optimizer.param_groups
+        if self._first:
+            return [float(f"{rate / self.factor:.12g}") for rate in self._first]
+        rates = self._targets or [group["lr"] for group in groups]
+        # A schedule remembers with what it began. Scaled and divided again, the last bits may be others.
+        began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
+        return [float(f"{rate / self.factor:.12g}") for rate in began]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of them, beside the scheduler's own state."""
+        return {
+            "factor": self.factor,
+            "warmup_steps": self._warmup_steps,
+            "warm_steps": self._warm_steps,
+            "targets": list(self._targets),
+            "made_for": self._made_for,
+            "first": list(self._first),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
+        """Goes on from a checkpoint; the optimizer has its own rates from there.
+
+        Raises:
+            CheckpointError: That is no such state.
+        """
+        factor, targets = state.get("factor"), state.get("targets")
+        whole, done = state.get("warmup_steps"), state.get("warm_steps")
+        made_for, first = state.get("made_for", 0), state.get("first", [])
+        if (
+            not isinstance(factor, float)
+            or not 0 < factor < math.inf
+            or not isinstance(targets, list)
+            or not all(isinstance(rate, float) for rate in targets)
+            or len(targets) not in (0, len(self.optimizer.param_groups))
+            or not isinstance(whole, int)
+            or not isinstance(done, int)
+            or not 0 <= done <= whole
+            or not isinstance(made_for, int)
+            or not isinstance(first, list)
+            or len(first) not in (0, len(self.optimizer.param_groups))
+        ):
+            raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
+        self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
+        self._made_for, self._first = made_for, list(first)
+        self.leave()
+
+    def _take_what_was_set(self) -> None:
+        """Begins with the rates that the program has set between two fits: as it gives them, before any scaling."""
+        for number, (left, now) in enumerate(zip(self._left, self.now(), strict=False)):
+            if now == left:
+                continue
+            for name in _RATES:
+                if name in self.optimizer.param_groups[number]:
+                    self._put(number, name, now * self.factor)
+            for part in _with_base_rates(self.scheduler):
+                if not isinstance(part, _OWN_RATES):
+                    part.base_lrs[number] = now * self.factor
+            if self._first:
+                self._first[number] = now * self.factor
+
+    def _warm(self) -> None:
+        part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
+        self._set([rate * part for rate in self._targets])
+        if self._warm_steps >= self._warmup_steps:
+            self._targets = []
+
+    def _set(self, rates: Sequence[float]) -> None:
+        for number, rate in enumerate(rates):
+            self._put(number, "lr", rate)
+
+    def _put(self, number: int, name: str, rate: float) -> None:
+        group = self.optimizer.param_groups[number]
+        if isinstance(group[name], torch.Tensor):
+            group[name].fill_(rate)
+        else:
+            group[name] = rate
+
+    def _scale(self, ratio: float) -> None:
+        if ratio == 1:
+            return
+        for group in self.optimizer.param_groups:
+            for name in _RATES:
+                if name in group:
+                    group[name] = group[name] * ratio
+        self._first = [rate * ratio for rate in self._first]
+        for scheduler in _with_base_rates(self.scheduler):
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+
+def _with_copied_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()}
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Returns the learning rate of each group, as it is now."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:
+    """Returns what the learning rate is multiplied by: it is given for one rank's samples of a step.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.1; for "sqrt", Krizhevsky, One weird trick for
+    parallelizing convolutional neural networks (2014), section 5.
+    """
+    ratio = effective_batch_size / (config.batch_size * config.accumulation_steps)
+    return {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.learning_rate_scaling]
+
+
+def check_rates(rates: Rates, config: DistributedTrainingConfig, schedule_steps: int | None) -> LRScheduler | None:
+    """Returns the schedule that a fit would have; refuses to scale what has rates of its own, and an unknown end.
+
+    Args:
+        rates: Of the optimizer.
+        config: Of the fit.
+        schedule_steps: Times that the fit steps the schedule; None: nobody knows.
+
+    Raises:
+        ConfigError: With its name.
+    """
+    if schedule_steps is None and rates.ends_with_fit:
+        raise ConfigError(
+            "the scheduler ends with the last step of the fit, and nobody knows how many batches the data will give: "
+            "set steps_per_epoch."
+        )
+    scheduler = rates.tried(schedule_steps)
+    own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
+    if config.learning_rate_scaling and own:
+        raise ConfigError(
+            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
+            "of its own: build it with larger ones."
+        )
+    return scheduler
+
+
+@contextlib.contextmanager
+def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Puts back the options of all groups on the way out, rates that are tensors too."""
+    groups, rates = [dict(group) for group in optimizer.param_groups], rates_of(optimizer)
+    try:
+        yield
+    finally:
+        for group, before, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+            group.clear()
+            group.update(before)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+
+
+def steps_taken(scheduler: LRScheduler) -> int:
+    """Returns how many times a schedule has been stepped."""
+    return next(part.last_epoch for part in schedules_in(scheduler) if "last_epoch" in vars(part))
+
+
+def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
+    """Gives a scheduler and those that it is made of."""
+    if scheduler is not None:
+        yield scheduler
+        for part in torch_compat.parts_of_schedule(scheduler):
+            yield from schedules_in(part)
+
+
+def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
+    """Gives those that remember with what rates they began: PyTorch's that are made of others do not."""
+    return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))

@@ -1,0 +1,191 @@
+"""Optimizers as users give them: built, by a factory, or by name; and the fastest way in which they can step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cyxtrain.config.settings import unknown_name
+from cyxtrain.data.batches.structure import map_output
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError
+from cyxtrain.training.model.memory_format import match_layout
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+}
+"""By name, with Keras's learning rates."""
+
+
+def parameters_for(name: str, model: nn.Module) -> Any:
+    """Returns a model's parameters as an optimizer takes them that is given by name.
+
+    For AdamW in two groups: weight decay would draw the scales of norms, and biases, to zero for no good.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); the exceptions are those of BERT.
+    """
+    without = _norms_and_biases(model)
+    if name.lower() != "adamw" or not without:
+        return model.parameters()
+    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in without]
+    exempt = {
+        "params": [parameter for parameter in model.parameters() if id(parameter) in without],
+        "weight_decay": 0.0,
+    }
+    return [{"params": with_decay}, exempt] if with_decay else [exempt]
+
+
+def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Returns whether an optimizer decays the weights of a model, but for norms and biases."""
+    decays = {bool(group.get("weight_decay")): set[int]() for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
+        decays[bool(group.get("weight_decay"))] |= {id(parameter) for parameter in group["params"]}
+    return len(decays) == 2 and decays[False] == _norms_and_biases(model)
+
+
+def _norms_and_biases(model: nn.Module) -> set[int]:
+    """Returns the ids of parameters that are called biases, and of those of norms, also of a user's own classes."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "bias" in name or "norm" in type(module).__name__.lower()
+    }
+
+
+def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer of the model's parameters.
+
+    Args:
+        optimizer: One that is built, a function of the parameters such as `torch.optim.Adam`, or a name
+            ("adam", "adamw", "sgd", "rmsprop", "adagrad") with Keras's learning rates; "adamw" does not decay norms and
+            biases.
+        model: The model, not wrapped.
+
+    Raises:
+        ConfigError: An unknown name, or something else.
+    """
+    if next(model.parameters(), None) is None:
+        raise ConfigError("the model has no parameters: there is nothing to train.")
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
+        return OPTIMIZERS[optimizer.lower()](parameters_for(optimizer, model))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if isinstance(optimizer, nn.Module):
+        raise ConfigError(
+            f"optimizer must be a torch.optim optimizer, got the module {type(optimizer).__name__}: the order is "
+            "DistributedTrainer(model, loss_fn, optimizer)."
+        )
+    made: Any = optimizer(model.parameters()) if callable(optimizer) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim optimizer, a function that makes one of the parameters, or a name, "
+            f"got {optimizer!r}."
+        )
+    return made
+
+
+_ON_THE_CPU = ("step", "mu_product")
+"""State that PyTorch's optimizers keep on the CPU unless they are fused or capturable: Python reads it in each step."""
+
+
+def place_state(optimizer: torch.optim.Optimizer | None) -> None:
+    """Moves an optimizer's state to the devices of its parameters: `model.to(device)` leaves it where it was.
+
+    All that moves a model, or takes over an optimizer's state, calls it afterwards.
+    """
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        names = () if group.get("fused") or group.get("capturable") else _ON_THE_CPU
+        for parameter in group["params"]:
+            state, to_parameter = optimizer.state.get(parameter, {}), partial(torch.Tensor.to, device=parameter.device)
+            for name, value in state.items():
+                if not (name in names and isinstance(value, torch.Tensor) and value.is_cpu):
+                    state[name] = map_output(to_parameter, value)
+
+
+_FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_EXACT_ON_CPUS = (torch.float32, torch.float64)
+"""In 16 bits PyTorch's fused SGD for CPUs (seen in 2.13) loses nine tenths of a step."""
+_UNDECIDED = {"fused": None, "foreach": None, "differentiable": False, "capturable": False}
+"""Settings of a group for which its user has not asked, and what they are then."""
+
+
+def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Iterable[str] = ()) -> bool:
+    """Returns whether the optimizer shall step by PyTorch's fused kernel: in one pass over memory.
+
+    Args:
+        optimizer: As the user built it; what it says about the way itself is heeded.
+        wanted: "auto": where it can; True; or False: as it was built.
+        sparse: Names of parameters that have sparse gradients.
+
+    Raises:
+        ConfigError: It must, and cannot.
+    """
+    found = next(iter(sparse), None)
+    reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
+    if wanted is True and reason:
+        raise ConfigError(f"fused_optimizer=True: {reason}. Take 'auto', which fuses what can be.")
+    return bool(wanted) and reason is None
+
+
+def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """Returns why an optimizer, or some `groups` of it, cannot be fused; None: they can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _FUSABLE:
+        return f"PyTorch has no fused {name}"
+    for group in optimizer.param_groups if groups is None else groups:
+        decided = [f"{key}={group[key]}" for key, value in _UNDECIDED.items() if group.get(key, value) != value]
+        if decided:
+            return f"the {name} was built with {', '.join(decided)}"
+        if isinstance(group["lr"], torch.Tensor):
+            return f"the {name} has a tensor as its learning rate"
+        for parameter in group["params"]:
+            if not parameter.is_floating_point() or not torch_compat.has_fused_kernels(parameter.device.type):
+                return f"the {name} has a parameter of {parameter.dtype} on {parameter.device}"
+            if isinstance(optimizer, torch.optim.Adagrad) and parameter.device.type not in ("cpu", "cuda"):
+                return f"PyTorch has no fused {name} on {parameter.device.type}"
+            if parameter.device.type == "cpu" and parameter.dtype not in _EXACT_ON_CPUS:
+                return f"the {name} has a parameter of {parameter.dtype}, and on CPUs PyTorch's kernel is wrong there"
+    return None
+
+
+@contextlib.contextmanager
+def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an optimizer that `can_fuse` steps by the fused kernel; it is handed back as it was."""
+    fuse(optimizer)
+    try:
+        yield
+    finally:
+        _set_fused(optimizer, [group for group in optimizer.param_groups if group["fused"] is True], None)
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    match_layout(optimizer)
+    new = [group for group in optimizer.param_groups if group["fused"] is None]
+    if _reason_against(optimizer, new) is None:
+        _set_fused(optimizer, new, True)
+
+
+def _set_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], value: bool | None) -> None:
+    for group in groups:
+        group["fused"] = value
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # the kernel wants it where the parameter is, the others on the CPU
+                device = parameter.device if value else torch.device("cpu")
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)

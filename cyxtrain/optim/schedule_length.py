@@ -1,0 +1,140 @@
+"""Whether a schedule is as long as the fit that steps it: where it is not, users hear of it before the first step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError, counted, warn
+from cyxtrain.optim.learning_rates import schedules_in, steps_taken
+
+_NEXT_TO_NOTHING = 1e-6
+"""Of a rate: what is left of it where a schedule for epochs goes by steps."""
+_TOLERATED = 1
+"""Steps by which a schedule may miss the end: some are built for one less, some for one more."""
+
+
+def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
+    """Refuses a schedule of PyTorch's that would raise in the middle of the fit.
+
+    Args:
+        scheduler: Of the fit.
+        steps: Times that the fit is still to step it.
+        interval: What it is stepped after: "step" or "epoch".
+
+    Raises:
+        ConfigError: With the number of steps that it should have.
+    """
+    if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
+        once = "optimizer step" if interval == "step" else "epoch"
+        raise ConfigError(
+            f"OneCycleLR ends after {scheduler.total_steps:,} steps (as it was built, or as the checkpoint that is "
+            "resumed has it), and this fit would end after "
+            f"{scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it with as many "
+            "total_steps."
+        )
+
+
+def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
+    """Warns of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
+
+    Nothing is known of schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and of functions of a
+    user's own.
+
+    Args:
+        scheduler: Of the fit.
+        steps: Times that the fit is still to step it.
+        interval: What it is stepped after: "step" or "epoch".
+        steps_per_epoch: Optimizer steps of an epoch, or None: nobody knows.
+    """
+    if scheduler is None or steps <= 0:
+        return
+    for part in schedules_in(scheduler) if steps_per_epoch and interval == "step" else ():
+        if _seems_to_count_epochs(part, steps, steps_per_epoch or 0):
+            name = type(part).__name__
+            warn(
+                f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
+                "have been built to be stepped once per epoch: little would be left of the rate, and soon. "
+                f'Give the trainer scheduler_interval="epoch", or build it with numbers of steps (2 * '
+                f"{steps_per_epoch:,} for two epochs); or callbacks=[cx.callbacks.LearningRateScheduler(...)], which "
+                "goes by epochs."
+            )
+            return
+    taken = steps_taken(scheduler)
+    found = _mismatch(scheduler, taken + steps, f"this fit has {steps:,}" + (f" after {taken:,}" if taken else ""))
+    if found:
+        once = "optimizer step" if interval == "step" else "epoch"
+        warn(
+            f"{found} A schedule is stepped once per {once}, on any number of ranks: build it with as many steps as "
+            "the fit has (cyxtrain.count_steps tells); or give a function, scheduler=lambda optimizer, total_steps: "
+            '..., or a name such as "cosine".'
+        )
+
+
+def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
+    """Returns, in words, by how much a schedule misses the end of the fit; "": it does not, or nobody knows.
+
+    Args:
+        part: It, or one that it is made of.
+        end: Number of its steps when the fit ends.
+        fit: The same of the whole fit, in words.
+    """
+    length, after = _length(part)
+    if length is not None and (length > end + _TOLERATED or (after and length < end - _TOLERATED)):
+        then = after if length < end else "the learning rate does not come to the end of it."
+        return f"the {type(part).__name__} has {counted(length, 'step')}, and {fit}: {then}"
+    parts = torch_compat.parts_of_schedule(part)
+    if parts and isinstance(part, SequentialLR):  # its last part begins at the last milestone
+        return _mismatch(parts[-1], end - (length or 0), f"{fit}, {end - (length or 0):,} for it")
+    return next(filter(None, (_mismatch(each, end, fit) for each in parts)), "")
+
+
+def _length(part: LRScheduler) -> tuple[int | None, str]:
+    """Returns after how many steps a schedule is at its end, or None; and what is wrong with steps after that, or "".
+
+    After a warm-up, or the last milestone, any number of steps may follow.
+    """
+    stays = "the learning rate stays at its last value after them."
+    if isinstance(part, OneCycleLR):
+        return part.total_steps, stays
+    if isinstance(part, CosineAnnealingLR):
+        return part.T_max, "the learning rate rises again after them."
+    if isinstance(part, PolynomialLR):
+        return part.total_iters, "the learning rate is 0 after them."
+    if isinstance(part, LinearLR):
+        return part.total_iters, stays if part.end_factor < part.start_factor else ""
+    if isinstance(part, ConstantLR):
+        return part.total_iters, ""
+    if isinstance(part, (MultiStepLR, SequentialLR)):
+        milestones = part.milestones if isinstance(part, MultiStepLR) else torch_compat.milestones_of(part)
+        return max(milestones, default=0), ""
+    for function in part.lr_lambdas if isinstance(part, LambdaLR) else ():
+        if isinstance(function, partial) and isinstance(function.keywords.get("num_training_steps"), int):
+            return function.keywords["num_training_steps"], stays  # as Hugging Face's transformers builds them
+    return None, ""
+
+
+def _seems_to_count_epochs(part: LRScheduler, steps: int, steps_per_epoch: int) -> bool:
+    if isinstance(part, StepLR):
+        return bool(part.gamma ** (steps // part.step_size) < _NEXT_TO_NOTHING)
+    if isinstance(part, ExponentialLR):
+        return bool(part.gamma**steps < _NEXT_TO_NOTHING)
+    if isinstance(part, MultiStepLR):
+        return bool(part.gamma < 1 and max(part.milestones, default=steps) < steps_per_epoch)
+    if isinstance(part, CosineAnnealingLR):
+        return bool(part.T_max < steps_per_epoch)
+    return isinstance(part, PolynomialLR) and bool(part.total_iters < steps_per_epoch)

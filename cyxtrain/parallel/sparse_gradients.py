@@ -1,0 +1,121 @@
+"""Gradients of sparse embeddings: the rows that a batch has used, and their values, travel instead of whole tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cyxtrain.parallel.bucket import checked_gradient
+from cyxtrain.parallel.exchange import Mean
+
+_ABSENT, _NONE, _DENSE = -1, -2, -3
+"""What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
+
+
+def makes_sparse_gradients(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters whose gradients are sparse, by name: those of modules with `sparse=True`."""
+    return {
+        f"{prefix}.{name}".lstrip("."): parameter
+        for prefix, module in model.named_modules()
+        if getattr(module, "sparse", False) is True  # nn.Embedding, nn.EmbeddingBag and modules made after them
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    }
+
+
+def split_sparse(
+    parameters: Sequence[tuple[str, nn.Parameter]], model: nn.Module
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """Return the (name, parameter) pairs of a model whose gradients are dense, and those whose are sparse."""
+    sparse = {id(parameter) for parameter in makes_sparse_gradients(model).values()}
+    dense = [each for each in parameters if id(each[1]) not in sparse]
+    return dense, [each for each in parameters if id(each[1]) in sparse]
+
+
+class SparseGradients:
+    """Averages the gradients of parameters that are sparse, over any backend.
+
+    Cost of an average: a number from each rank for each parameter; then, for each, the rows that any rank has used,
+    with their numbers: of each rank as many as the longest has.
+
+    Args:
+        parameters: (name, parameter) of those, in the order of the module.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = parameters
+
+    def check(self, number: int) -> None:
+        """Refuse the gradient of parameter `number` where it cannot be averaged, as a bucket does."""
+        checked_gradient(*self.parameters[number])
+
+    def average(self, group: Any, *, absent: bool) -> list[nn.Parameter]:
+        """Give each parameter its averaged gradient: sparse and coalesced, or dense where any rank has a dense one.
+
+        Args:
+            group: The process group.
+            absent: This rank has no samples.
+
+        Returns:
+            The parameters that took no part on some rank that had samples. Those used on no rank keep no gradient.
+        """
+        if not self.parameters:
+            return []
+        nothing = _ABSENT if absent else _NONE
+        for name, parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = checked_gradient(name, parameter)
+                parameter.grad = gradient.coalesce() if gradient.is_sparse else gradient
+        own = [nothing if p.grad is None else _rows(p.grad) for _, p in self.parameters]
+        mine = torch.tensor(own, device=self.parameters[0][1].device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, mine, group)
+        unused = []
+        counts = zip(*(each.tolist() for each in everyone), strict=True)
+        for (_, parameter), rows in zip(self.parameters, counts, strict=True):
+            if _NONE in rows:
+                unused.append(parameter)
+            if _DENSE in rows:
+                _average_dense(parameter, group)
+            elif max(rows) >= 0:
+                _average_rows(parameter, [max(count, 0) for count in rows], group)
+        return unused
+
+
+def _rows(gradient: Tensor) -> int:
+    is_plain = gradient.is_sparse and gradient.sparse_dim() == 1
+    return gradient.indices().shape[1] if is_plain else _DENSE
+
+
+def _average_dense(parameter: nn.Parameter, group: Any) -> None:
+    gradient = parameter.grad
+    dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense().contiguous()
+    Mean(dense, group).wait()
+    parameter.grad = dense
+
+
+def _average_rows(parameter: nn.Parameter, counts: Sequence[int], group: Any) -> None:
+    gradient = parameter.grad
+    rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+    if gradient is not None:
+        rows, values = gradient.indices()[0], gradient.values()
+    rows, values = (_gathered(own, counts, group) for own in (rows, values))
+    # check_invariants: PyTorch warns unless it is told; the rows come from sparse gradients of the same shape.
+    total = torch.sparse_coo_tensor(
+        rows[None], values / len(counts), parameter.shape, device=values.device, check_invariants=False
+    )
+    parameter.grad = total.coalesce()  # the same sums, in the same order, on every rank
+
+
+def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> Tensor:
+    """Return the rows of all ranks, in the order of ranks."""
+    padded = own.new_zeros((max(counts), *own.shape[1:]))
+    padded[: len(own)] = own
+    everyone = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(everyone, padded, group)
+    return torch.cat([found[:count] for found, count in zip(everyone, counts, strict=True)])

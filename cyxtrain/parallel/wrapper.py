@@ -1,0 +1,500 @@
+"""The same module on every rank, its gradients averaged during backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cyxtrain.config import DDPConfig
+from cyxtrain.config.settings import require, unknown_name
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError, counted
+from cyxtrain.parallel.compression import gathered_state, load_state
+from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
+from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
+from cyxtrain.parallel.finite import all_finite, values_of
+from cyxtrain.parallel.layout import NUM_SIGNALS
+from cyxtrain.parallel.reducer import Reducer, trained_parameters
+from cyxtrain.parallel.step_report import Report
+from cyxtrain.world import runtime
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module, so that training it on N ranks is training it once on all their samples.
+
+    Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs, sparse ones
+    too; buffers are shared before each step, as `sync_buffers` says. Parameters that are added, replaced, unfrozen or
+    converted later are averaged from the next forward. `copy.deepcopy` gives a bare copy. In a world of one it is
+    inert: no hook, no copy.
+
+    Args:
+        model: The module. It is not copied: training the wrapper trains it.
+        config: How gradients travel.
+        device_ids: As PyTorch's; at most one device, where the module must be already.
+        output_device: As PyTorch's; ignored, outputs stay where they are.
+        **fields: Fields of `DDPConfig`, which rule over `config`.
+
+    Raises:
+        NotInitializedError: Before `cyxtrain.init()`.
+        ConfigError: A setting is wrong, or the ranks have different modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DDPConfig | None = None,
+        *,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        self.config = _merged(config, fields)
+        require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        if device_ids is not None and len(device_ids) > 1:
+            raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
+        self.module = model
+        runtime.require_world("DistributedDataParallel")
+        runtime.init()  # what is joined may no longer be true: after a fork, say
+        self._world_size = world_size = runtime.get_world_size()
+        trained_parameters(model)  # refuses what has no shape yet
+        self._reducer: Reducer | None = None
+        self._sharing = SharedBuffers(model)
+        self._latest = _Latest()
+        if world_size > 1:
+            torch_compat.require_end_of_backward()
+            check_same_module(model, runtime.cpu_group())
+            if self.config.broadcast_parameters:
+                share_tensors([*model.parameters(), *model.buffers()], self._names)
+            self._reducer = Reducer(model, self.config)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Calls the module with what it is given, and prepares backward to average gradients.
+
+        Raises:
+            ConfigError: The world has another size than the one in which the model was wrapped, or ranks have changed
+                the module in different ways.
+        """
+        if dist.is_initialized() and self._world_size != dist.get_world_size():
+            raise ConfigError(
+                f"the model was wrapped in a world of {counted(self._world_size, 'rank')}, and this is one of "
+                f"{dist.get_world_size()}: wrap it again, so that gradients are averaged over all ranks."
+            )
+        averages = self._reducer is not None and torch.is_grad_enabled()
+        if averages:
+            self._prepare()
+        output = self.module(*inputs, **named_inputs)
+        if averages and self._reducer is not None:
+            self._reducer.note_forward()
+        given = _first_tensor(inputs[0] if len(inputs) == 1 else (inputs, named_inputs))
+        self._latest.input, self._latest.output = _reference(given), _reference(output)
+        if self._reducer is not None and self.training:
+            self._count_rows(given)
+        return output
+
+    def expect_rows(self, rows: int) -> None:
+        """Set how many `rows` the next forward has; without, they are those of the first tensor that it is given."""
+        self._latest.expected_rows = rows
+
+    def _count_rows(self, given: Tensor | None) -> None:
+        expected, self._latest.expected_rows = self._latest.expected_rows, None
+        if expected is None:
+            expected = len(given) if given is not None and given.dim() else 1
+        self._latest.rows += expected
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of this rank's training forwards since buffers were shared: its weight in their mean."""
+        return self._latest.rows
+
+    @buffer_rows.setter
+    def buffer_rows(self, rows: int) -> None:
+        self._latest.rows = rows
+
+    def backward(self, t: Tensor) -> Tensor | None:
+        """Accumulates gradients locally; no rank hears of them before `sync_gradients`.
+
+        Args:
+            t: The loss, where it has a graph; else the gradient of the last output, of its shape.
+
+        Returns:
+            The gradient of the last input, where that is a leaf that asks for one; else None.
+
+        Raises:
+            ConfigError: `t` is a gradient, and the last output is gone.
+        """
+        with self.no_sync():
+            if t.requires_grad:
+                t.backward()
+            else:
+                output = self._latest.output()
+                if output is None:
+                    raise ConfigError("backward(gradient) needs the output of the last forward: keep it in a variable.")
+                output.backward(t)
+        source = self._latest.input()
+        return source.grad if source is not None and source.is_leaf else None
+
+    def sync_gradients(self) -> dict[str, Tensor]:
+        """Averages over ranks what has accumulated; calling it twice changes nothing.
+
+        Returns:
+            The gradient of each parameter that has one, by name.
+
+        Cost: a number, to agree on whether any rank has accumulated something; then the gradients.
+        """
+        if self._reducer is not None:
+            self._follow_module(tensors_of(self.module)[0])
+            unsynced = torch.tensor([int(self._reducer.unsynced)], device="cpu")
+            dist.all_reduce(unsynced, dist.ReduceOp.MAX, group=runtime.cpu_group())
+            if unsynced.item():
+                self._reducer.synchronize(runtime.group_for(self._reducer.device))
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Averages what is not averaged yet, steps the `optimizer` and clears the gradients."""
+        self.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward_without_batch(self) -> None:
+        """Takes the part of a rank without samples in a step's forward.
+
+        Forwards that follow share no buffers, until `backward_without_batch`: other ranks may make fewer.
+        """
+        self._prepare()
+        self.skip_backward()
+
+    def skip_backward(self) -> None:
+        """Notes that a micro-batch of this step has no backward: the next one's forward shares no buffers again."""
+        if self._reducer is not None:
+            self._reducer.is_prepared = True
+
+    def backward_without_batch(self) -> None:
+        """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
+        if self._reducer is not None:
+            self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward accumulates locally; the first backward outside averages everything."""
+        if self._reducer is None:
+            yield
+            return
+        before, self._reducer.held = self._reducer.held, True
+        try:
+            yield
+        finally:
+            self._reducer.held = before
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, another wrapper averages the gradients of the module, and this one stays out of it."""
+        before, self._latest.is_suspended = self._latest.is_suspended, True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._latest.is_suspended = before
+            if self._reducer is not None:
+                self._reducer.unsynced = False
+
+    def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
+        """Lets numbers travel with the gradients of the next synchronisation, at no cost.
+
+        Args:
+            signals: Five of this rank's, each 0 or 1.
+
+        Returns:
+            What to call after it: returns, for each signal, something above 0 where any rank gave 1. With reports: in
+            those that `hear` has read since it was asked last.
+        """
+        if self._reducer is None:
+            return lambda: list(signals)
+        self._reducer.signals = list(signals)
+        if self._latest.has_reports:
+            return self.heard
+        return lambda: self._reducer.heard if self._reducer is not None else list(signals)
+
+    def heard(self) -> list[float]:
+        """Return, for each signal, something above 0 where `hear` has read that any rank gave it; once."""
+        heard, self._latest.heard = self._latest.heard, [0.0] * NUM_SIGNALS
+        return heard
+
+    def expect_scale(self, scale: float) -> None:
+        """Says what the gradients of the next synchronisations are multiplied by: `scale`, the same on every rank."""
+        if self._reducer is not None:
+            self._reducer.scale = scale
+
+    def watch(self, loss: Tensor) -> None:
+        """Lets the loss take part in the next synchronisation: `is_finite` looks at it too.
+
+        Args:
+            loss: Of this rank, 0-dim.
+        """
+        # Those of several backwards, with accumulation, add up: what is not finite stays so.
+        watched, own = self._latest.watched, loss.detach()
+        self._latest.watched = own if watched is None else watched + own
+        if self._reducer is not None:
+            self._reducer.loss = self._latest.watched
+
+    def forget(self) -> None:
+        """Forgets what was accumulated and watched since the latest synchronisation: nobody takes that step."""
+        self._latest.watched = None
+        if self._reducer is not None:
+            self._reducer.loss, self._reducer.unsynced = None, False
+
+    def use_reports(self) -> None:
+        """Leave flags on the accelerator, where all parameters are, until `hear`: the host does not wait in backward.
+
+        After each synchronisation `report` or `is_finite` must be called. A parameter that is unused on some rank is
+        refused by `hear`, not in backward.
+        """
+        self._latest.has_reports = True
+        if self._reducer is not None:
+            self._reducer.reports = True
+
+    def report(self, losses: Sequence[Tensor]) -> Report:
+        """Return what `is_finite` finds out, and what ranks have told each other, on its way to the host.
+
+        Args:
+            losses: Of this rank's micro-batches, for `Report.losses`.
+        """
+        loss, self._latest.watched = self._latest.watched, None
+        self._latest.checked = loss
+        if self._reducer is not None:
+            return self._reducer.report(losses)
+        parameters = tensors_of(self.module)[0]
+        watched = [] if loss is None else [loss.to(parameters[0].device).reshape(1)]
+        return Report(parameters, watched, [], losses, lambda _: [0.0] * NUM_SIGNALS)
+
+    def hear(self, report: Report) -> bool:
+        """Return whether all gradients and losses of a `report` are finite; waits for it.
+
+        Raises:
+            DistributedTrainingError: A parameter was unused on some rank; on every rank alike.
+        """
+        self._latest.heard = [*map(max, self._latest.heard, report.signals())]
+        return report.is_good()
+
+    def is_finite(self) -> bool:
+        """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
+
+        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most:
+        where the ranks have looked at them together, what changes them later by `.data` or NumPy is not seen.
+        """
+        if self._latest.has_reports:
+            return self.hear(self.report([]))
+        loss, self._latest.watched = self._latest.watched, None
+        if self._reducer is not None:
+            return self._reducer.is_finite()
+        self._latest.checked = loss
+        gradients = [p.grad for p in tensors_of(self.module)[0] if p.grad is not None]
+        gradients = [values_of(each) if each.is_sparse else each for each in gradients]
+        return all_finite(gradients if loss is None else [*gradients, loss])
+
+    def losses_are_finite(self) -> bool:
+        """Returns whether the losses that were watched are, of all ranks: what else `is_finite` found is gradients."""
+        if self._reducer is not None:
+            return self._reducer.losses_are_finite
+        return self._latest.checked is None or all_finite([self._latest.checked])
+
+    def seconds_communicated(self, *, waits: bool = False) -> float:
+        """Returns how long this rank has communicated in backward, or waited for others, since it was asked last.
+
+        An accelerator takes part in a collective later than the host asks for it, and such time is known later: at the
+        next call, unless `waits` makes the host wait for the accelerator.
+        """
+        return 0.0 if self._reducer is None else self._reducer.take_seconds(waits=waits)
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.
+
+        Cost: a hash of all parameters, and two all_gathers of some bytes; nothing in a world of one.
+
+        Raises:
+            ReplicasDifferError: With the rank that differs from most, and the parameters; on every rank.
+        """
+        check_replicas([*self.module.named_parameters()], runtime.cpu_group())
+
+    def compression_state(self) -> dict[str, Any]:
+        """Returns what compression keeps from step to step, of all ranks, for a checkpoint. All ranks call it."""
+        low_rank = {} if self._reducer is None else self._reducer.low_rank
+        return gathered_state(low_rank, runtime.cpu_group())
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state` that `compression_state` gave, on any number of ranks.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        if self._reducer is not None and state:
+            load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets `hook` average, called with `state`: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
+        if self._reducer is not None:  # a world of one has nothing to send
+            self._reducer.travel_by_hook(state, hook)
+
+    def sync_buffers(self) -> None:
+        """Make buffers, such as running means, the same on all ranks, which all call it.
+
+        Floating-point ones become the mean over ranks, weighted by the rows that each has processed in training
+        forwards since the last time; others rank 0's. Those that are equal already stay as they are.
+        """
+        if self._reducer is not None:
+            self._share_buffers(tensors_of(self.module)[1])
+
+    def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
+        rows, self._latest.rows = self._latest.rows, 0
+        share = self._sharing.share_before_step if before_step else self._sharing.share
+        share(buffers, lambda: [name for name, _ in self.module.named_buffers()], rows)
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
+
+    def _prepare(self) -> None:
+        """Make the module ready for a forward whose gradients are averaged: the same buffers, and all parameters.
+
+        Buffers are shared before the first forward of a step; ranks may have different numbers of micro-batches in it.
+        """
+        reducer = self._reducer
+        if reducer is None or self._latest.is_suspended:
+            return
+        parameters, buffers = tensors_of(self.module)
+        if not reducer.held:
+            self._follow_module(parameters)
+        if buffers and self.training and not (reducer.unsynced or reducer.is_prepared):
+            self._share_buffers(buffers, before_step=True)
+
+    def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average other parameters where the module has others: added, replaced, unfrozen or converted ones.
+
+        They begin as rank 0's. All ranks must have changed the module alike: they compare it.
+        """
+        reducer = self._reducer
+        if reducer is None or reducer.fits(parameters):
+            return
+        check_same_module(self.module, runtime.cpu_group())
+        if self.config.broadcast_parameters:
+            share_tensors(reducer.new_parameters(parameters), self._names)
+        self._reducer = Reducer(self.module, self.config)
+        self._reducer.take_over(reducer)
+
+    def close(self) -> None:
+        """Takes the hooks off the module, which can then be wrapped anew."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the bare module, as weight averaging wants it: nothing averages a copy's gradients."""
+        return copy.deepcopy(self.module, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._reducer is not None:
+            raise ConfigError(
+                "a DistributedDataParallel cannot be pickled: nobody would average the gradients of what is read. "
+                "Take get_model(), and wrap it again where it is to be trained; copy.deepcopy gives a bare copy."
+            )
+        return self.__dict__
+
+    def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the module's own state: names have no prefix, and load into the bare module."""
+        state: dict[str, Any] = self.module.state_dict(*args, **fields)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads `state_dict`, whose names have no prefix; `strict` and `assign` as PyTorch's.
+
+        Raises:
+            ConfigError: `assign`, where there are other ranks: it would put other parameters in the place of these.
+        """
+        if assign and self._reducer is not None:
+            raise ConfigError("assign=True would replace the parameters by others, whose gradients nobody averages.")
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def get_model(self) -> nn.Module:
+        """Returns the wrapped module."""
+        return self.module
+
+    def get_rank(self) -> int:
+        """Returns this rank."""
+        return runtime.get_rank()
+
+    def get_world_size(self) -> int:
+        """Returns how many ranks there are."""
+        return runtime.get_world_size()
+
+    def is_master(self) -> bool:
+        """Returns whether this is rank 0."""
+        return runtime.is_master()
+
+
+def _nothing() -> Tensor | None:
+    return None
+
+
+@dataclasses.dataclass
+class _Latest:
+    """What changes in each step; in the module itself, it would take PyTorch as long as a small layer to set it."""
+
+    input: Callable[[], Tensor | None] = _nothing
+    output: Callable[[], Tensor | None] = _nothing
+    watched: Tensor | None = None
+    """The sum of the losses since the latest synchronisation."""
+    checked: Tensor | None = None
+    """That of the losses in it."""
+    has_reports: bool = False
+    """Whether flags stay on the accelerator until a report of them is read."""
+    heard: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
+    """Of each signal, the largest in the reports that were read."""
+    rows: int = 0
+    """Of training forwards, since buffers were shared."""
+    expected_rows: int | None = None
+    """Of the next forward, where somebody knows."""
+    is_suspended: bool = False
+    """Whether another wrapper averages."""
+
+
+def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
+    """Returns (wrappers of ours, the module inside them or PyTorch's)."""
+    wrappers = []
+    while isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, DistributedDataParallel):
+            wrappers.append(model)
+        model = model.module
+    return wrappers, model
+
+
+def _merged(config: DDPConfig | None, fields: dict[str, Any]) -> DDPConfig:
+    right = config is None or isinstance(config, DDPConfig)
+    require(right, f"config must be a DDPConfig, got {type(config).__name__}.")
+    known = [field.name for field in dataclasses.fields(DDPConfig)]
+    for name in fields:
+        if name not in known:
+            raise unknown_name("DistributedDataParallel", name, known, "argument")
+    merged = dataclasses.replace(config or DDPConfig(), **fields)
+    merged.validate()
+    return merged
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for found in map(_first_tensor, parts) if found is not None), None)
+
+
+def _reference(value: Any) -> Callable[[], Tensor | None]:
+    """Returns what gives the first tensor in a value, as long as somebody else keeps it."""
+    # A strong reference would keep the last output alive, and with it memory that the next step needs.
+    tensor = _first_tensor(value)
+    return _nothing if tensor is None else weakref.ref(tensor)

@@ -1,0 +1,150 @@
+"""How much a step computes, and how much of what a GPU can that is: model FLOPs utilization (MFU).
+
+Source: Chowdhery et al., PaLM (2022), appendix B. What GPUs can is from the makers' datasheets: dense, without
+sparsity, 16-bit products added up in 32 bits, without overclocking.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+
+from cyxtrain.environment.accelerator import peak_memory
+
+_PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
+    ("B200", 2250, 1125, 75),
+    ("H200 NVL", 835, 418, 60),
+    ("H200", 989, 495, 67),
+    ("GH200", 989, 495, 67),
+    ("H100 NVL", 835, 418, 60),
+    ("H100 PCIe", 756, 378, 51),
+    ("H100", 989, 495, 67),
+    ("A100", 312, 156, 19.5),
+    ("A40", 149.7, 74.8, 37.4),
+    ("A30", 165, 82, 10.3),
+    ("A10", 125, 62.5, 31.2),
+    ("RTX A6000", 154.8, 77.4, 38.7),
+    ("L40S", 362, 183, 91.6),
+    ("L40", 181, 90.5, 90.5),
+    ("L4", 121, 60, 30.3),
+    ("V100 PCIE", 112, None, 14),
+    ("V100", 125, None, 15.7),
+    ("T4", 65, None, 8.1),
+    ("GeForce RTX 5090", 209.5, 104.8, 104.8),
+    ("GeForce RTX 4090", 165.2, 82.6, 82.6),
+    ("GeForce RTX 3090", 71, 35.6, 35.6),
+    ("MI300X", 1307, 654, 163),
+)
+"""Words of a GPU's name, the more particular ones first; TFLOP/s in 16 bits, with TF32 (None: neither TF32 nor
+bfloat16) and in float32."""
+_OTHERS = {"mig", "laptop", "d", "ti"}
+"""Words of the names of parts of GPUs, and of variants that are faster or slower."""
+
+
+def flops_of_step(step: Callable[[], object]) -> int:
+    """Returns the floating-point operations of a function, such as forward and backward of some rows.
+
+    Matrix products, convolutions and PyTorch's attention count, a multiplication and an addition as two; other
+    operations, kernels that the user has written, and on CPUs attention before PyTorch 2.15, do not.
+
+    Args:
+        step: It runs once, operation by operation, also where it is compiled.
+
+    Cost: some microseconds for each operation.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # takes a tenth of a second
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the FLOP/s that a GPU reaches in matrix products, by its datasheet; None: not known.
+
+    Args:
+        device: That computes.
+        dtype: In which it does so; of float32 it matters whether TF32 is on.
+    """
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype, uses_tf32=_uses_tf32())
+
+
+def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float | None:
+    """Returns as `peak_flops`, of a GPU by its name."""
+    words = set(re.findall(r"\w+", name.lower()))
+    found = next((each for each in _PEAKS if words.issuperset(each[0].lower().split())), None)
+    if found is None or words & _OTHERS:
+        return None
+    _, half, tf32, single = found
+    if dtype is torch.float32:
+        return 1e12 * (tf32 if uses_tf32 and tf32 else single)
+    if dtype is torch.bfloat16 and tf32 is None:
+        return None
+    return 1e12 * half if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def tf32_speedup(device: torch.device) -> str | None:
+    """Returns how much faster TF32 makes products of float32 matrices on a GPU, such as "about 8 times ".
+
+    None: not by much, it is on already, or the GPU has none.
+    """
+    if _uses_tf32() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    name = torch.cuda.get_device_name(device)
+    slow, fast = (peak_of(name, torch.float32, uses_tf32=uses_tf32) for uses_tf32 in (False, True))
+    if slow is None or fast is None:
+        return "several times "
+    return f"about {fast / slow:.0f} times " if fast >= 1.5 * slow else None
+
+
+def _uses_tf32() -> bool:
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
+
+def in_words(flops: float) -> str:
+    """Returns a number of operations with its unit, such as "312 TFLOP"."""
+    scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= pair[0]), (1.0, ""))
+    return f"{flops / scale:.3g} {unit}FLOP" if flops < 1000 * scale else f"{flops / scale:,.0f} {unit}FLOP"
+
+
+def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.dtype) -> dict[str, float]:
+    """Returns what a fit uses of a device, by name; what is not known is left out.
+
+    Args:
+        device: Of this rank.
+        flops_per_second: That its model computes, forward and backward; None: not known.
+        dtype: In which it does so.
+
+    Returns:
+        "peak_memory", in bytes, of tensors at once since `reset_peak_memory`; "flops_per_second"; and "mfu", as a
+        fraction of what the device can.
+    """
+    found: dict[str, float] = {}
+    memory = peak_memory(device)
+    if memory is not None:
+        found["peak_memory"] = memory
+    if flops_per_second:
+        found["flops_per_second"] = flops_per_second
+        peak = peak_flops(device, dtype)
+        if peak is not None:
+            found["mfu"] = flops_per_second / peak
+    return found
+
+
+def explain_usage(usage: Mapping[str, float]) -> list[str]:
+    """Returns what `usage_of` gives, in words for an epoch's line."""
+    words: dict[str, Callable[[float], str]] = {
+        "peak_memory": _peak_in_words,
+        "flops_per_second": lambda value: f"{in_words(value)}/s",
+        "mfu": lambda value: f"MFU {value:.1%}",
+    }
+    return [words[name](value) for name, value in usage.items()]
+
+
+def _peak_in_words(memory: float) -> str:
+    scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
+    return f"peak memory {memory / scale:.1f} {unit}"

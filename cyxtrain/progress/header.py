@@ -1,0 +1,210 @@
+"""The lines that explain a run before it starts: one fact each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain.checkpoint.checkpoint_file import library_versions
+from cyxtrain.config import DDPConfig, DistributedTrainingConfig
+from cyxtrain.data.batches.structure import leaves
+from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import process_env
+from cyxtrain.errors import counted, shortened
+from cyxtrain.optim.optimizers import spares_norms_and_biases
+from cyxtrain.parallel.compression import COMPRESSIBLE
+from cyxtrain.parallel.powersgd import as_matrix, columns_of
+from cyxtrain.parallel.reducer import trained_parameters
+from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.training.inputs.plan import Run
+from cyxtrain.training.model.compile import explain_compiled
+from cyxtrain.training.model.modes import explain_modes
+from cyxtrain.training.state import TrainingState
+from cyxtrain.world import runtime
+from cyxtrain.world.consensus import backends_of
+
+_BACKENDS = {
+    "ring": "cpu (cyxtrain's ring, {transport})",
+    "gloo": "gloo (PyTorch's, on CPUs)",
+    "nccl": "nccl (NVIDIA's, on GPUs)",
+}
+
+_PRODUCTS = {
+    "highest": "products of matrices and convolutions have all bits of float32",
+    "high": "products of matrices and convolutions may use TF32, 10 bits of mantissa",
+    "medium": "products of matrices and convolutions may use TF32 or bfloat16",
+}
+"""By `float32_precision`."""
+
+
+def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple[str, str]]:
+    """Returns (what, how) of a run, in the order in which they are shown.
+
+    Args:
+        state: What is trained.
+        run: What is asked for.
+        ddp_config: How gradients travel.
+    """
+    model, rates, position = state.model, state.rates, state.position
+    effective = run.feed.effective_batch_size
+    loss = run.data.loss
+    validation = "" if run.validation is None else f", and {run.validation.source.describe()} for validation"
+    world_size = dist.get_world_size()
+    epochs = f"epochs {position.epoch + 1} to {position.first_epoch + run.config.epochs}"
+    left = "no epoch left" if run.is_over(position) else epochs
+    facts = [
+        ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
+        ("world", _world(run.config.num_processes)),
+        ("backend", _backend(run.data.placement.device) if world_size > 1 else "none needed"),
+        *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
+        ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
+        ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
+        ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
+        *_parts_of_batches(run.data.source, run.data.call.left_out),
+        ("device", run.devices),
+        *_precision(model, run),
+        ("model", _model(model, run)),
+        *_flops(run),
+        *([("mode", mode)] if (mode := explain_modes(model)) else []),
+        ("optimizer", _optimizer(state, run)),
+        *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
+    ]
+    besides = _count(state.trained) - _count(model)
+    if besides:
+        facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
+    if loss.items is not None and loss.obeys_items:
+        facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
+    targets = run.data.source.targets
+    if loss.by_output and isinstance(targets, dict) and (others := targets.keys() - loss.by_output.keys()):
+        facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(map(str, others)))}"))
+    if loss.is_assumed_mean:
+        whose, gives = ("the model's own", "the model") if loss.function is None else ("custom", "loss_fn")
+        facts.append(("loss", f"{whose} loss: assumed to be a mean over samples; {gives} may return (sum, weight)"))
+    return facts
+
+
+def _model(model: nn.Module, run: Run) -> str:
+    how = explain_compiled(run.config.compile, run.compiles_layers)
+    layout = "channels_last" if run.config.channels_last else ""
+    return ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))
+
+
+def _precision(model: nn.Module, run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what is computed in which precision, where it is not PyTorch's usual one, or a GPU could be much faster."""
+    config, device = run.config, run.data.placement.device
+    if config.precision != "fp32":
+        yield "precision", f"{config.precision}, by autocast"
+    if config.float32_precision is not None:
+        yield "precision", f"float32_precision={config.float32_precision!r}: {_PRODUCTS[config.float32_precision]}"
+    uses_float32 = config.precision == "fp32" and any(each.dtype is torch.float32 for each in model.parameters())
+    if device.type != "cuda" or config.float32_precision is not None or not uses_float32:
+        return
+    times = tf32_speedup(device)
+    if times is not None:
+        yield (
+            "hint",
+            f"float32_precision='high' lets matrix products use TF32: {times}as fast on this GPU, 10 bits of mantissa",
+        )
+
+
+def _flops(run: Run) -> Iterator[tuple[str, str]]:
+    flops, device = run.data.flops_per_row, run.data.placement.device
+    if flops:
+        peak = peak_flops(device, run.dtype)
+        known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(run.dtype).removeprefix('torch.')}"
+        yield "flops", f"{in_words(flops)} per row, forward and backward{known}"
+
+
+def _optimizer(state: TrainingState, run: Run) -> str:
+    spares = spares_norms_and_biases(state.optimizer, state.trained)
+    words = [type(state.optimizer).__name__]
+    words += ["by PyTorch's fused kernel"] if run.fuses else []
+    words += ["no weight decay on norms and biases"] if spares else []
+    return ", ".join(words)
+
+
+def _world(num_processes: int | str | None) -> str:
+    world_size = dist.get_world_size()
+    said = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
+    if num_processes not in (None, "auto", 1, world_size):
+        said.append(f"those that were launched: num_processes={num_processes} is not used")
+    return ", ".join(filter(None, said))
+
+
+def _converted(run: Run) -> str:
+    """Returns which floats become others, batch by batch: parameters are of one type."""
+    wanted = run.data.placement.dtype
+    inputs = leaves(run.data.source.inputs, "X")
+    others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in others)
+    return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""
+
+
+def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the parts of a batch are taken for, where a user may have meant something else."""
+    if not_taken:
+        yield "left out", f"inputs that the model's forward does not take: {shortened(not_taken)}"
+    if source.left_out:
+        yield "left out", f"texts in each batch: {shortened(source.left_out)}"
+    weights = source.example.weights
+    if weights is not None and len(weights):
+        first = "" if source.is_whole else " in the first batch"
+        yield "weights", f"of rows (sample_weight, class_weight), from {weights.min():g} to {weights.max():g}{first}"
+
+
+def _backend(device: torch.device) -> str:
+    group = runtime.group_for(device)
+    name = backends_of(group)[device.type]
+    transport = group.transport if isinstance(group, RingProcessGroup) else ""
+    not_nccl = f"; not NCCL: {runtime.why_ring()}" if device.type == "cuda" and runtime.why_ring() else ""
+    return _BACKENDS.get(name, name).format(transport=transport) + not_nccl
+
+
+def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
+    asked = f"compression={config.compression!r} has nothing to do"
+    if world_size == 1:
+        return f"stay here: {asked} alone"
+    trained = [parameter for _, parameter in trained_parameters(model)]
+    dtypes = {parameter.dtype for parameter in trained}
+    whole = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - COMPRESSIBLE)
+    if not dtypes & COMPRESSIBLE:
+        return f"sent as they are, {', '.join(whole)}: {asked}"
+    others = f"; {', '.join(whole)} as they are" if whole else ""
+    if config.compression == "powersgd":
+        rank = config.matrix_approximation_rank
+        if not any(columns_of(as_matrix(each), rank) for each in trained if each.dtype in COMPRESSIBLE):
+            return f"sent as they are: no gradient is so large that matrices of rank {rank} would save a third"
+        return f"sent as matrices of rank {rank}; what they leave out joins the next step{others}"
+    return f"sent as {config.compression}{others}"
+
+
+def _scaling(config: DistributedTrainingConfig, effective_batch_size: int) -> str:
+    """Returns how the rate has been scaled: for what it was given, and what it is used for."""
+    given = config.batch_size * config.accumulation_steps
+    return f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective_batch_size:,}"
+
+
+def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:
+    whole, rest = divmod(effective_batch_size, world_size)
+    per_rank = f"{whole:,}" if rest == 0 else f"{whole:,} or {whole + 1:,}"
+    parts = "" if rows_at_once >= whole + (rest > 0) else f" in micro-batches of {rows_at_once:,}"
+    return f"{per_rank} per rank{parts}, {effective_batch_size:,} effective"
+
+
+def _steps(run: Run) -> str:
+    steps = run.steps_per_epoch
+    return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
+
+
+def _parameters(model: nn.Module) -> str:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    return f"{trained:,} parameters" + (f", and {frozen:,} frozen" if frozen else "")
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,94 @@
+"""A trace of some steps, and what each part of a step takes on each rank: `profile=True`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from cyxtrain.errors import warn
+from cyxtrain.progress.step_timer import PARTS
+from cyxtrain.world import runtime
+
+_FOLDER = "profile"
+_BEFORE, _TRACED = 3, 10
+"""Steps that are not traced, because much happens in them for the first time; and steps that are."""
+
+
+class Profile:
+    """What a fit's steps consist of, as a context.
+
+    Each rank writes a trace for Perfetto, chrome://tracing or TensorBoard, such as profile/rank-0.pt.trace.json; rank 0
+    a table, profile/steps.txt.
+
+    Args:
+        asked: Whether, or into which folder.
+        device: That computes.
+    """
+
+    def __init__(self, asked: bool | str, device: torch.device) -> None:
+        self._folder = Path(asked if isinstance(asked, str) else _FOLDER) if asked else None
+        self._seconds: list[dict[str, float]] = []
+        self._steps = 0
+        self._profiler: torch.profiler.profile | None = None
+        if asked:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+            schedule = torch.profiler.schedule(wait=_BEFORE - 1, warmup=1, active=_TRACED, repeat=1)
+            self._profiler = torch.profiler.profile(
+                activities=activities, schedule=schedule, on_trace_ready=self._write_trace
+            )
+
+    def __enter__(self) -> Profile:
+        if self._profiler is not None:
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profiler is not None:
+            self._profiler.__exit__(kind, error, trace)
+
+    def step(self) -> None:
+        """A step is done."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def add(self, ranks: Sequence[dict[str, float]], steps: int) -> None:
+        """Adds what the parts of the steps of an epoch took, in seconds, by rank."""
+        before = self._seconds or [dict.fromkeys(PARTS, 0.0)] * len(ranks)
+        self._seconds = [
+            {name: had[name] + has[name] for name in PARTS} for had, has in zip(before, ranks, strict=True)
+        ]
+        self._steps += steps
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (what, how) for people: milliseconds of a step by part, rank by rank; rank 0 writes them, too."""
+        if self._folder is None or not self._steps:
+            return []
+        found = [("profile", "  ".join(f"{name:>13}" for name in PARTS) + "  (ms per step)")]
+        for rank, parts in enumerate(self._seconds):
+            found.append((f"rank {rank}", "  ".join(f"{1000 * parts[name] / self._steps:>13.3f}" for name in PARTS)))
+        if runtime.is_master():
+            with self._complaining():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                text = "".join(f"{what:<11}{how}\n" for what, how in found)
+                (self._folder / "steps.txt").write_text(text, encoding="utf-8")
+        return [*found, ("traces", f"{self._folder / 'rank-*.pt.trace.json'}: see https://ui.perfetto.dev")]
+
+    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        assert self._folder is not None
+        with self._complaining():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"rank-{runtime.get_rank()}.pt.trace.json"))
+
+    @contextlib.contextmanager
+    def _complaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            warn(f"the profile could not be written to {self._folder}: {error}")

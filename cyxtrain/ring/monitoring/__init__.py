@@ -1,0 +1,1 @@
+"""Heartbeats, aborts and who waits for whom, in the background. No collectives."""

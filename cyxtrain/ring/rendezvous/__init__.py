@@ -1,0 +1,1 @@
+"""Ranks find each other, authenticate, and connect every pair; strangers are turned away."""

@@ -1,0 +1,1 @@
+"""Who sends what to whom, as pure data. No sockets."""

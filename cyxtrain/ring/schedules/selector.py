@@ -1,0 +1,110 @@
+"""Which schedule a collective takes.
+
+What is summed in which order follows from world size and bytes alone. Where the ranks run decides only how the same
+elements travel: on one machine they are read where they are, over several a ring of copies enters each machine once.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cyxtrain.ring.schedules import algorithms
+from cyxtrain.ring.schedules.algorithms import SILENCE, Spans, Step, Tell
+from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
+
+ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
+"""Whether other cores see what one writes in the order in which it was written."""
+FEW_BYTES = 1 << 18
+"""Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
+
+
+def few(world_size: int, count: int, item_bytes: int) -> bool:
+    """Returns whether a reduction goes by recursive doubling: every rank sums all, in log2 N rounds."""
+    return world_size > 1 and count * item_bytes <= FEW_BYTES
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The schedules of one rank.
+
+    Attributes:
+        rank: This rank.
+        world_size: How many there are.
+        ring: All ranks, those of one machine next to each other.
+        direct: Whether every rank can read the memory of every other.
+        crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
+            rounds.
+        roomy: Whether all ranks are on one machine, with a core for each.
+    """
+
+    rank: int
+    world_size: int
+    ring: tuple[int, ...]
+    direct: bool = False
+    crowded: bool = False
+    roomy: bool = False
+
+    def tells_all(self, count: int, item_bytes: int) -> bool:
+        """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""
+        return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
+
+    def meeting(self, count: int) -> tuple[Tell, Tell]:
+        """Returns how very few elements of all ranks come to those who sum them, and then how the sum comes to others.
+
+        Where ranks share cores rank 0 alone sums: a core has less to do then, and sooner comes to whom all wait for.
+        """
+        if self.crowded:
+            return (
+                algorithms.collecting(self.rank, self.world_size, count),
+                algorithms.spreading(self.rank, self.world_size, count),
+            )
+        return algorithms.telling_all(self.rank, self.world_size, count), SILENCE
+
+    @property
+    def shows(self) -> bool:
+        """Whether ranks show in memory that they have in common how far they are; else they tell each other.
+
+        Whoever looks needs a core meanwhile, and must see what others write in the order in which they write it.
+        """
+        return self.roomy and ORDERS_WRITES
+
+    @property
+    def sums(self) -> bool:
+        """Whether this rank is one of those who sum, between the two halves of a meeting."""
+        return self.rank == 0 or not self.crowded
+
+    def sums_alike(self, count: int, item_bytes: int) -> bool:
+        """Returns whether each sum is made on one rank, or of memory that looks the same on all.
+
+        In recursive doubling each rank adds what comes to what it has, which is another operand on every rank.
+        """
+        return self.tells_all(count, item_bytes) or not few(self.world_size, count, item_bytes)
+
+    def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
+        """Leaves in `spans[rank]` the combination of all ranks."""
+        if self.are_read(spans, item_bytes):
+            return algorithms.folding(self.rank, self.world_size, spans)
+        return algorithms.reduce_scatter(self.rank, self.world_size, spans)
+
+    def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
+        """Brings `spans[r]` of every rank r to all."""
+        if self.tells_all(max(end - first for first, end in spans), item_bytes):
+            return [algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)]
+        if self.are_read(spans, item_bytes):
+            return algorithms.gathering(self.rank, self.world_size, spans)
+        return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
+
+    def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
+        """Brings the buffer of `src` to all."""
+        if self.tells_all(count, item_bytes):
+            return [algorithms.telling_of(self.rank, self.world_size, count, src)]
+        if self.are_read(((0, count),), item_bytes):
+            return algorithms.fan_out(self.rank, self.world_size, count, src)
+        segment = max(1, SEGMENT_BYTES // item_bytes)
+        return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
+
+    def are_read(self, spans: Spans, item_bytes: int) -> bool:
+        """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
+        return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)

@@ -1,0 +1,1 @@
+"""Reductions in memory that the ranks of one machine share."""

@@ -1,0 +1,386 @@
+"""Runs a schedule: headers are checked, payloads go both ways at once, what arrives is combined on the way.
+
+It works in the thread that calls, and cannot deadlock at any size: a send never waits while something can be
+received, nor the other way round, and every wait ends at the deadline or when the group fails.
+
+What a rank offers to be read it leaves in place until all who read it have said that they have it, at the end of the
+operation. No schedule changes before that what it has offered: what all_reduce brings in the place of a chunk was
+made of that chunk, after it had been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.monitoring.monitor import Watch
+from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
+from cyxtrain.ring.shared_memory.peer_read import LargePages
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.frames import (
+    HEADER_BYTES,
+    FrameError,
+    Numbered,
+    Operation,
+    at_operation,
+    damaged,
+    decode_header,
+    header,
+    is_damaged,
+    mismatch,
+)
+from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
+from cyxtrain.ring.wire.messages import Mailbox
+from cyxtrain.ring.wire.persistent import Announcement, Hearing, Rounds, Sign
+from cyxtrain.ring.wire.transfers import (
+    SHORT_BYTES,
+    Begins,
+    Buffers,
+    Incoming,
+    OtherBytes,
+    Outgoing,
+    ShortIncoming,
+    UnexpectedHeader,
+    begin_sending,
+    begin_sending_frame,
+    fold_in,
+    is_offered,
+)
+
+_NO_BYTES = memoryview(b"")
+_LOOK_SECONDS = 0.1
+"""A rank that waits longer looks at the links from which it expects nothing yet."""
+_LONG_SECONDS = 0.5
+"""A rank that waits longer for another says so to all: a timeout then names who holds all up."""
+_SPIN_SECONDS = 1e-4
+"""So long a rank looks again and again before it sleeps: to be woken costs more than most answers take."""
+_READING_SECONDS, _LONGEST_READING_SECONDS = 3e-10, 1e-3
+"""So much longer for each byte that another rank reads from this one meanwhile; and at most."""
+_SIGN_SPIN_SECONDS = 1e-3
+"""The same for what a rank shows in memory: nothing wakes who waits for that."""
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-4, 2e-3
+"""After that it looks again when it has slept for a tenth of the wait, within these bounds."""
+_give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
+"""Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
+
+
+_Arriving = Incoming | ShortIncoming | Hearing | Sign
+
+
+class _Call(NamedTuple):
+    """One operation at work."""
+
+    operation: Operation
+    deadline: Deadline
+    begins: Begins
+    buffers: Buffers
+
+
+class Mesh:
+    """The links of one rank to all others, and the running of schedules over them.
+
+    Args:
+        links: To each other rank, for collectives.
+        mailbox: Messages between two ranks, which go on while a collective waits.
+        watch: Knows why a link broke.
+        checksums: Those of the group; None: frames carry none.
+
+    Attributes:
+        spins: Whether it looks again and again before it sleeps; not while another thread wants Python's lock.
+    """
+
+    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: Checksums | None) -> None:
+        self._checksums = checksums
+        self._rank = watch.rank
+        self._links = links
+        self._mailbox = mailbox
+        self._watch = watch
+        self._poller = Poller()
+        self._landing = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))  # one header comes at a time
+        self.spins = True
+        self._is_read = any(link.offers for link in links.values())
+        self._pages = LargePages()
+        self._offered: set[int] = set()
+        self._read: set[int] = set()
+
+    def run(
+        self,
+        operation: Operation,
+        schedule: Sequence[Step],
+        buffers: Buffers,
+        deadline: Deadline,
+        *,
+        more: bool = False,
+    ) -> None:
+        """Does this rank's part, in order.
+
+        Args:
+            operation: What the ranks must agree on.
+            schedule: This rank's part.
+            buffers: What it works on.
+            deadline: When to give up.
+            more: Another schedule of this operation follows, on the same memory.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
+        """
+        self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
+
+    def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+        """Does an operation that is kept ready, and has its number.
+
+        Args:
+            announcement: Of it.
+            rounds: What this rank does; it gives way for each exchange with others.
+            timeout: How long it may wait for others.
+
+        Raises:
+            As `run`.
+        """
+        self._attempt(announcement, self._take_rounds, announcement, rounds, timeout)
+
+    def _attempt(self, operation: Numbered, do: Callable[..., None], *arguments: object) -> None:
+        """Does something of an operation. Whatever goes wrong in it ends the group."""
+        try:
+            do(*arguments)
+        except LinkBroken as broken:
+            raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
+        except UnexpectedHeader as unexpected:
+            raise self._fail(mismatch(self._rank, operation, unexpected.rank, unexpected.found), operation) from None
+        except OtherBytes as found:
+            raise self._fail(damaged(found.rank, self._rank, operation.describe()), operation) from None
+        except CyxtrainError as error:
+            raise self._fail(error, operation) from None
+        except BaseException as error:
+            # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
+            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
+            self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
+            self._watch.is_raised = True
+            raise
+
+    def _take_steps(
+        self, operation: Operation, schedule: Sequence[Step], buffers: Buffers, deadline: Deadline, more: bool
+    ) -> None:
+        if self._is_read:
+            self._pages.note(buffers.source)
+        call = _Call(operation, deadline, Begins(operation.identity()), buffers)
+        for step in schedule:
+            if isinstance(step, Transfer):
+                self._transfer(step, call)
+            elif isinstance(step, Tell):
+                self._tell(step, call)
+            else:
+                self._fold(step, call)
+        if not more and (self._offered or self._read):
+            self._settle(call)
+
+    def _take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+        deadline, head = None, b""
+        for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+            if deadline is None:  # often there is nothing to be told or heard
+                deadline, head = Deadline(timeout.total_seconds()), announcement.number()
+            for link in tells:
+                outgoing = begin_sending_frame(link, announcement.frame)
+                if outgoing is not None:
+                    self._drive(outgoing, None, announcement, deadline)
+            for hearing in hears:
+                hearing.expect(head)
+                spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, Sign) else _SPIN_SECONDS
+                self._drive(None, hearing, announcement, deadline, spin_seconds)
+
+    def _fail(self, error: CyxtrainError, operation: Numbered) -> CyxtrainError:
+        """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
+        self._watch.is_raised = True
+        return at_operation(self._watch.fail(error), operation)
+
+    def _transfer(self, transfer: Transfer, call: _Call) -> None:
+        to, source = transfer.send_to, transfer.receive_from
+        item = call.buffers.item_bytes
+        outgoing: Outgoing | None = None
+        incoming: _Arriving | None = None
+        if to is not None:
+            link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
+            offered = is_offered(link.offers, len(payload), transfer.then)
+            outgoing = begin_sending(link, call.begins, payload, offered=offered, checksums=self._checksums)
+            if offered:
+                self._offered.add(to)
+        if source is not None:
+            first, end = transfer.receive
+            if transfer.then is Then.REPLACE and (end - first) * item <= SHORT_BYTES:
+                incoming = self._short(source, transfer.receive, call)
+            else:
+                incoming = self._incoming(source, transfer.receive, transfer.then, call)
+                if incoming.offered:
+                    self._read.add(source)
+        self._drive(outgoing, incoming, *call[:2])
+        if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
+            incoming.combine(theirs_first=incoming.link.rank < self._rank)
+
+    def _fold(self, fold: Fold, call: _Call) -> None:
+        offers = []
+        for source in fold.sources:
+            offers.append(self._incoming(source, fold.span, Then.FOLD, call))
+            self._drive(None, offers[-1], *call[:2])
+        fold_in(offers, fold.span, call.buffers)
+        self._read.update(fold.sources)
+
+    def _settle(self, call: _Call) -> None:
+        """Says to whom we have read from that we have, and hears it from those who have read from us.
+
+        Where a link still stands as it says so, what was read was still valid: whoever fails ends its links first.
+        """
+        read, offered = sorted(self._read), sorted(self._offered)
+        spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
+        self._read.clear()
+        self._offered.clear()
+        self._send_to_all(read, header(call.begins[0], _NO_BYTES, checksums=self._checksums), call)
+        for peer in offered:
+            self._drive(None, self._short(peer, NOTHING, call), *call[:2], spin_seconds)
+
+    def _tell(self, tell: Tell, call: _Call) -> None:
+        source, item = call.buffers.source, call.buffers.item_bytes
+        if tell.to:
+            payload = source[tell.send[0] * item : tell.send[1] * item]
+            frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
+            self._send_to_all(tell.to, frame, call)
+        for other, span in zip(tell.hears, tell.receive, strict=True):
+            self._drive(None, self._short(other, span, call), *call[:2])
+
+    def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:
+        for rank in ranks:
+            self._drive(begin_sending_frame(self._links[rank], frame), None, *call[:2])
+
+    def _short(self, source: int, span: Span, call: _Call) -> ShortIncoming:
+        item = call.buffers.item_bytes
+        into = call.buffers.target[span[0] * item : span[1] * item]
+        begin = call.begins[len(into)]
+        return ShortIncoming(self._links[source], begin, into, self._landing, checksums=self._checksums)
+
+    def _incoming(self, source: int, span: Span, then: Then, call: _Call) -> Incoming:
+        link = self._links[source]
+        return Incoming(link, call.begins, span, then, call.buffers, self._landing, checksums=self._checksums)
+
+    def _drive(
+        self,
+        outgoing: Outgoing | None,
+        incoming: _Arriving | None,
+        operation: Numbered,
+        deadline: Deadline,
+        spin_seconds: float = _SPIN_SECONDS,
+    ) -> None:
+        """Moves both until they are done."""
+        spin_until = 0.0
+        while outgoing or incoming:
+            moved = False
+            if outgoing:
+                moved = outgoing.advance()
+                outgoing = None if outgoing.done else outgoing
+            if incoming:
+                moved = incoming.advance() or moved
+                incoming = None if incoming.done else incoming
+            if moved:
+                spin_until = 0.0
+                continue
+            now = time.monotonic()
+            spin_until = spin_until or now + (spin_seconds if self.spins else 0.0)
+            if now < spin_until:
+                _give_way()
+            else:
+                self._wait(incoming, outgoing, operation, deadline)
+
+    def _wait(
+        self,
+        incoming: _Arriving | None,
+        outgoing: Outgoing | None,
+        operation: Numbered,
+        deadline: Deadline,
+    ) -> None:
+        """Waits until this transfer can go on, and moves messages meanwhile."""
+        waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
+        since = time.monotonic()
+        patience = Deadline(min(_LONG_SECONDS, deadline.left() / 2))
+        while not patience.passed():
+            if self._poll(incoming, outgoing, deadline, min(_LOOK_SECONDS, patience.left())):
+                return
+            self._look_around(operation, incoming, deadline)
+        with self._watch.waiting(operation, waited_for.rank, since):
+            while not self._poll(incoming, outgoing, deadline) and not deadline.passed():
+                self._look_around(operation, incoming, deadline)
+        if not deadline.passed():
+            return
+        peer = self._watch.blame(operation.sequence, waited_for.rank)
+        raise CollectiveTimeoutError(
+            f"rank {self._rank} timed out in {operation.describe()}: it waited for rank {peer} until its timeout of "
+            f"{deadline.seconds:g} s was over. Look at what rank {peer} does; collective_timeout_ms sets the timeout.",
+            rank=peer,
+            during=operation.describe(),
+        )
+
+    def _look_around(self, operation: Numbered, incoming: _Arriving | None, deadline: Deadline) -> None:
+        """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
+
+        Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
+        is ahead by a call has done this one.
+        """
+        identity, began = operation.identity(), time.monotonic()
+        if isinstance(incoming, Sign):
+            self._ask(incoming, operation, deadline)
+        for link in self._links.values():
+            if incoming is not None and link is incoming.link and not isinstance(incoming, Sign):
+                continue
+            found = link.peek(HEADER_BYTES)
+            if len(found) < HEADER_BYTES or found.startswith(identity):
+                continue
+            if is_damaged(found, self._checksums):
+                raise OtherBytes(link.rank)
+            with contextlib.suppress(FrameError):
+                if decode_header(found)[0].sequence == operation.sequence:
+                    raise UnexpectedHeader(link.rank, found)
+        deadline.woke(time.monotonic() - began)  # a stop may come here as well as in a poll
+
+    def _poll(
+        self,
+        incoming: _Arriving | None,
+        outgoing: Outgoing | None,
+        deadline: Deadline,
+        longest_seconds: float = _LONG_SECONDS,
+    ) -> bool:
+        if isinstance(incoming, Sign):
+            return self._nap_until(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
+        readers: list[Pollable] = [incoming.link] if incoming else []
+        writers: list[Pollable] = [outgoing.link] if outgoing else []
+        if self._mailbox.busy:
+            self._mailbox.progress()
+            more_readers, more_writers = self._mailbox.waiting()
+            readers, writers = readers + more_readers, writers + more_writers
+        return self._poller.wait(readers, writers, deadline, longest_seconds)
+
+    def _nap_until(self, sign: Sign, until: Deadline, deadline: Deadline) -> bool:
+        """Returns whether a rank shows what is waited for, before a while is over; messages move meanwhile."""
+        began = time.monotonic()
+        while not sign.advance():
+            if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have shown it before
+                raise LinkBroken(sign.link.rank, "it shows nothing any more")
+            if self._mailbox.busy:
+                self._mailbox.progress()
+            now = time.monotonic()
+            nap_seconds = min(max((now - began) / 10, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS)
+            time.sleep(nap_seconds)
+            deadline.woke(time.monotonic() - now - nap_seconds)
+            if until.passed():
+                return False
+        return True
+
+    def _ask(self, sign: Sign, operation: Numbered, deadline: Deadline) -> None:
+        """Asks a rank that shows nothing, once: if it is in another collective it finds out now."""
+        question = sign.question(operation.sequence)
+        if question is not None:
+            outgoing = begin_sending_frame(sign.link, question)
+            if outgoing is not None:
+                self._drive(outgoing, None, operation, deadline)

@@ -1,0 +1,392 @@
+"""What travels between ranks.
+
+A data frame is a header of `HEADER_BYTES` and a payload. The header says which collective the payload belongs
+to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
+hostile length never allocates anything. A control frame is a short JSON text beside the data.
+
+Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
+dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
+two checksums (u64 each, checksums.py; 0 where they are off): of the payload, and of all of the header before. The
+address is 0 where the payload follows; else the payload stays where it is, and the receiver reads it there (memory.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import math
+import struct
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, DamagedFrameError, error_from_facts, printable
+from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
+
+PROTOCOL_VERSION = 6
+_MAGIC = b"CX"
+MAX_DIMENSIONS = 6
+_SIGNATURE = struct.Struct(">2sBIBBBBq6Q")
+_NUMBER = struct.Struct(">Q")
+_LENGTH = struct.Struct(">Q")
+_ADDRESS = struct.Struct(">Q")
+_NO_SUMS = bytes(2 * SUM_BYTES)
+_NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
+EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
+"""The part of a header that the receiver knows before it comes."""
+HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
+_CONTROL = struct.Struct(">2sBBI8s")
+CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
+_TEXT_MAX = 2000  # characters; JSON makes up to twelve bytes of one
+CONTROL_MAX_BYTES = 64 * 1024
+NO_ROOT = -1
+_OPENS = (
+    " The all_gather of one int64 is how a rank opens fit, evaluate, predict, save_checkpoint, barrier and the "
+    "construction of DistributedDataParallel, and how it leaves: finalize, or the end of its program. A rank whose "
+    "program caught an error of its own gets there too early: see what that rank printed."
+)
+
+
+class FrameError(Exception):
+    """What arrived is not a frame of this protocol."""
+
+
+class DamagedError(FrameError):
+    """What arrived is not what was sent."""
+
+
+class Kind(enum.IntEnum):
+    """The operations that ranks do together."""
+
+    BARRIER = 1
+    ALL_REDUCE = 2
+    BROADCAST = 3
+    REDUCE = 4
+    ALL_GATHER = 5
+    GATHER = 6
+    SCATTER = 7
+    REDUCE_SCATTER = 8
+    ALL_TO_ALL = 9
+    MESSAGE = 10
+
+    __hash__ = int.__hash__  # that of an enumeration is Python, and slow
+
+
+_ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
+"""What a root is in each operation; in the others, where things go."""
+
+
+class Reduction(enum.IntEnum):
+    """How elements of several ranks become one."""
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+    __hash__ = int.__hash__
+
+
+_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Returns the number that stands for a dtype on the wire.
+
+    Raises:
+        CyxtrainError: The dtype cannot travel (quantised and sub-byte types).
+    """
+    try:
+        return _DTYPE_CODES[dtype]
+    except KeyError:
+        raise CyxtrainError(f"Tensors of {dtype} cannot travel over the ring; convert them first.") from None
+
+
+class Operation(NamedTuple):
+    """One collective, as all its ranks must agree on it.
+
+    Attributes:
+        kind: What is done.
+        sequence: How many collectives this group did before, plus one.
+        reduction: How elements are combined.
+        dtype: `dtype_code` of the elements; 0: no elements.
+        shape: Of the tensor that every rank gives or gets; at most six dimensions, the rest folded into the last.
+        root: Source or destination of one-to-many and many-to-one; the tag of a message; of all_reduce, the number of
+            the memory that all ranks have in common; -1: none.
+        generation: Of the group.
+    """
+
+    kind: Kind
+    sequence: int
+    reduction: Reduction = Reduction.NONE
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    root: int = NO_ROOT
+    generation: int = 0
+
+    def identity(self) -> bytes:
+        """Returns the part of the header that is the same in every frame of the operation."""
+        signature = _packed(self.generation, self.kind, self.reduction, self.dtype, self.shape, self.root)
+        return signature + _NUMBER.pack(self.sequence)
+
+    def describe(self) -> str:
+        """Returns the operation for people, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
+        facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
+        if self.dtype:
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # there, ranks may differ in it
+            facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
+        if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
+            facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
+        if self.generation:
+            facts.append(f"generation {self.generation}")
+        if self.kind is Kind.MESSAGE:
+            return f"message ({', '.join([*facts, f'tag {self.root}'])})"
+        return f"{self.kind.name.lower()} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
+
+    def payload_bytes(self) -> int:
+        """Returns how many bytes the whole tensor of `shape` has."""
+        return math.prod(self.shape) * (_DTYPES[self.dtype - 1].itemsize if self.dtype else 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape: tuple[int, ...], root: int) -> bytes:
+    """Returns what is the same whenever an operation comes again: training repeats its collectives."""
+    shape = folded(shape)
+    zeros = (0,) * (MAX_DIMENSIONS - len(shape))
+    return _SIGNATURE.pack(
+        _MAGIC, PROTOCOL_VERSION, generation, kind, reduction, dtype, len(shape), root, *shape, *zeros
+    )
+
+
+class Numbered(Protocol):
+    """A collective that has its number: an `Operation`, or what is kept ready for one."""
+
+    @property
+    def sequence(self) -> int:
+        """The number."""
+
+    def identity(self) -> bytes:
+        """As `Operation.identity`."""
+
+    def describe(self) -> str:
+        """As `Operation.describe`."""
+
+
+def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
+    """Returns a copy of a group's error that says what this rank was doing."""
+    return in_call(error, operation.describe())
+
+
+def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
+    """Return a copy of a group's error that names the call in which this rank was."""
+    message = str(error)
+    if here not in message:
+        gap = "" if message.endswith("\n") else " " if message.endswith(".") else ". "  # a traceback ends its last line
+        message = f"{message}{gap}This rank was in {here}."
+    return error_from_facts(error.to_facts() | {"message": message, "during": here})
+
+
+def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape of at most six dimensions with as many elements."""
+    if len(shape) <= MAX_DIMENSIONS:
+        return shape
+    return (*shape[: MAX_DIMENSIONS - 1], math.prod(shape[MAX_DIMENSIONS - 1 :]))
+
+
+def expected_header(identity: bytes, payload_bytes: int) -> bytes:
+    """Returns how the header of one transfer must begin."""
+    return identity + _LENGTH.pack(payload_bytes)
+
+
+def put_sequence(frame: memoryview, sequence: int) -> None:
+    """Writes the number of its operation into a frame without checksums."""
+    _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
+
+
+def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, address: int = 0) -> bytes:
+    """Returns the header of one transfer.
+
+    Args:
+        begin: As `expected_header` gives it.
+        payload: What is sent.
+        checksums: Those of the group; None: the header carries none.
+        address: Where the receiver reads the payload; 0: it follows.
+    """
+    if checksums is None:
+        return begin + (_ADDRESS.pack(address) + _NO_SUMS if address else _NO_ADDRESS_NO_SUMS)
+    head = begin + _ADDRESS.pack(address) + checksums.of(payload)
+    return head + checksums.of(head)
+
+
+def is_damaged(head: bytes | bytearray, checksums: Checksums | None) -> bool:
+    """Returns whether a header has other bytes than were sent, where it carries checksums."""
+    return checksums is not None and checksums.of(head[:-SUM_BYTES]) != head[-SUM_BYTES:]
+
+
+def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
+    """Returns the error of a rank that heard of another operation than its own.
+
+    Args:
+        rank: This one.
+        operation: Its own.
+        peer: Of whom it heard.
+        found: The header that came.
+    """
+    ours = operation.describe()
+    try:
+        theirs = decode_header(found)[0].describe()
+    except FrameError as error:
+        theirs = f"something unreadable ({error})"
+    opens = any(call.startswith("all_gather ") and call.endswith("(int64 [1])") for call in (ours, theirs))
+    if theirs == ours:
+        theirs = f"{theirs} with other sizes"
+    return CollectiveMismatchError(
+        f"the ranks do not call the same collective: rank {rank} is in {ours}, rank {peer} is in {theirs}. "
+        "Every rank must make the same calls, in the same order, with the same shapes, dtypes and reductions."
+        f"{_OPENS if opens else ''}",
+        rank=peer,
+        during=ours,
+    )
+
+
+def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
+    """Returns the error for other bytes than were sent."""
+    return DamagedFrameError(
+        f"the link from rank {peer} to rank {rank} delivered other bytes than were sent, in {during}: "
+        "memory, a network card or a cable on the way is faulty, or somebody there changes them. Nobody has used them; "
+        "start all ranks again, without that machine or that way if it happens again.",
+        rank=peer,
+        during=during,
+    )
+
+
+def payload_sum(head: bytes | bytearray) -> bytes:
+    """Returns the checksum of the payload that a header announces."""
+    return bytes(head[-2 * SUM_BYTES : -SUM_BYTES])
+
+
+def payload_address(head: bytes | bytearray) -> int:
+    """Returns where the payload is in the sender's memory; 0: it follows the header."""
+    address: int = _ADDRESS.unpack_from(head, EXPECTED_BYTES)[0]
+    return address
+
+
+def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
+    """Returns (operation, payload bytes) of a header.
+
+    Raises:
+        FrameError: The bytes are no header of this protocol and version.
+    """
+    magic, version, generation, kind, reduction, dtype, dimensions, root, *shape = _SIGNATURE.unpack_from(data)
+    if magic != _MAGIC:
+        raise FrameError("the bytes are not a frame of cyxtrain's ring")
+    if version != PROTOCOL_VERSION:
+        raise FrameError(f"the frame has protocol version {version}, this rank speaks {PROTOCOL_VERSION}")
+    if dimensions > MAX_DIMENSIONS or dtype > len(_DTYPES):
+        raise FrameError("the frame's header is damaged")
+    (sequence,) = _NUMBER.unpack_from(data, _SIGNATURE.size)
+    try:
+        operation = Operation(
+            Kind(kind), sequence, Reduction(reduction), dtype, tuple(shape[:dimensions]), root, generation
+        )
+    except ValueError:
+        raise FrameError("the frame names an operation that this rank does not know") from None
+    (payload_bytes,) = _LENGTH.unpack_from(data, _SIGNATURE.size + _NUMBER.size)
+    return operation, payload_bytes
+
+
+class Control(enum.IntEnum):
+    """What is said beside the ring."""
+
+    ABORT = 1
+    """The group has failed; why."""
+    GOODBYE = 2
+    """This rank leaves."""
+    WAITING = 3
+    """This rank has waited for another for long."""
+    HEARTBEAT = 4
+    """This rank lives."""
+    QUESTION = 5
+    """What are you doing?"""
+    ANSWER = 6
+    """What this rank does."""
+
+
+def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) -> bytes:
+    """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
+    short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
+    body = json.dumps(short).encode()
+    head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), checksums.of(body))
+    return head + checksums.of(head) + body
+
+
+def take_control_frame(heard: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
+    """Takes the first frame out of what has been heard; None where it is not whole yet.
+
+    Returns:
+        (kind, facts).
+
+    Raises:
+        FrameError: The bytes are no control frame, are damaged, or announce a body that is too long.
+    """
+    if len(heard) < CONTROL_HEADER_BYTES:
+        return None
+    magic, version, kind, length, body_sum = _CONTROL.unpack_from(heard)
+    if is_damaged(heard[:CONTROL_HEADER_BYTES], checksums):
+        raise DamagedError("the header of a control frame is damaged")
+    if magic != _MAGIC or version != PROTOCOL_VERSION:
+        raise FrameError("the bytes are not a control frame of cyxtrain's ring")
+    if length > CONTROL_MAX_BYTES or kind not in iter(Control):
+        raise FrameError("a control frame is too long, or of an unknown kind")
+    end = CONTROL_HEADER_BYTES + length
+    if len(heard) < end:
+        return None
+    body = bytes(heard[CONTROL_HEADER_BYTES:end])
+    del heard[:end]
+    if checksums.of(body) != body_sum:
+        raise DamagedError("the body of a control frame is damaged")
+    facts = json_object(body)
+    return Control(kind), {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object in some bytes of a stranger.
+
+    Raises:
+        FrameError: They are no JSON object.
+    """
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError):  # a thousand brackets are deeper than Python's stack
+        raise FrameError("the bytes are not JSON") from None
+    if not isinstance(found, dict):
+        raise FrameError("the bytes are not a JSON object")
+    return found

@@ -1,0 +1,250 @@
+"""How two pieces of tensors become one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cyxtrain.errors import ConfigError
+from cyxtrain.ring.wire.frames import Reduction
+from cyxtrain.ring.wire.payload import lasting, memory_of
+
+
+def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
+    """Multiplies. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
+    ours, theirs, result = (torch.view_as_real(tensor) for tensor in (one, other, out))
+    a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
+    result[:, 0], result[:, 1] = a * c - b * d, a * d + b * c
+
+
+def _smaller(one: Tensor, other: Tensor, out: Tensor) -> None:
+    torch.minimum(one, other, out=out)
+    _one_zero(out)
+
+
+def _larger(one: Tensor, other: Tensor, out: Tensor) -> None:
+    torch.maximum(one, other, out=out)
+    _one_zero(out)
+
+
+def _one_zero(tensor: Tensor) -> None:
+    """Makes -0.0 to 0.0: they are equal, so which of them is smaller would depend on the width of vectors."""
+    if tensor.is_floating_point():
+        tensor.add_(0.0)
+
+
+_OPERATORS: dict[Reduction, Callable[..., Any]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: _smaller,
+    Reduction.MAX: _larger,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+_UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+}
+_NUMPY_OPERATORS: dict[Reduction, np.ufunc] = {
+    Reduction.SUM: np.add,
+    Reduction.AVG: np.add,
+    Reduction.PRODUCT: np.multiply,
+    Reduction.MIN: np.minimum,
+    Reduction.MAX: np.maximum,
+    Reduction.BAND: np.bitwise_and,
+    Reduction.BOR: np.bitwise_or,
+    Reduction.BXOR: np.bitwise_xor,
+}
+_QUICK: dict[torch.dtype, type[np.number[Any]]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+}
+"""The dtypes that NumPy adds with the same result, and a few elements in a third of the time."""
+_NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[Any]] | None:
+    """Returns NumPy's type for elements that it adds with the same result and quicker; None: it does not.
+
+    But for NaNs: of two of them, that of which operand stays depends on how far they lie from the end. So sums that
+    several ranks make for themselves must be made alike, and what travels in other pieces must end at the same ones.
+    """
+    return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
+
+
+class Calculation(NamedTuple):
+    """How a dtype is combined.
+
+    Attributes:
+        operator: Combines two arrays of elements into `out`.
+        view: Returns some memory as such an array, from a flat tensor and its bytes.
+        parts: Elements of the array for each of the tensor.
+    """
+
+    operator: Callable[..., Any]
+    view: Callable[[Tensor, memoryview], Any]
+    parts: int = 1
+
+
+def _as_tensor(flat: Tensor, memory: memoryview) -> Any:
+    return flat
+
+
+def _as_parts(flat: Tensor, memory: memoryview) -> Any:
+    return torch.view_as_real(flat).view(-1)
+
+
+def _as_array(dtype: type[np.number[Any]]) -> Callable[[Tensor, memoryview], Any]:
+    return lambda flat, memory: np.frombuffer(memory, dtype)
+
+
+def silent_numpy() -> contextlib.AbstractContextManager[None]:
+    """Within, NumPy adds infinities as PyTorch does: without a word. What it raised would be the end of the group."""
+    return np.errstate(all="ignore")
+
+
+@functools.cache
+def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
+    """Returns how a reduction of a dtype is calculated.
+
+    Args:
+        reduction: Which.
+        dtype: Of the elements.
+        quick: Whether NumPy may do it.
+
+    Raises:
+        ConfigError: This dtype has no such reduction.
+    """
+    _check_reduction(reduction, dtype)
+    if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
+        return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
+    array = added_by_numpy(reduction, dtype) if quick else None
+    if array is not None:
+        return Calculation(np.add, _as_array(array))
+    if dtype.is_complex and reduction is Reduction.PRODUCT:
+        return Calculation(_multiply_complex, _as_tensor)
+    if dtype.is_complex:
+        # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
+        return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
+    return Calculation(_OPERATORS[reduction], _as_tensor)
+
+
+class Scratch:
+    """Memory for what arrives and is to be combined; one operation at a time uses it.
+
+    Args:
+        size: In bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        with lasting():
+            self._flat = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._views: dict[tuple[torch.dtype, object], Any] = {}
+        self.memory = memory_of(self._flat)
+
+    def of(self, dtype: torch.dtype, how: Calculation) -> Any:
+        """Returns it as elements of a dtype, as they are combined."""
+        view = self._views.get((dtype, how.view))
+        if view is None:
+            with lasting():
+                view = self._views[dtype, how.view] = how.view(self._flat.view(dtype), self.memory)
+        return view
+
+
+class Combiner:
+    """Combines what arrived in a scratch with what is in a tensor, in place.
+
+    Args:
+        reduction: How.
+        flat: One-dimensional; changed in place.
+        scratch: Where things arrive.
+        quick: Whether NumPy may do it, as `Routes.sums_alike` says.
+
+    Attributes:
+        memory: The bytes of `flat`.
+
+    Raises:
+        ConfigError: This dtype has no such reduction.
+    """
+
+    def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, quick: bool = False) -> None:
+        dtype = flat.dtype
+        how = calculation_of(reduction, dtype, quick=quick)
+        self.memory = memory_of(flat)
+        self._operator, view, self._parts = how
+        self._flat = view(flat, self.memory)
+        self._scratch = scratch.of(dtype, how)
+
+    def combine(self, first: int, end: int, *, theirs_first: bool = False) -> None:
+        """Combines scratch[: end - first] into flat[first:end].
+
+        Args:
+            first: Element.
+            end: Element.
+            theirs_first: Whether the scratch stands first: of two NaNs the first one's bits stay.
+        """
+        ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
+        if theirs_first:
+            self._operator(theirs, ours, out=ours)
+        else:
+            self._operator(ours, theirs, out=ours)
+
+    def gather_up(self, count: int) -> None:
+        """Combines `count` elements of the second half of the scratch into those of the first.
+
+        They are those of the next rank, which in the ring puts its own first.
+        """
+        half = self._scratch.shape[0] // 2
+        found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
+        self._operator(own, found, out=found)
+
+    def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
+        """Combines `flat`, as row `own` of the scratch, with the other rows, and puts the result in its place.
+
+        Args:
+            own: The row that `flat` is; all rows are as long.
+            steps: Which row is combined into which, the last one into that of the result.
+        """
+        count = self._flat.shape[0]  # len() of a tensor is slow
+        rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
+        rows[own] = self._flat
+        for into, source in steps:
+            # The same on every rank, which memory is also the result's: of two NaNs the same one's bits stay.
+            self._operator(rows[into], rows[source], out=rows[into])
+        if own != 0:
+            self._flat[...] = rows[0]
+
+
+def _check_reduction(reduction: Reduction, dtype: torch.dtype) -> None:
+    if dtype in _NO_ARITHMETIC:
+        raise ConfigError(f"{dtype} has no arithmetic: it can be sent and gathered, but not reduced. Convert it first.")
+    if dtype.is_complex and reduction in (Reduction.MIN, Reduction.MAX):
+        raise ConfigError(f"{reduction.name} of {dtype} does not exist: complex numbers have no order.")
+    if (dtype.is_complex or dtype.is_floating_point) and reduction >= Reduction.BAND:
+        raise ConfigError(f"{reduction.name} works on whole numbers and booleans, not on {dtype}.")
+
+
+def divide(flat: Tensor, divisor: int) -> None:
+    """Divides in place: the end of AVG. Whole numbers are truncated towards zero, as NCCL does."""
+    if flat.dtype in _UNSIGNED:
+        array = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
+        np.floor_divide(array, array.dtype.type(divisor), out=array)
+    elif flat.dtype is torch.bool:
+        return  # a mean of truth values is their SUM here: whether any is true
+    elif flat.is_complex():
+        torch.view_as_real(flat).div_(divisor)
+    elif flat.is_floating_point():
+        flat.div_(divisor)
+    else:
+        flat.div_(divisor, rounding_mode="trunc")

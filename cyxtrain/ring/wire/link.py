@@ -1,0 +1,305 @@
+"""One connection to one peer: it sends and receives what it can now, and never waits.
+
+Waiting is in one place, `Poller.wait`, always with a `Deadline`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from cyxtrain.ring.shared_memory.peer_read import PeerMemory, address_of
+
+_MAX_POLLS = 64
+_LONGEST_POLL_SECONDS = 0.5
+"""A wait is cut into pieces: one that takes longer shows that this process was stopped meanwhile."""
+_STOPPED_SECONDS = 0.5
+_CONTROL_OPTIONS = {
+    # The kernel gives up where nothing has been acknowledged for so long: a cut of three seconds heals unnoticed, one
+    # of six never does. It is the kernels that answer each other, also for processes that are stopped or busy; and
+    # it is heartbeats that they answer. See tcp(7).
+    "TCP_USER_TIMEOUT": 4500,  # milliseconds
+    # Where nothing is on its way the kernel asks by itself, after a second and then every second.
+    "TCP_KEEPIDLE": 1,
+    "TCP_KEEPALIVE": 1,  # what macOS calls TCP_KEEPIDLE
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 4,
+    # It tries again every second at least, also where an answer takes long: else its last try before it gives up can
+    # come too early for a cut that heals after three seconds. Linux 6.15 and later.
+    "TCP_RTO_MAX_MS": 1000,
+}
+_DATA_OPTIONS = {
+    # A link may be idle for hours, and firewalls forget what is idle. A peer that computes still answers this.
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPALIVE": 60,
+    "TCP_KEEPINTVL": 15,
+    "TCP_KEEPCNT": 8,
+}
+_NEAR_SEND_BYTES = 1 << 19
+"""What a sender may have under way on the same machine: it is still in a cache then, and not in memory."""
+_NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
+"""Numbers that Python does not know yet."""
+
+
+class Pollable(Protocol):
+    """Something that the kernel can wait for: a link or a socket."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+
+
+class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """The connection to a peer has ended; whoever catches it finds out why.
+
+    Attributes:
+        rank: The peer.
+        reason: What the operating system said.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class Deadline:
+    """When to give up. Time for which this process itself was stopped does not count.
+
+    Args:
+        seconds: From now.
+    """
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Returns the seconds until it; at least 0."""
+        return max(self._at - time.monotonic(), 0.0)
+
+    def passed(self) -> bool:
+        """Returns whether it is too late."""
+        return time.monotonic() >= self._at
+
+    def woke(self, late_seconds: float) -> None:
+        """Takes note of how much later than it wanted a wait has ended."""
+        if late_seconds > _STOPPED_SECONDS:
+            self._at += late_seconds
+
+
+def watch_over(sock: socket.socket) -> None:
+    """Lets the kernel find out by itself when the network to the other end is gone; for control connections only.
+
+    Data may wait for minutes for a peer that computes, and then a kernel would give up on it too.
+    """
+    _set_options(sock, _CONTROL_OPTIONS)
+
+
+def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
+    """Sets what this system has; a connection that has ended takes no options, and its first use will say so."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options = {"TCP_NODELAY": 1, **options}
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        option = vars(socket).get(name, _NEW_OPTIONS.get(name))
+        if option is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _stay_in_cache(sock: socket.socket) -> None:
+    """Keeps a connection within one machine from filling megabytes of buffers; over a network the kernel knows best.
+
+    Both ends have one address there. It makes 4 MiB and more one and a half times as fast.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    with contextlib.suppress(OSError):  # it has ended already
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
+
+
+class Link:
+    """A connected, non-blocking stream to one peer.
+
+    Args:
+        sock: The connected socket; whoever made it closes it.
+        rank: The peer.
+        memory: The peer's, where this process can read it.
+        offers: Whether the peer can read this process's memory.
+    """
+
+    def __init__(
+        self, sock: socket.socket, rank: int, memory: PeerMemory | None = None, *, offers: bool = False
+    ) -> None:
+        sock.setblocking(False)
+        _set_options(sock, _DATA_OPTIONS)
+        _stay_in_cache(sock)
+        self.rank = rank
+        self.offers = offers
+        self._memory = memory
+        self._sock = sock
+        self._fileno = sock.fileno()
+
+    def fileno(self) -> int:
+        """Returns the descriptor, for `select`."""
+        return self._fileno
+
+    @property
+    def reads(self) -> bool:
+        """Whether the peer's memory can be read."""
+        return self._memory is not None
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes: "tcp", "unix", or "cma" where large payloads are read from memory."""
+        if self._memory is not None:
+            return "cma"
+        return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
+
+    def send(self, data: memoryview | bytes) -> int:
+        """Sends what the kernel takes now.
+
+        Returns:
+            How many bytes it took; 0 where it would block.
+
+        Raises:
+            LinkBroken: The connection has ended.
+        """
+        try:
+            return self._sock.send(data)
+        except OSError as error:
+            return self._nothing(error)
+
+    def send_both(self, first: memoryview | bytes, second: memoryview) -> int:
+        """Sends what the kernel takes now of two pieces, one after the other; as `send`, and in one packet."""
+        if sys.platform == "win32":
+            return self.send(first)
+        try:
+            return self._sock.sendmsg((first, second))
+        except OSError as error:
+            return self._nothing(error)
+
+    def receive(self, into: memoryview) -> int:
+        """Receives what has arrived, at most `len(into)` bytes.
+
+        Returns:
+            How many bytes; 0 where nothing has arrived.
+
+        Raises:
+            LinkBroken: The connection has ended.
+        """
+        try:
+            return self._sock.recv_into(into) or self._ended()
+        except OSError as error:
+            return self._nothing(error)
+
+    def receive_both(self, first: memoryview, second: memoryview) -> int:
+        """Receives what has arrived into two pieces, one after the other; as `receive`."""
+        if sys.platform == "win32":
+            return self.receive(first)
+        try:
+            return self._sock.recvmsg_into((first, second))[0] or self._ended()
+        except OSError as error:
+            return self._nothing(error)
+
+    def peek(self, size: int) -> bytes:
+        """Returns what has arrived and stays there, at most `size` bytes; nothing where the connection has ended."""
+        with contextlib.suppress(OSError):
+            return self._sock.recv(size, socket.MSG_PEEK)
+        return b""
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Fills `into` from an address in the peer's memory.
+
+        Raises:
+            LinkBroken: The peer has ended, or has no such memory.
+        """
+        try:
+            if self._memory is None:
+                raise OSError("its memory cannot be read")
+            self._memory.read(address, address_of(into), len(into))
+        except OSError as error:
+            raise LinkBroken(self.rank, _reason(error)) from None
+
+    def _nothing(self, error: OSError) -> int:
+        """Returns 0, what moves where a call would block. Raises where it failed."""
+        if isinstance(error, (BlockingIOError, InterruptedError)):
+            return 0
+        raise LinkBroken(self.rank, _reason(error)) from None
+
+    def _ended(self) -> int:
+        raise LinkBroken(self.rank, "the connection was closed")
+
+    def stop(self) -> None:
+        """Ends both directions, so that everyone who waits on this link wakes; what has arrived can still be read."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__
+
+
+class Poller:
+    """Waits until one of some links can go on. It keeps its kernel objects, as the same links come again and again.
+
+    It serves one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
+
+    def wait(
+        self,
+        readers: Sequence[Pollable],
+        writers: Sequence[Pollable],
+        deadline: Deadline,
+        longest_seconds: float = _LONGEST_POLL_SECONDS,
+    ) -> bool:
+        """Returns when a reader has something, a writer takes something, one of them has ended, or time is up.
+
+        Args:
+            readers: To receive from.
+            writers: To send to.
+            deadline: When to give up.
+            longest_seconds: Until it returns in any case; at most half a second.
+
+        Returns:
+            Whether anything happened.
+        """
+        seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
+        until = time.monotonic() + seconds
+        if sys.platform == "win32":
+            happened = any(select.select(readers, writers, writers, seconds))
+        else:
+            happened = bool(self._poll(readers, writers).poll(math.ceil(seconds * 1000)))
+        deadline.woke(time.monotonic() - until)
+        return happened
+
+    def _poll(self, readers: Sequence[Pollable], writers: Sequence[Pollable]) -> select.poll:
+        key = (tuple(link.fileno() for link in readers), tuple(link.fileno() for link in writers))
+        poll = self._polls.get(key)
+        if poll is None:
+            if len(self._polls) >= _MAX_POLLS:
+                self._polls.clear()
+            poll = self._polls[key] = _new_poll(*key)
+        return poll
+
+
+def _new_poll(readers: tuple[int, ...], writers: tuple[int, ...]) -> select.poll:
+    poll = select.poll()
+    for fileno in {*readers, *writers}:
+        wanted = (select.POLLIN if fileno in readers else 0) | (select.POLLOUT if fileno in writers else 0)
+        poll.register(fileno, wanted)
+    return poll

@@ -1,0 +1,366 @@
+"""Messages between two ranks: send and recv, on connections of their own.
+
+Nothing here waits for its own message only: whoever waits moves all messages of the group, in both directions,
+so that two ranks that both send first, or both receive first, come through.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.monitoring.monitor import Watch
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.frames import (
+    HEADER_BYTES,
+    FrameError,
+    Operation,
+    at_operation,
+    damaged,
+    decode_header,
+    expected_header,
+    header,
+    is_damaged,
+    payload_sum,
+)
+from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
+
+ANY_SOURCE = -1
+_CLOSE_SECONDS = 5.0
+_LONG_SECONDS = 1.0
+"""A rank that waits longer for another says so to all."""
+
+
+@dataclass(eq=False)
+class Message:
+    """One send or recv on its way.
+
+    Attributes:
+        operation: What it is; `root` is the tag.
+        peer: The other rank, or `ANY_SOURCE`.
+        data: What is sent, or where it goes.
+        done: All of it has moved.
+        moved: Bytes that have moved, the header of a send included.
+        head: The header of a send.
+    """
+
+    operation: Operation
+    peer: int
+    data: memoryview
+    done: bool = False
+    moved: int = 0
+    head: bytes = b""
+
+    @property
+    def tag(self) -> int:
+        """What send and recv must have in common."""
+        return self.operation.root
+
+
+@dataclass
+class _Inbox:
+    """What arrives from one rank: the header in parts, then a payload, for a recv or (not asked for yet) kept."""
+
+    head: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
+    have: int = 0
+    current: Message | None = None
+    sum: bytes = b""
+    early: list[Message] = field(default_factory=list)
+    ended: bool = False
+    """The rank has left with a goodbye: there will be nothing more."""
+
+
+class _Sleeper:
+    """Where one thread at a time waits: it wakes too when another thread has moved what it waits for."""
+
+    def __init__(self) -> None:
+        self._poller = Poller()
+        self._alarm, self._bell = socket.socketpair()
+        self._rung = False
+
+    def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: Deadline) -> None:
+        self._poller.wait([*readers, self._alarm], writers, deadline)
+
+    def wake(self) -> None:
+        if not self._rung:
+            self._rung = True
+            self._bell.send(b"!")
+
+    def rise(self) -> None:
+        if self._rung:
+            self._rung = False
+            self._alarm.recv(1)
+
+    def close(self) -> None:
+        self._alarm.close()
+        self._bell.close()
+
+
+class Mailbox:
+    """The messages of one rank. Any number of threads may use it.
+
+    Args:
+        links: To each other rank, for messages.
+        watch: Knows why a link broke.
+        checksums: Those of the group; None: frames carry none.
+    """
+
+    def __init__(self, links: dict[int, Link], watch: Watch, checksums: Checksums | None) -> None:
+        self._checksums = checksums
+        self._links = links
+        self._watch = watch
+        self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
+        self._inboxes = {peer: _Inbox() for peer in links}
+        self._wanted: list[Message] = []
+        self._lock = threading.RLock()
+        self._risen = threading.Condition(self._lock)
+        self._asleep: list[_Sleeper] = []
+        self._idle: list[_Sleeper] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether any message is on its way."""
+        return bool(self._wanted) or any(self._outboxes.values())
+
+    def post_send(self, message: Message) -> None:
+        """Begins a send: as much as the kernel takes leaves at once."""
+        begin = expected_header(message.operation.identity(), len(message.data))
+        message.head = header(begin, message.data, checksums=self._checksums)
+        with self._lock:
+            self._outboxes[message.peer].append(message)
+            self._wake_all()
+            self.progress()
+
+    def post_receive(self, message: Message) -> None:
+        """Begins a recv; what has arrived early is taken first."""
+        with self._lock:
+            self._wanted.append(message)
+            self._wake_all()
+            for peer in self._inboxes if message.peer == ANY_SOURCE else (message.peer,):
+                if not message.done:
+                    self._hand_out(peer)
+            self.progress()
+
+    def wait(self, message: Message, deadline: Deadline) -> None:
+        """Moves all messages until this one is done.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
+        """
+        since = time.monotonic()
+        try:
+            while not self._finish_or_sleep(message, deadline):
+                if message.peer != ANY_SOURCE and time.monotonic() - since >= _LONG_SECONDS:
+                    with self._watch.waiting(message.operation, self._links[message.peer].rank, since):
+                        while not self._finish_or_sleep(message, deadline):
+                            pass
+                    return
+        except CyxtrainError as error:
+            raise at_operation(error, message.operation) from None
+
+    def _finish_or_sleep(self, message: Message, deadline: Deadline) -> bool:
+        with self._lock:
+            self.progress()
+            if message.done:
+                return True
+            if deadline.passed():
+                raise self._watch.fail(self._too_late(message, deadline))
+            sleeper = self._idle.pop() if self._idle else _Sleeper()
+            self._asleep.append(sleeper)
+            readers, writers = self.waiting()
+        try:
+            sleeper.sleep(readers, writers, deadline)
+        finally:
+            with self._risen:
+                sleeper.rise()
+                self._asleep.remove(sleeper)
+                self._idle.append(sleeper)
+                self._risen.notify_all()
+        return False
+
+    def _too_late(self, message: Message, deadline: Deadline) -> CyxtrainError:
+        peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
+        return CollectiveTimeoutError(
+            f"rank {self._watch.rank} timed out in {message.operation.describe()}: it waited for "
+            f"{'any rank' if peer is None else f'rank {peer}'} until its timeout of {deadline.seconds:g} s was over. "
+            "Is there a matching call with the same tag? collective_timeout_ms sets the timeout.",
+            rank=peer,
+            during=message.operation.describe(),
+        )
+
+    def progress(self) -> None:
+        """Moves what can move now, and never waits.
+
+        Raises:
+            PeerLostError, CollectiveMismatchError: And the group has failed.
+        """
+        with self._lock:
+            try:
+                for peer, outbox in self._outboxes.items():
+                    while outbox and self._send(self._links[peer], outbox[0]):
+                        outbox.popleft()
+                for peer in self._inboxes:
+                    self._receive_all(peer)
+            except LinkBroken as broken:
+                raise self._watch.fail(self._watch.explain(broken.rank, broken.reason)).again() from None
+            except CyxtrainError:
+                raise
+            except BaseException as error:
+                # Ctrl-C, say, between a system call and our count of what it moved.
+                rank = self._watch.rank
+                reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
+                self._watch.fail(PeerLostError(reason, rank=rank))
+                raise
+
+    def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
+        """Returns the links that messages wait to (receive from, send to)."""
+        with self._lock:
+            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
+            return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
+
+    def close(self) -> None:
+        """Waits until no thread sleeps on a link; they wake because the links have been stopped."""
+        with self._risen:
+            self._risen.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
+            for sleeper in self._idle:
+                sleeper.close()
+            self._idle.clear()
+
+    def _listens_to(self, peer: int) -> bool:
+        inbox = self._inboxes[peer]
+        if inbox.current is not None or any(message.peer == peer for message in self._wanted):
+            return True
+        anyone = any(message.peer == ANY_SOURCE for message in self._wanted)
+        return anyone and (not inbox.ended or self._all_ended())
+
+    def _all_ended(self) -> bool:
+        return all(inbox.ended for inbox in self._inboxes.values())
+
+    def _send(self, link: Link, message: Message) -> bool:
+        """Sends on; returns whether the message has left."""
+        if message.moved < HEADER_BYTES:
+            message.moved += link.send(message.head[message.moved :])
+        if message.moved >= HEADER_BYTES:
+            start = message.moved - HEADER_BYTES
+            if start < len(message.data):
+                message.moved += link.send(message.data[start:])
+            if message.moved == HEADER_BYTES + len(message.data):
+                self._complete(message)
+        return message.done
+
+    def _receive_all(self, peer: int) -> None:
+        try:
+            while self._listens_to(peer) and self._receive(peer):
+                pass
+        except LinkBroken as broken:
+            inbox = self._inboxes[peer]
+            awaited = inbox.current is not None or any(message.peer == peer for message in self._wanted)
+            if awaited or not self._watch.has_left(broken.rank):
+                raise
+            inbox.ended = True  # a recv from any source may still be served by the others
+            if self._all_ended():
+                raise
+
+    def _receive(self, peer: int) -> bool:
+        """Receives on from one rank; returns whether anything moved."""
+        inbox, link = self._inboxes[peer], self._links[peer]
+        if inbox.current is None:
+            count = link.receive(memoryview(inbox.head)[inbox.have :])
+            inbox.have += count
+            if inbox.have == HEADER_BYTES:
+                inbox.have = 0
+                self._begin(peer, inbox)
+            return count > 0
+        message = inbox.current
+        count = link.receive(message.data[message.moved :])
+        message.moved += count
+        self._finish(peer, inbox, message)
+        return count > 0
+
+    def _begin(self, peer: int, inbox: _Inbox) -> None:
+        """Finds who wants what a header announces; what nobody wants yet is kept."""
+        rank = self._links[peer].rank
+        try:
+            if is_damaged(inbox.head, self._checksums):
+                raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
+            operation, payload_bytes = decode_header(inbox.head)
+            if payload_bytes != operation.payload_bytes():
+                raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
+            message = self._claim(operation, peer)
+            if message is None:
+                message = Message(operation, peer, _room_for(payload_bytes))
+                inbox.early.append(message)
+        except FrameError as error:
+            raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
+        inbox.current, inbox.sum = message, payload_sum(inbox.head)
+        self._finish(peer, inbox, message)
+
+    def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
+        if message.moved == len(message.data):
+            if self._checksums and self._checksums.of(message.data) != inbox.sum:
+                rank = self._links[peer].rank
+                raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
+            inbox.current = None
+            self._complete(message)
+            if inbox.early:
+                self._hand_out(peer)
+
+    def _complete(self, message: Message) -> None:
+        message.done = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Lets those who wait look again: at what they wait for, and at the links of new messages."""
+        for sleeper in self._asleep:
+            sleeper.wake()
+
+    def _claim(self, operation: Operation, peer: int) -> Message | None:
+        """Returns the oldest recv that wants this, no longer waiting; None: nobody does."""
+        for message in self._wanted:
+            if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
+                self._check(message, operation, self._links[peer].rank)
+                self._wanted.remove(message)
+                message.peer = peer
+                return message
+        return None
+
+    def _hand_out(self, peer: int) -> None:
+        """Gives what came early, and is whole, to who wants it by now."""
+        inbox = self._inboxes[peer]
+        for kept in [kept for kept in inbox.early if kept.done]:
+            message = self._claim(kept.operation, peer)
+            if message is not None:
+                inbox.early.remove(kept)
+                message.data[:] = kept.data
+                self._complete(message)
+
+    def _check(self, message: Message, found: Operation, rank: int) -> None:
+        ours = message.operation
+        if (ours.kind, ours.dtype, ours.shape, ours.generation) == (
+            found.kind,
+            found.dtype,
+            found.shape,
+            found.generation,
+        ):
+            return
+        error = CollectiveMismatchError(
+            f"rank {rank} sends {found.describe()}, which does not fit the recv of rank {self._watch.rank}: "
+            f"{ours.describe()}. send and recv must agree on the number of elements and the dtype.",
+            rank=rank,
+            during=ours.describe(),
+        )
+        raise self._watch.fail(error).again()
+
+
+def _room_for(payload_bytes: int) -> memoryview:
+    """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
+    try:
+        return np.empty(payload_bytes, np.uint8).data
+    except (MemoryError, ValueError):
+        raise FrameError(f"{payload_bytes} bytes that nobody has asked for, and no memory to keep them") from None

@@ -1,0 +1,335 @@
+"""One transfer at work: a header and a payload that leave, a header and a payload that arrive.
+
+Nothing here waits. What the kernel takes or has is moved, and whoever drives a transfer waits between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cyxtrain.ring.schedules.algorithms import Span, Then
+from cyxtrain.ring.shared_memory.peer_read import address_of
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
+from cyxtrain.ring.wire.kernels import Combiner
+from cyxtrain.ring.wire.link import Link
+
+SEGMENT_BYTES = 1 << 20
+"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
+READ_BYTES = 1 << 18
+"""The same for what is read from another process: half of a usual second-level cache."""
+SHORT_BYTES = 1 << 14
+"""Up to this size a payload fits into any buffer of a socket, and costs little more than an empty one."""
+OFFER_BYTES = 1 << 17
+"""From this size on a payload that the receiver can read is not sent."""
+_JOIN_BYTES = 1 << 16
+"""Up to this size header and payload are copied together, which saves a system call and a packet."""
+
+
+class Buffers(NamedTuple):
+    """The memory that a schedule works on, in bytes.
+
+    Attributes:
+        source: What is sent from.
+        target: What is received into; the same as `source` for reductions.
+        item_bytes: Bytes per element: a schedule counts elements.
+        combiner: Of the target and the scratch; None where nothing is reduced.
+        scratch: For what is to be combined.
+    """
+
+    source: memoryview
+    target: memoryview
+    item_bytes: int
+    combiner: Combiner | None = None
+    scratch: memoryview | None = None
+
+
+class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Another header came than the one that had to come."""
+
+    def __init__(self, rank: int, found: bytes) -> None:
+        super().__init__(rank)
+        self.rank = rank
+        self.found = found
+
+
+class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Other bytes came than were sent."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class Begins(dict[int, bytes]):
+    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
+
+    def __init__(self, identity: bytes) -> None:
+        super().__init__()
+        self._identity = identity
+
+    def __missing__(self, payload_bytes: int) -> bytes:
+        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
+        return begin
+
+
+def is_offered(readable: bool, payload_bytes: int, then: Then) -> bool:
+    """Returns whether a payload stays where it is: both sides must know without a word."""
+    return readable and payload_bytes >= OFFER_BYTES and then is not Then.EXCHANGE
+
+
+def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
+    """Raises `OtherBytes` or `UnexpectedHeader` where what came from a rank is not the header that had to come."""
+    if is_damaged(head, checksums):
+        raise OtherBytes(rank)
+    if not head.startswith(expected) or offered != bool(payload_address(head)):
+        raise UnexpectedHeader(rank, head)
+
+
+class Outgoing:
+    """What is left to send of a frame.
+
+    Args:
+        link: To whom.
+        parts: To be sent one after the other; none is empty.
+    """
+
+    __slots__ = ("_parts", "done", "link")
+
+    def __init__(self, link: Link, parts: list[memoryview]) -> None:
+        self.link = link
+        self.done = False
+        self._parts = parts
+
+    def advance(self) -> bool:
+        """Sends what the kernel takes; returns whether anything moved."""
+        part = self._parts[0]
+        sent = self.link.send(part[:SEGMENT_BYTES])
+        if sent < len(part):
+            self._parts[0] = part[sent:]
+        else:
+            del self._parts[0]
+            self.done = not self._parts
+        return sent > 0
+
+
+def begin_sending(
+    link: Link, begins: Begins, payload: memoryview, *, offered: bool, checksums: Checksums | None
+) -> Outgoing | None:
+    """Begins to send a frame; returns what is left of it.
+
+    Args:
+        link: To whom.
+        begins: Of the operation.
+        payload: What is sent.
+        offered: Whether it stays where it is, and only its address is sent.
+        checksums: Those of the group; None: frames carry none.
+    """
+    address = address_of(payload) if offered else 0
+    head = header(begins[len(payload)], payload, checksums=checksums, address=address)
+    if offered:
+        return begin_sending_frame(link, head)
+    if len(payload) <= _JOIN_BYTES:
+        return begin_sending_frame(link, head + payload)
+    sent = link.send_both(head, payload[:SEGMENT_BYTES])
+    sent_of_payload = sent - HEADER_BYTES
+    if sent_of_payload == len(payload):  # often
+        return None
+    return Outgoing(link, [payload[sent_of_payload:]] if sent_of_payload >= 0 else [memoryview(head)[sent:], payload])
+
+
+def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
+    """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
+    sent = link.send(frame)
+    return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
+
+
+class ShortIncoming:
+    """What one transfer receives where it is short, and replaces what is there: header and payload in one piece.
+
+    Args:
+        link: From whom.
+        begin: How the header begins.
+        payload: Where it goes.
+        landing: Where header and payload arrive.
+        checksums: Those of the group; None: frames carry none.
+    """
+
+    __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
+
+    def __init__(
+        self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: Checksums | None
+    ) -> None:
+        self.link = link
+        self.done = False
+        self._begin = begin
+        self._payload = payload
+        self._landing = landing[: HEADER_BYTES + len(payload)]
+        self._checksums = checksums
+        self._have = 0
+
+    def advance(self) -> bool:
+        """Receives what has arrived; returns whether anything moved."""
+        have = self._have
+        count = self.link.receive(self._landing[have:] if have else self._landing)
+        have = self._have = have + count
+        if have >= HEADER_BYTES:  # of another header there may come no more
+            head = bytes(self._landing[:HEADER_BYTES])
+            check_header(self.link.rank, head, self._begin, offered=False, checksums=self._checksums)
+            if have == len(self._landing):
+                self._payload[:] = self._landing[HEADER_BYTES:]
+                if self._checksums and self._checksums.of(self._payload) != payload_sum(head):
+                    raise OtherBytes(self.link.rank)
+                self.done = True
+        return count > 0
+
+
+class Incoming:
+    """What one transfer receives: the header that must come, then the payload, replaced or combined, piece by piece.
+
+    Args:
+        link: From whom.
+        begins: Of the operation.
+        span: Where it goes, in elements.
+        then: What is done with it.
+        buffers: What the schedule works on.
+        landing: For the header.
+        checksums: Those of the group; None: frames carry none.
+
+    Attributes:
+        offered: Whether the payload does not come, but is read where it is.
+        done: Whether all has arrived; of what is folded in, the header.
+    """
+
+    __slots__ = (
+        *("_address", "_begin", "_buffers", "_checksums", "_end", "_first", "_head", "_missing", "_room", "_start"),
+        *("_sum", "_sum_expected", "_then", "_total", "done", "link", "offered"),
+    )
+
+    def __init__(
+        self,
+        link: Link,
+        begins: Begins,
+        span: Span,
+        then: Then,
+        buffers: Buffers,
+        landing: memoryview,
+        *,
+        checksums: Checksums | None,
+    ) -> None:
+        self._first = span[0]
+        self._total = (span[1] - span[0]) * buffers.item_bytes
+        self._begin = begins[self._total]
+        self._buffers = buffers
+        self._then = then
+        self._head = self._missing = landing[:HEADER_BYTES]
+        self._address = 0
+        self._checksums = checksums
+        self._sum = None if checksums is None else checksums.begin()
+        self._sum_expected = b""
+        self.link = link
+        self.offered = is_offered(link.reads, self._total, then)
+        self.done = False
+        self._begin_piece(0)
+
+    def advance(self) -> bool:
+        """Receives what has arrived, or reads a piece; returns whether anything moved."""
+        if self._missing:
+            return self._receive_head()
+        if self.offered:
+            count = len(self._room)
+            self.link.read(self._address + self._start, self._room)
+        else:
+            count = self.link.receive(self._room)
+        if count:
+            self._took(count)
+        return count > 0
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
+        self.link.read(self._address + start, into)
+        if self._sum is not None:
+            self._sum.update(into)
+            if start + len(into) == self._total:
+                self._check_sum()
+
+    def _receive_head(self) -> bool:
+        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        room = self._room[:0] if self.offered else self._room  # behind an offer comes another frame
+        count, missing = self.link.receive_both(self._missing, room), len(self._missing)
+        self._missing = self._missing[count:]
+        if count >= missing:
+            head = bytes(self._head)
+            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
+            self._address = payload_address(head)
+            self._sum_expected = payload_sum(head)
+            if self._then is Then.FOLD:
+                self.done = True
+            elif not self.offered:
+                self._took(count - missing)
+        return count > 0
+
+    def _begin_piece(self, start: int) -> None:
+        """Makes room for the piece that begins at a byte."""
+        buffers, self._start = self._buffers, start
+        if self._then:
+            assert buffers.scratch is not None
+            longest = READ_BYTES if self.offered else len(buffers.scratch)
+            self._end = end = min(start + longest, self._total)
+            self._room = buffers.scratch[: end - start]
+        else:
+            self._end = end = min(start + SEGMENT_BYTES, self._total)
+            place = self._first * buffers.item_bytes
+            self._room = buffers.target[place + start : place + end]
+
+    def _took(self, count: int) -> None:
+        """Makes use of so many bytes more."""
+        if self._sum is not None:
+            self._sum.update(self._room[:count])
+        if count < len(self._room):
+            self._room = self._room[count:]
+            return
+        if self._then is Then.COMBINE:
+            self.combine()
+        if self._end < self._total:
+            self._begin_piece(self._end)
+            return
+        self.done = True
+        if self._sum is not None:
+            self._check_sum()
+
+    def combine(self, *, theirs_first: bool = False) -> None:
+        """Combines the piece that is there; for an exchange, which has one, once this rank's own has been sent."""
+        combiner, item = self._buffers.combiner, self._buffers.item_bytes
+        assert combiner is not None
+        combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
+
+    def _check_sum(self) -> None:
+        # What was combined by now is wrong; nobody sees it, as the group fails.
+        assert self._checksums is not None
+        assert self._sum is not None
+        if self._checksums.end(self._sum) != self._sum_expected:
+            raise OtherBytes(self.link.rank)
+
+
+def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
+    """Combines a span of several ranks in their order, and with what is there last, in pieces that fit into a cache.
+
+    Args:
+        offers: Whose headers have come.
+        span: In elements.
+        buffers: What the schedule works on.
+    """
+    assert buffers.scratch is not None
+    assert buffers.combiner is not None
+    half, item = len(buffers.scratch) // 2, buffers.item_bytes
+    piece = min(READ_BYTES, half) // item
+    for first in range(span[0], span[1], piece):
+        end = min(first + piece, span[1])
+        start, count = (first - span[0]) * item, (end - first) * item
+        offers[0].read(start, buffers.scratch[:count])
+        for offer in offers[1:]:
+            offer.read(start, buffers.scratch[half : half + count])
+            buffers.combiner.gather_up(end - first)
+        buffers.combiner.combine(first, end)

@@ -1,0 +1,1 @@
+"""What fit, evaluate and predict were given: arguments, checks, dry run, plan. No loop."""

@@ -1,0 +1,193 @@
+"""What is refused before training: everything that would go wrong later, or silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config import DDPConfig
+from cyxtrain.config.settings import require
+from cyxtrain.data.batches.collate import TARGET_NAMES
+from cyxtrain.data.batches.structure import Tree
+from cyxtrain.data.sources.source import Source
+from cyxtrain.errors import ConfigError, shortened
+from cyxtrain.metrics.loss import Loss, part_of
+from cyxtrain.parallel.reducer import trained_parameters
+from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+
+_TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses models that cannot be trained over ranks.
+
+    Raises:
+        ConfigError: Lazy modules that have not run, or nothing to train.
+    """
+    if not trained_parameters(model):
+        raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
+
+
+def check_own_steps(trainer: type, model: nn.Module) -> None:
+    """Refuse steps that a user has written and that `fit` does not call.
+
+    Args:
+        trainer: Class of the trainer, or of a subclass.
+        model: Not wrapped.
+
+    Raises:
+        ConfigError: The model has a `training_step`, or the subclass has one or a `train_step`.
+    """
+    own = [(trainer, name) for name in ("train_step", "training_step")] + [(type(model), "training_step")]
+    found = next(((kind, name) for kind, name in own if callable(getattr(kind, name, None))), None)
+    if found is not None:
+        kind, name = found
+        raise ConfigError(
+            f"{kind.__name__} has a {name}, and fit does not call it: your own train_step is not there yet. "
+            "fit takes its steps from the model's forward and a loss: compute the loss in forward, or give a loss_fn, "
+            f"and remove {name}. For a loop of your own, see DistributedAMPTrainer and DistributedDataParallel."
+        )
+
+
+def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
+    """Returns how gradients travel; of None, the defaults, with unused parameters allowed.
+
+    Raises:
+        ConfigError: It is something else, or cannot work.
+    """
+    found = DDPConfig(find_unused_parameters=True) if config is None else config
+    require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {found!r}.")
+    found.validate()
+    return found
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses optimizers that call the model several times per step, or cannot take the model's sparse gradients.
+
+    Raises:
+        ConfigError: LBFGS; Adam and its like, and weight decay, with a sparse embedding.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
+    named, kind = makes_sparse_gradients(model), type(optimizer)
+    refuses = kind.__module__.startswith("torch.optim") and not isinstance(optimizer, _TAKE_SPARSE_GRADIENTS)
+    for name, parameter in named.items():
+        groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+        decays = any(group.get("weight_decay") for group in groups)
+        if groups and (refuses or decays):
+            what, remedy = (kind.__name__, "SGD or Adagrad") if refuses else ("weight_decay", "no weight_decay for it")
+            raise ConfigError(
+                f"{name} makes sparse gradients, which PyTorch's {what} does not take: use {remedy}, or build the "
+                "embedding with sparse=False."
+            )
+
+
+def check_targets(source: Source, loss: Loss) -> None:
+    """Refuses data without targets, where the loss needs them.
+
+    Raises:
+        ConfigError: There is no y.
+    """
+    if source.targets is None and loss.function is not None:
+        inputs = source.inputs
+        if isinstance(inputs, dict) and not source.is_whole:
+            raise ConfigError(
+                f"y is missing: the batches have {', '.join(inputs)}, and y must be called one of "
+                f"{', '.join(TARGET_NAMES)}; or give (x, y)."
+            )
+        raise ConfigError(
+            "y is missing: the loss compares the model's output with it. Only a model that computes its own "
+            "loss (loss_fn=None) does without."
+        )
+    if loss.by_output:
+        missing = [
+            name for name in loss.by_output if not isinstance(source.targets, dict) or name not in source.targets
+        ]
+        has = f"a dictionary with {[*source.targets]!r}" if isinstance(source.targets, dict) else "no dictionary"
+        require(not missing, f"loss_fn has a loss for {missing!r}, and y is {has}: y must have the keys of loss_fn.")
+    targets = source.targets if isinstance(source.targets, dict) else {}
+    for name, each in loss.by_output.items():
+        _check_target(targets[name], each)
+    _check_target(source.targets, loss)
+
+
+def _check_target(targets: Tree | None, loss: Loss) -> None:
+    if loss.is_known and isinstance(targets, (dict, tuple, list)):
+        raise ConfigError(
+            f"{type(loss.function).__name__} compares one output with one y, and y has {len(targets)} parts: give a "
+            "loss_fn of your own, which is called with the model's output and y as they are, or, if the model returns "
+            "a dictionary, one loss for each output: loss_fn={...}."
+        )
+    if not isinstance(targets, Tensor) or not isinstance(loss.function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return
+    name, shape = type(loss.function).__name__, [*targets.shape[1:]]
+    if targets.is_floating_point() and not shape:
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{name} wants class numbers of an integer dtype, and y has dtype {dtype}: convert it with y.long(), or "
+            "y.astype('int64') in NumPy."
+        )
+    if shape == [1] and not targets.is_floating_point():
+        raise ConfigError(f"{name} wants one class number per row, and y has shape (n, 1): use y.reshape(-1).")
+
+
+def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
+    """Refuses class numbers that the model has no output for: they would be met in the middle of an epoch.
+
+    Raises:
+        ConfigError: With the number, its row, and how many classes there are.
+    """
+    for part, each in loss.by_output.items():
+        check_classes(part_of(targets, part), part_of(output, part), each)
+    function = loss.function
+    known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+    if not known or not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(output, Tensor):
+        return
+    if output.dim() != targets.dim() + 1:
+        return
+    classes, targets = output.shape[1], targets.to(torch.int64)
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != function.ignore_index)
+    if bool(wrong.any()):
+        row = int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
+        value = int(targets[wrong][0])
+        raise ConfigError(
+            f"y holds class {value} (row {row}), and the model has outputs for classes 0 to {classes - 1}. Number the "
+            "classes from 0, or give the model's last layer more outputs."
+        )
+
+
+def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
+    """Refuses batch norm over ranks where PyTorch has none.
+
+    Args:
+        model: Not wrapped.
+        device: Where it computes.
+        wanted: Whether its layers shall be such.
+
+    Raises:
+        ConfigError: On a CPU, with the layers.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if device.type == "cpu" and (layers or wanted):
+        asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
+        raise ConfigError(
+            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
+            "those of each rank's samples, or nn.GroupNorm, which needs no others."
+        )
+
+
+def check_precision(model: nn.Module, precision: str) -> None:
+    """Refuses parameters of 16 bits where the loss is scaled: their gradients could not be divided again.
+
+    Raises:
+        ConfigError: With their names.
+    """
+    narrow = (torch.float16, torch.bfloat16)
+    halves = [name for name, parameter in trained_parameters(model) if parameter.dtype in narrow]
+    if precision == "fp16" and halves:
+        raise ConfigError(
+            f"precision='fp16' computes in 16 bits and keeps parameters in 32, and {shortened(halves)} are of 16: "
+            "give the model as float32."
+        )

@@ -1,0 +1,291 @@
+"""The dry run: what does not fit is found before anything has changed, on every rank alike.
+
+Training is tried as it will be: on one micro-batch, in training mode, with gradients and backward. Evaluation and
+prediction are tried on two rows, in evaluation mode and without gradients. No rank waits for another in it, and it
+leaves no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.prefetch import Placement
+from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.batches.structure import Tree, leaves, map_output
+from cyxtrain.data.sources.source import Source
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError, counted, shortened, warn
+from cyxtrain.metrics.find_accuracy import find_accuracy
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.metric import Metrics
+from cyxtrain.metrics.named_metrics import ACCURACY, make_metrics
+from cyxtrain.parallel import gathering_alone
+from cyxtrain.progress.flops import flops_of_step
+from cyxtrain.training.inputs.checks import check_classes
+from cyxtrain.training.inputs.weight_check import ROWS, WeightCheck, warning_of
+from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.modes import put_into_training
+from cyxtrain.training.model.out_of_memory import is_full, memory_explained
+from cyxtrain.training.model.placement import remedy_for_devices
+from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.world import runtime
+
+_ROWS = 2
+"""To try an evaluation or a prediction on."""
+ONE_VALUE = "more than 1 value per channel"
+"""PyTorch's words where batch norm is trained on a single value per channel."""
+_ONE_ROW = "Give each of {} at least two rows at once: set a larger batch_size; or use nn.GroupNorm instead."
+_REENTRANT = "Checkpointing is not compatible"
+"""PyTorch's words where gradient checkpointing with use_reentrant=True meets a backward that is asked for gradients."""
+
+
+class DryRun:
+    """Tries a model, its loss and its metrics on some rows.
+
+    Args:
+        model: Not wrapped, on its device.
+        loss: Learns here whether it returns (sum, weight).
+        call: How the model is called.
+        placement: Of batches.
+        metrics: What is to be measured, by name.
+        is_of_fit: Whether a fit is tried, and not a single evaluation or prediction: then parameters are restored too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        call: ModelCall,
+        placement: Placement,
+        metrics: Mapping[str, Any],
+        *,
+        is_of_fit: bool,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._call = call
+        self._placement = placement
+        self._metrics = metrics
+        self._is_of_fit = is_of_fit
+        self.flops_per_row: float | None = None
+        """Of forward and backward, where they have been counted."""
+
+    def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
+        """Tries a step of training: forward, loss and backward, in training mode.
+
+        Cost: that of one micro-batch, and a copy of what is trained; twice that where operations are counted.
+
+        Args:
+            source: Whose rows they are.
+            rows: Of one micro-batch, as copies: a model may change its input.
+            counts_flops: Whether to count what it computes, too.
+
+        Returns:
+            What measures the metrics; it has seen nothing.
+
+        Raises:
+            ConfigError: The model cannot take X, the loss or a metric cannot take its output, their shapes do not fit,
+                or there are no gradients.
+        """
+        batch = self._placed(rows)
+        if batch.rows == 0:
+            return self.evaluate(source)
+        few = batch if batch.rows >= ROWS else self._placed(source.first(ROWS))
+        if batch.rows == 1 and any(isinstance(each, torch_compat.BatchNormModule) for each in self._model.modules()):
+            batch = few  # what batch norm cannot be trained on, `check_single_rows` refuses with the counts
+        check = WeightCheck(self._model, self._loss, self._call, few)
+        with memory_explained(), self._without_trace(), torch.enable_grad():
+            put_into_training(self._model, *self._loss.modules)
+            for module in self._model.modules():
+                if isinstance(module, nn.SyncBatchNorm):
+                    module.eval()  # in training mode it waits for the other ranks
+            output, value = self._forward(source, batch)
+            with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+                self._backward(value)
+            measures = self._measuring(output, batch, value)
+            if counts_flops:
+                self._count_flops(source, batch)
+            with torch.no_grad(), gathering_alone():
+                self._put_into_evaluation()
+                self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)
+            return measures
+
+    def _count_flops(self, source: Source, batch: Batch) -> None:
+        """Counts what the model computes; what cannot be counted is no reason not to train."""
+        with contextlib.suppress(Exception):
+            self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
+
+    def evaluate(self, source: Source) -> Metrics:
+        """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
+        batch = self._placed(source.first(_ROWS))
+        check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
+        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
+            self._put_into_evaluation()
+            with gathering_alone():
+                warning_of(check.find_items)
+            output, value = self._forward(source, batch)
+            return self._measuring(output, batch, value)
+
+    def predict(self, source: Source) -> None:
+        """Tries a prediction for a source's first rows. Raises as `train`."""
+        batch = self._placed(source.first(_ROWS))
+        with memory_explained(trains=False), self._without_trace(), torch.no_grad():
+            self._model.eval()
+            self._output(batch, predicting=True)
+
+    def _put_into_evaluation(self) -> None:
+        for module in (self._model, *self._loss.modules):
+            module.eval()
+
+    def _placed(self, rows: Rows) -> Batch:
+        return Batch(0, *self._placement.place(rows))
+
+    def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
+        """Returns what the model gives, and the loss of it."""
+        loss, output = self._loss, self._output(batch)
+        if loss.function is None:
+            return output, self._own_loss(output, batch)
+        loss.check_shapes(output, batch.targets)
+        check_classes(source.targets, output, loss)
+        with _blaming(
+            f"the loss cannot take the model's output and y, tried on {_described(output)} and "
+            f"{_described(batch.targets)}"
+        ):
+            result = loss.function(output, batch.targets)
+        loss.look_at_result(result, batch.rows)
+        return output, _total(result)
+
+    def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
+        """Returns what the model gives; finds out whether it needs gradients outside training."""
+        shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
+        with _blaming(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
+            if torch.is_grad_enabled():
+                return call(self._model, batch)
+            try:
+                return call.without_graph(self._model, batch, predicting=predicting)
+            except RuntimeError as error:
+                if is_full(error):
+                    raise
+                call.differentiates = True
+                with contextlib.suppress(Exception):
+                    return call.without_graph(self._model, batch, predicting=predicting)
+                raise
+
+    def _own_loss(self, output: Any, batch: Batch) -> Tensor:
+        """Returns the loss that the model computes itself."""
+        try:
+            self._loss.look_at_result(output, batch.rows)
+            return self._loss(output, batch).value
+        except ConfigError as error:
+            if self._model.training:
+                raise
+            raise ConfigError(
+                f"in evaluation mode the model returned {_described(output)}, and no loss: {error} A model that has a "
+                "loss in training mode only trains without validation data, and predicts."
+            ) from error
+
+    def _backward(self, value: Tensor) -> None:
+        """Makes the gradients of what is trained, and drops them.
+
+        They are asked for, and not accumulated: so hooks of other wrappers and optimizers within backward do not run.
+        """
+        if not value.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
+                "operations, without detach(), item() or argmax()."
+            )
+        _warn_of_others(value, self._trained)
+        try:
+            self._gradients(value)
+        except RuntimeError as error:
+            if _REENTRANT not in str(error):
+                raise
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        modules = (self._model, *self._loss.modules)
+        return [each for module in modules for each in module.parameters() if each.requires_grad]
+
+    def _gradients(self, value: Tensor) -> None:
+        torch.autograd.grad(value, self._trained, allow_unused=True)
+
+    def _measuring(self, output: Any, batch: Batch, value: Tensor) -> Metrics:
+        own = self._metrics.get(ACCURACY)
+        if (own is None or isinstance(own, str)) and ACCURACY not in self._loss.shown:
+            asked = own is not None
+            self._loss.accuracy = find_accuracy(self._loss, output, batch.answers, value.detach(), asked=asked)
+        if self._loss.function is None:
+            return make_metrics(self._metrics, self._loss, None, None, 0)
+        with torch.no_grad():  # they see what they see in training: no graph
+            output = map_output(Tensor.detach, output)
+            return make_metrics(self._metrics, self._loss, output, batch.targets, batch.rows)
+
+    @contextlib.contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        owners = [self._model, *self._loss.functions, *self._metrics.values()]
+        kept = untouched(owners, self._placement.device, copies=self._is_of_fit)
+        with kept, gathering_alone() as self._loss.gathers:
+            yield
+
+
+@contextlib.contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_full(error):
+            raise
+        remedy = f". {_ONE_ROW.format(counted(runtime.get_world_size(), 'rank'))}" if ONE_VALUE in str(error) else ""
+        remedy = remedy or remedy_for_devices(error)
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
+
+
+def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
+    """Warns of parameters that a loss depends on, and that belong neither to the model nor to the loss."""
+    known, seen, queue = {id(each) for each in trained}, set(), [value.grad_fn]
+    others: dict[int, list[int]] = {}
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            others[id(leaf)] = list(leaf.shape)
+    if others and runtime.is_master():
+        warn(
+            f"the loss depends on {counted(len(others), 'parameter')} of shape {shortened(map(str, others.values()))} "
+            "that belong neither to the model nor to loss_fn: nothing trains, saves or averages them. Give a loss_fn "
+            "that is a torch.nn.Module and has them, or make them part of the model."
+        )
+
+
+def _total(result: Any) -> Tensor:
+    """Returns one number of what a loss returned: a tensor, (sum, weight), or several of these by name."""
+    if isinstance(result, dict):
+        return torch.stack([_total(each) for each in result.values()]).sum()
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found.mean()
+
+
+def _shapes(tree: Tree) -> str:
+    if isinstance(tree, Tensor):
+        return str(list(tree.shape))
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in leaves(tree, "X"))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (dict, tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

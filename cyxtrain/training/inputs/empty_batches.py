@@ -1,0 +1,92 @@
+"""SyncBatchNorm where ranks have different numbers of micro-batches: a rank that has run out of rows computes on none.
+
+Each forward and each backward of such a layer is a collective, which all ranks must make equally often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.prefetch import Placement
+from cyxtrain.data.sources.source import Source
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.optim.precision import Precision
+from cyxtrain.parallel import gathering_alone
+from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.modes import modes_kept, put_into_training
+from cyxtrain.training.model.snapshot import untouched
+
+
+class WithoutRows:
+    """A forward of a model and its loss on a batch without rows, whose backward makes no gradients but zeros.
+
+    It computes in full precision: with autocast SyncBatchNorm sends float32 for rows of 16 bits, but sends an empty
+    batch in the type of the batch.
+
+    Args:
+        source: Rows as the model wants them.
+        placement: Of batches.
+        call: How the model is called.
+        loss: Of a batch.
+    """
+
+    def __init__(self, source: Source, placement: Placement, call: ModelCall, loss: Loss) -> None:
+        self._batch = Batch(0, *placement.place(source.first(1).mapped(lambda tensor: tensor[:0])))
+        self._device = placement.device
+        self._call = copy.copy(call)
+        self._call.precision = Precision("fp32", placement.device)
+        self._loss = loss
+
+    def forward(self, model: Callable[..., Any]) -> Any:
+        """Return what the model gives."""
+        return self._call(model, self._batch)
+
+    def __call__(self, model: Callable[..., Any]) -> Tensor:
+        """Return what to call `backward` on, 0-dim."""
+        found = self._loss(self.forward(model), self._batch)
+        return torch.stack([each.value for _, _, each in self._loss.added(found)]).sum() * 0.0
+
+    @staticmethod
+    @contextlib.contextmanager
+    def apart(model: nn.Module) -> Iterator[None]:
+        """Within, SyncBatchNorm takes the running statistics, and no rank needs another one."""
+        layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        with modes_kept(*layers):
+            for layer in layers:
+                layer.eval()
+            yield
+
+    def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
+        """Return why a model cannot compute on no rows; "": it can. No rank waits for another one.
+
+        Args:
+            model: Not wrapped.
+            layers: Those that ranks compute together.
+        """
+        loss = self._loss
+        trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
+        kept = untouched([model, *loss.functions], self._device, copies=True)
+        dtypes: set[torch.dtype] = set()
+        with kept, torch.enable_grad(), gathering_alone(), contextlib.ExitStack() as stack:
+            put_into_training(model, *loss.modules)
+            for layer in layers:
+                layer.eval()
+                hook = layer.register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
+                stack.callback(hook.remove)
+            try:
+                found = torch.autograd.grad(self(model), trained, allow_unused=True)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            made = [*filter(None.__ne__, found), *(each for each in model.buffers() if each.is_floating_point())]
+            if not all(bool(torch.isfinite(each).all()) for each in made):
+                return "its gradients or buffers are not finite then."
+        if dtypes & {torch.float16, torch.bfloat16}:
+            return "PyTorch's SyncBatchNorm sends other types for no rows than for rows of 16 bits."
+        return ""

@@ -1,0 +1,464 @@
+"""One call of `fit`, `evaluate` or `predict`, after everything that could be refused has been looked at.
+
+A plan is made on each rank by itself, and changes nothing; then the ranks agree (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import nearest, require_integer
+from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.batches.collate import answers_in
+from cyxtrain.data.batches.prefetch import Placement
+from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.feed import Feed, Place
+from cyxtrain.data.sources.source import Opened, Source
+from cyxtrain.environment import accelerator, process_env
+from cyxtrain.errors import ConfigError, warn
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.metric import Metrics
+from cyxtrain.optim.optimizers import can_fuse, place_state
+from cyxtrain.optim.precision import Precision
+from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+from cyxtrain.progress.display import Display, make_display
+from cyxtrain.training.inputs.arguments import FitArguments
+from cyxtrain.training.inputs.checks import (
+    check_batch_norm,
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_targets,
+)
+from cyxtrain.training.inputs.dry_run import DryRun
+from cyxtrain.training.inputs.empty_batches import WithoutRows
+from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
+from cyxtrain.training.inputs.training_data import about
+from cyxtrain.training.model.compile import compiles_by_layer
+from cyxtrain.training.model.forward import ModelCall
+from cyxtrain.training.model.memory_format import put_channels_last
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.placement import check_devices, choose_device, device_facts, explain_device
+from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.trained import trained_with
+from cyxtrain.world import runtime
+
+LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
+
+
+@dataclass
+class TriedRows:
+    """Rows that the model and the loss have been tried on, and how they come to the model.
+
+    Attributes:
+        source: The rows.
+        batch_size: Rows at once, outside training.
+        placement: Of batches.
+        loss: For these rows.
+        call: How the model is called.
+        metrics: What is measured beside loss and accuracy.
+        flops_per_row: Operations of forward and backward; None: not counted.
+    """
+
+    source: Source
+    batch_size: int
+    placement: Placement
+    loss: Loss
+    call: ModelCall
+    metrics: Metrics
+    flops_per_row: float | None = None
+
+
+@dataclass
+class Run:
+    """One call of `fit`.
+
+    `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
+    and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
+    those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
+    end the fit in good order; `uses_reports`: whether all ranks compute on accelerators, where the host need not wait
+    for a step; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that are used, and
+    those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or None: no rank
+    does, or the others do not need it.
+    """
+
+    config: DistributedTrainingConfig
+    data: TriedRows
+    validation: TriedRows | None
+    feed: Feed
+    display: Display
+    resume: str | None
+    callbacks: Callbacks
+    fuses: bool
+    compiles_layers: bool
+    initial_epoch: int | None = None
+    ends_on_nan: bool = False
+    uses_reports: bool = False
+    attempt: int = 0
+    devices: str = ""
+    without_rows: WithoutRows | None = None
+    training_seconds: float = 0.0
+    training_rows: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which matrices are multiplied."""
+        return self.data.call.precision.dtype or self.data.placement.dtype
+
+    def take_facts(self, everyone: Sequence[dict[str, Any]]) -> None:
+        """Take over what the ranks have told each other; every rank calls it.
+
+        Args:
+            everyone: The facts of all ranks, by rank.
+
+        Raises:
+            ConfigError: Ranks use one GPU over NCCL.
+        """
+        check_devices(everyone, self.data.placement.device)
+        self.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
+        self.uses_reports = all(facts["_is_on_accelerator"] for facts in everyone)
+        self.attempt = max(facts["_attempt"] for facts in everyone)
+        self.devices = explain_device(self.data.placement.device, everyone)
+
+    def params(self, last_epoch: int) -> dict[str, Any]:
+        """Returns what callbacks are told.
+
+        Args:
+            last_epoch: Counted from 1.
+        """
+        return {
+            "epochs": last_epoch,
+            "steps": self.steps_per_epoch,
+            "samples_per_step": self.feed.effective_batch_size,
+            "warmup_steps": self.warmup_steps,
+            "verbose": self.config.verbose,
+            "validation": self.validation is not None,
+            "metrics": self.measured,
+            "larger_is_better": self.larger_is_better,
+        }
+
+    @property
+    def measured(self) -> list[str]:
+        """Names of what an epoch may have in the history."""
+        accuracy = [] if self.data.loss.accuracy is None else ["accuracy"]
+        names = [*dict.fromkeys(["loss", *accuracy, *self.data.loss.shown, *self.data.metrics.names])]
+        return names + [f"val_{name}" for name in names if self.validation is not None]
+
+    @property
+    def larger_is_better(self) -> dict[str, bool]:
+        """Whether a number of the history shall grow, by its name without val_; of those of which it is known."""
+        losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
+        return {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
+        return steps_per_epoch(self.config, self.feed)
+
+    @property
+    def all_steps(self) -> int | None:
+        """Steps of the whole fit; None: nobody knows."""
+        return None if self.steps_per_epoch is None else self.config.epochs * self.steps_per_epoch
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up.
+
+        Raises:
+            ConfigError: It is a fraction of the fit, and nobody knows how many steps that has.
+        """
+        asked = self.config.warmup_steps
+        if asked and asked < 1 and self.all_steps is None:
+            raise ConfigError(
+                f"warmup_steps={asked} is a fraction of the fit, and nobody knows how many batches the data will give: "
+                "set steps_per_epoch, or give a number of steps."
+            )
+        return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
+
+    def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
+        """Returns how many times the fit steps its schedule, which waits for the warm-up; None: nobody knows.
+
+        Args:
+            warmup_steps: Steps of the warm-up that are still to be taken.
+            position: Where the fit is; None: it begins.
+        """
+        epochs, done, steps = self.config.epochs, 0, self.steps_per_epoch
+        if position is not None:
+            epochs, done = position.first_epoch + epochs - position.epoch, position.epoch_steps
+        if self.config.scheduler_interval == "epoch":
+            late = 0 if steps is None else max(0, warmup_steps - (steps - done))
+            return max(0, epochs - -(-late // (steps or 1)))
+        return None if steps is None else max(0, epochs * steps - done - warmup_steps)
+
+    def shares(self, position: Position) -> Generator[Share]:
+        """Gives this rank's shares of what is left of the running epoch."""
+        yield from self.feed.shares(place_of(position), self.data.placement, asked_steps(self.config))
+
+    def steps_left(self, position: Position) -> int:
+        """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit.
+
+        Where nobody knows, 0.
+        """
+        if self.is_over(position) or self.steps_per_epoch is None:
+            return 0
+        epochs = position.first_epoch + self.config.epochs - position.epoch
+        return epochs * self.steps_per_epoch - position.epoch_steps
+
+    def is_over(self, position: Position) -> bool:
+        """Returns whether the last epoch is complete, or the one after which a callback has ended the fit."""
+        last = position.first_epoch + self.config.epochs
+        return position.epoch >= last or (position.stopped > 0 and position.samples == 0)
+
+    def digests(self) -> dict[str, str]:
+        """Returns how a checkpoint knows the data: their digests by what they are for, "" where there are none."""
+        validation = "" if self.validation is None else self.validation.source.digest()
+        return {"data": self.data.source.digest(), "validation": validation}
+
+    def go_on(self, state: TrainingState, world_size: int) -> None:
+        """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with.
+
+        Args:
+            state: As it is there.
+            world_size: Ranks that made it.
+
+        Raises:
+            ConfigError: This many ranks cannot go on from there.
+        """
+        self.feed.check_world(world_size, place_of(state.position))
+        self.feed.go_on(state.position.effective_batch_size)
+        history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
+        if history.samples_per_second and rows is not None:
+            self.training_rows = rows * len(history.epochs)
+            self.training_seconds = self.training_rows / history.samples_per_second
+
+
+def asked_steps(config: DistributedTrainingConfig) -> int | None:
+    """Returns how many steps of an epoch are asked for, at most."""
+    return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
+
+
+def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
+    """Returns how many optimizer steps an epoch has, at most; None: nobody knows before its batches are over."""
+    if config.steps_per_epoch is not None:
+        return asked_steps(config)  # the data are gone through again when they are over
+    limits = (asked_steps(config), feed.steps_per_epoch)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def place_of(position: Position) -> Place:
+    """Returns where in the data training is."""
+    read = (position.passes, position.batches, position.order)
+    return Place(position.epoch, position.epoch_steps, position.samples, *read)
+
+
+def plan_fit(
+    arguments: FitArguments,
+    model: nn.Module,
+    loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer,
+    device: str | torch.device,
+    metrics: Mapping[str, Any],
+    opened: Opened,
+    epoch: int,
+) -> tuple[Run, dict[str, Any]]:
+    """Returns what this rank is asked to do, and what must be the same on every rank.
+
+    Args:
+        arguments: What the user has given.
+        model: Not wrapped.
+        loss_fn: As it was given.
+        optimizer: Of the model's parameters.
+        device: As it was given.
+        metrics: By name.
+        opened: The data.
+        epoch: With which the fit is likely to begin, from 0.
+
+    Raises:
+        ConfigError: What cannot work.
+    """
+    config, trained = arguments.config, trained_with(model, Loss(loss_fn))
+    check_model(trained)
+    check_optimizer(optimizer, trained)
+    check_precision(trained, config.precision)
+    rank, world_size, callbacks = runtime.get_rank(), runtime.get_world_size(), Callbacks(arguments.callbacks)
+    source, validation_source = opened
+    feed = source.feed(config, rank, world_size)
+    rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
+    data = _tried(source, config.batch_size, *given, trains_on=rows)
+    validation = None
+    if validation_source is not None:
+        with about("validation"):
+            validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
+    facts = {
+        **_facts(arguments, source, validation_source, trained, data.placement.device),
+        **model_facts(trained, data.loss),
+        **optimizer_facts(optimizer, trained),
+        "the metrics": data.metrics.names,
+        "the callbacks that every rank must have": callbacks.on_all_ranks,
+        "_ends_on_nan": callbacks.end_on_nonfinite,
+        "_attempt": process_env.launched_run()[1],
+    }
+    display = make_display(config.verbose and rank == 0)
+    check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
+    fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
+    ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
+    run = Run(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    _check_best(run)
+    return run, facts
+
+
+def _is_on_accelerator(trained: nn.Module) -> bool:
+    """Returns whether all parameters are on one accelerator, of the kind that is taken without asking."""
+    devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
+    return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
+
+
+def _validation_batch_size(source: Source, config: DistributedTrainingConfig) -> int:
+    return source.batch_size or config.validation_batch_size or config.batch_size
+
+
+def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
+    """Returns a micro-batch as rank 0 gets it first in an epoch; where each rank has rows of its own, as this one."""
+    first = feed.first_rows(epoch)
+    return source.first(feed.rows_at_once) if first is None else first
+
+
+def _facts(
+    arguments: FitArguments, source: Source, validation: Source | None, trained: nn.Module, device: torch.device
+) -> dict[str, Any]:
+    """Returns what of arguments, data and device must be the same on every rank, and what in the data is not finite."""
+    rank, world_size = runtime.get_rank(), runtime.get_world_size()
+    return {
+        **device_facts(device),
+        **source.facts("training"),
+        **({} if validation is None else validation.facts("validation")),
+        "resume": arguments.resume,
+        "initial_epoch": arguments.initial_epoch,
+        "_data": source.not_finite(rank, world_size),
+        "_validation": ("", 0) if validation is None else validation.not_finite(rank, world_size),
+        "_is_on_accelerator": _is_on_accelerator(trained),
+    }
+
+
+def _check_best(run: Run) -> None:
+    best = run.config.keep_best
+    if best is None:
+        return
+    if best in run.measured:
+        if best.removeprefix("val_") not in run.larger_is_better:
+            raise ConfigError(
+                f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
+                "my_function.higher_is_better = True."
+            )
+        return
+    if best.removeprefix("val_") in run.measured:
+        raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
+    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, run.measured)}")
+
+
+def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
+    """Says on rank 0 what in the data is not finite, and how the loss is weighted wrongly.
+
+    Args:
+        everyone: The facts of all ranks, by rank.
+    """
+    follows = {
+        "_data": "Where the loss becomes NaN by it, on_nonfinite says what happens.",
+        "_validation": "val_loss may become NaN by it, and then no epoch is better than another.",
+    }
+    warnings = [facts["_loss"] for facts in everyone if facts["_loss"]]
+    if warnings and runtime.is_master():
+        warn(warnings[0])
+    for name, what in follows.items():
+        found = [facts[name] for facts in everyone if facts[name][1]]
+        if found and runtime.is_master():
+            where, count = found[0][0], sum(rows for _, rows in found)
+            more = f", the first of {count:,} such rows" if count > 1 else ""
+            prefix = "validation data: " if name == "_validation" else ""
+            warn(f"{prefix}{where}{more}. {what} Better fill or drop such rows first.")
+
+
+def plan_rows(
+    source: Source,
+    batch_size: int | None,
+    model: nn.Module,
+    loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer | None,
+    device: str | torch.device,
+    config: DistributedTrainingConfig,
+    metrics: Mapping[str, Any],
+    *,
+    predicting: bool,
+) -> tuple[TriedRows, dict[str, Any]]:
+    """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
+
+    What is not given is as in the latest fit, whose config it is.
+
+    Raises:
+        ConfigError: The batch size is none, the loss has no targets, or the rows do not fit the model.
+    """
+    if batch_size is None:
+        batch_size = source.batch_size or config.batch_size
+    require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
+    given = (config, model, loss_fn, optimizer, device, metrics)
+    rows = _tried(source, batch_size, *given, predicting=predicting, is_of_fit=False)
+    return rows, {
+        "the batch size": batch_size,
+        **source.facts("the given"),
+        **value_facts(trained_with(model, rows.loss)),
+    }
+
+
+def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
+    """Puts model and loss on their device; returns where their batches go, and in which types."""
+    parameters = list(model.parameters())
+    chosen = choose_device(device, model)
+    model.to(chosen)
+    for module in loss.modules:
+        module.to(chosen)  # it may have class weights
+    floats = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
+    if channels_last:
+        put_channels_last(model)
+    return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
+
+
+def _tried(
+    source: Source,
+    batch_size: int,
+    config: DistributedTrainingConfig,
+    model: nn.Module,
+    loss_fn: LossLike,
+    optimizer: torch.optim.Optimizer | None,
+    device: str | torch.device,
+    metrics: Mapping[str, Any],
+    *,
+    predicting: bool = False,
+    trains_on: Rows | None = None,
+    is_of_fit: bool = True,
+) -> TriedRows:
+    """Returns rows that the model and the loss have been tried on; `trains_on`: a micro-batch of training."""
+    loss = Loss(loss_fn)
+    if not predicting:
+        check_targets(source, loss)
+    inputs, targets, weights = source.example
+    loss.look_at(answers_in(inputs, targets), are_all=source.is_whole, rows_have_weights=weights is not None)
+    with memory_explained(trains=trains_on is not None):
+        placement = place_model(model, loss, device, channels_last=config.channels_last)
+        place_state(optimizer)
+    call = ModelCall(model, Precision(config.precision, placement.device), inputs, targets, loss)
+    dry_run, measures = DryRun(model, loss, call, placement, metrics, is_of_fit=is_of_fit), Metrics()
+    if predicting:
+        dry_run.predict(source)
+    elif trains_on is None:
+        measures = dry_run.evaluate(source)
+    else:
+        counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
+        measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
+    return TriedRows(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)

@@ -1,0 +1,120 @@
+"""Micro-batches of a single row, or none, which batch norm cannot be trained on: found before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.sharding import UnevenStep
+from cyxtrain.environment import torch_compat
+from cyxtrain.errors import ConfigError, counted
+from cyxtrain.parallel import gathering_alone
+from cyxtrain.training.inputs.empty_batches import WithoutRows
+from cyxtrain.training.inputs.plan import Run, TriedRows
+from cyxtrain.training.model.modes import put_into_training
+from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.world import runtime
+
+
+def check_single_rows(model: nn.Module, run: Run) -> None:
+    """Refuse a model with batch norm where it would be trained on a single row, such as that of the last step.
+
+    Whether its batch norm can take one is asked of the model: images have many values per channel. All ranks come to
+    the same answer, which depends on nothing but the numbers of rows, ranks and micro-batches. Of SyncBatchNorm the
+    rows of all ranks count together.
+
+    Args:
+        model: Not wrapped.
+        run: What is asked for.
+
+    Raises:
+        ConfigError: With the counts and what can be done.
+    """
+    feed, source, ranks = run.feed, run.data.source, runtime.get_world_size()
+    norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
+    together = ranks > 1 and len(_layers_together(model, converts=run.config.sync_batchnorm)) == len(norms)
+    single = feed.single_row(together=together) if norms else None
+    if single is None or not _has_one_value_per_row(model, norms, run.data):
+        return
+    rows = counted(single.joined_rows, "row")
+    if single.joined_rows == 0:
+        what, remedy = "the DataLoader's batch_sampler makes a batch of a single row", "Let it leave that out"
+    elif single.is_tail:
+        full = f"full ones have {feed.effective_batch_size:,}"
+        what = f"the last step of an epoch has {rows} of {source.describe()} ({full})"
+        remedy = "Set drop_last=True, or another batch_size"
+    else:
+        what, remedy = f"a step has {rows}", "Set a larger batch_size"
+    where = f"{counted(ranks, 'rank')} with micro-batches of up to {counted(feed.rows_at_once, 'row')}"
+    one = "all ranks together have a single row in one" if together else "one is a single row"
+    raise ConfigError(
+        f"{what}, so on {where} {one}: batch norm cannot be trained on one value per channel. {remedy}; "
+        "or use nn.GroupNorm instead."
+    )
+
+
+def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: TriedRows) -> bool:
+    """Return whether a batch norm in training mode gets a single value per channel of a row."""
+    found: list[int] = []
+    with (
+        untouched([model], data.placement.device, copies=True),
+        torch.no_grad(),
+        gathering_alone(),
+        contextlib.ExitStack() as stack,
+    ):
+        put_into_training(model)
+        for norm in norms:
+            if norm.training:
+                norm.eval()  # SyncBatchNorm would wait for the other ranks
+                hook = norm.register_forward_pre_hook(
+                    lambda _, inputs: found.append(inputs[0].numel() // inputs[0].shape[1])
+                )
+                stack.callback(hook.remove)
+        with contextlib.suppress(Exception):  # what else is wrong shows in the dry run
+            data.call(model, Batch(0, *data.placement.place(data.source.first(1))))
+    return 1 in found
+
+
+def part_without_rows(model: nn.Module, run: Run) -> WithoutRows | None:
+    """Return what a rank that has run out of rows computes; None: no rank does, or its model has no such layers.
+
+    Args:
+        model: Not wrapped, on its device.
+        run: What is asked for.
+
+    Raises:
+        ConfigError: The model cannot compute on no rows; with the counts, on every rank alike.
+    """
+    layers = _layers_together(model, converts=run.config.sync_batchnorm)
+    uneven = run.feed.uneven_step() if layers and runtime.get_world_size() > 1 else None
+    if uneven is None:
+        return None
+    data = run.data
+    part = WithoutRows(data.source, data.placement, data.call, data.loss)
+    problem = part.problem(model, layers)
+    if problem:
+        raise ConfigError(f"{_described(uneven, run)}, and the model cannot compute on no rows: {problem}")
+    return part
+
+
+def _described(uneven: UnevenStep, run: Run) -> str:
+    needs = "SyncBatchNorm needs all ranks in each forward"
+    if not uneven.counts:
+        return f"{needs}, ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
+    if uneven.is_tail:
+        which = f"the last step of an epoch has {counted(uneven.joined_rows, 'row')} of {run.data.source.describe()}"
+        remedy = "set drop_last=True, or another batch_size"
+    else:
+        which = f"a step has {counted(uneven.joined_rows, 'row')}"
+        remedy = "set another batch_size or accumulation_steps"
+    counts = ", ".join(map(str, uneven.counts))
+    return f"{needs}, {which}, which are {counts} micro-batches by rank ({remedy})"
+
+
+def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:
+    """Return the layers that ranks compute together; `converts`: all batch norms will be such."""
+    kind = torch_compat.BatchNormModule if converts else nn.SyncBatchNorm
+    return [module for module in model.modules() if isinstance(module, kind)]

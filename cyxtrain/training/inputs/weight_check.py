@@ -1,0 +1,202 @@
+"""Whether a loss is a mean over rows, tried on a few: if not, ranks and micro-batches would be weighted wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.structure import Tree, map_tree, tensors
+from cyxtrain.metrics.loss import Loss, Weighting
+from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
+from cyxtrain.training.model.forward import ModelCall
+
+ROWS = 8
+"""To try at most."""
+_TOLERANCE = 1e-4
+_TOLERANCE_16_BITS = 0.03
+_COUNT_TOLERANCE = 1e-5
+
+
+class _Losses(NamedTuple):
+    """The loss of a batch with num_items_in_batch=1, without, and what their quotient says."""
+
+    total: float
+    mean: float
+
+    @property
+    def items(self) -> float:
+        return self.total / self.mean if self.total and math.isfinite(self.mean) else 0.0
+
+
+class WeightCheck:
+    """Compares the losses of a few rows, in evaluation mode and without gradients.
+
+    Args:
+        model: In evaluation mode; not wrapped.
+        loss: Learns here how many items the model counts.
+        call: How the model is called.
+        batch: Rows of the data.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
+        self._model = model
+        self._loss = loss
+        self._call = call
+        # A loss of torch.nn needs no comparison: it is not worth the look for rows that differ.
+        self._batch = _part(batch, slice(0, ROWS)) if loss.is_known else _picked(batch)
+        is_full = call.precision.is_full and all(each.dtype.itemsize > 2 for each in model.parameters())
+        self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
+
+    def find_items(self) -> str:
+        """Finds out whether the model obeys num_items_in_batch, and what it counts; returns a warning, or ""."""
+        loss, named = self._loss, names_items(self._model)
+        if loss.function is not None or loss.weightings or not may_take_items(self._model):
+            return ""
+        if loss.weighting is not Weighting.SAMPLES or not self._reacts():
+            return ""
+        try:
+            found = [self._losses(each) for each in (self._batch, *self._alone())]
+        except Exception:  # forward does without the argument, or takes one row, never
+            loss.obey_items(usual_rule(self._batch))
+            return ""
+        counts = [each.items for each in found]
+        whole = all(abs(count - round(count)) <= 1e-3 + _COUNT_TOLERANCE * count for count in counts)
+        rule = find_rule([self._batch, *self._alone()], [round(count) for count in counts]) if whole else None
+        loss.obey_items(rule or usual_rule(self._batch))
+        if rule is not None or self._tolerance > _TOLERANCE:
+            return ""
+        assert loss.items is not None
+        kind = "which is no count of labels or rows that we know" if whole else "which is no whole number"
+        passes = "names" if named else "takes"
+        return (
+            f"the model {passes} {ARGUMENT}, and its loss with 1 is {counts[0]:g} times the loss without it, {kind}: "
+            f"a part of it may not be divided by {ARGUMENT}. It is given the number of {loss.items.name}. Return (sum, "
+            "weight) in the place of the loss to say what counts."
+        )
+
+    def find_weights(self) -> str:
+        """Compares the loss of all rows with the mean of their losses alone; returns a warning, or "" if they agree."""
+        loss = self._loss
+        if loss.gathers or self._batch.rows < 2:
+            return ""
+        if loss.gives_pairs and (divided := self._find_mean()):
+            return divided
+        if not loss.is_assumed_mean:
+            return ""
+        together, again = self._means(self._batch), self._means(self._batch)
+        alone = [self._means(each) for each in self._alone()]
+        for name, value in together.items():
+            each = [means[name] for means in alone]
+            size = self._tolerance * max(map(abs, (value, *filter(math.isfinite, each))), default=0.0)
+            if not math.isfinite(value) or abs(value - again[name]) > size:
+                continue  # no number, or chance decides
+            mean = math.fsum(each) / len(each) if all(map(math.isfinite, each)) else math.nan
+            if not abs(value - mean) <= size:
+                return self._explain(name, value, mean, is_sum=abs(value - mean * len(each)) <= size * len(each))
+        return ""
+
+    def _find_mean(self) -> str:
+        """Returns a warning of (mean, weight) in place of (sum, weight): weights of rows add up, losses do not."""
+        together, alone = self._pairs(self._batch), [self._pairs(each) for each in self._alone()]
+        for name, (total, weight) in together.items():
+            each = [pairs[name] for pairs in alone if pairs[name][1]]
+            added, counted = math.fsum(one for one, _ in each), math.fsum(count for _, count in each)
+            if not counted or abs(counted - weight) > self._tolerance * weight:
+                continue
+            means = (added / len(each), math.fsum(one * count for one, count in each) / counted)
+            size = self._tolerance * abs(total)
+            if min(abs(total - mean) for mean in means) <= size < abs(total - added):
+                what = f"{name!r}, a loss," if name else "the loss"
+                return (
+                    f"{what} of {self._batch.rows} rows is ({total:.6g}, {weight:g}), and the sum of their losses "
+                    f"one by one is {added:.6g}: it is (mean, weight) where fit expects (sum, weight), so fit divides "
+                    "it by its weight once more: the loss in the history and the steps are too small. Return the sum: "
+                    "(loss * n, n) for a mean over n, or (loss.sum(), n)."
+                )
+        return ""
+
+    def _explain(self, name: str, value: float, mean: float, *, is_sum: bool) -> str:
+        rows = self._batch.rows
+        own = self._loss.function is None
+        what = f"{name!r}, a loss," if name else "the loss"
+        is_what = "the sum over rows" if is_sum else "no mean over rows"
+        where = 'in place of the loss (or as {"loss": (sum, weight)})' if own else "from loss_fn"
+        others = (
+            f", let forward divide the sum by an argument {ARGUMENT}, or give a loss_fn that does it from the outputs"
+            if own
+            else ""
+        )
+        return (
+            f"{what} of {rows} rows is {value:.6g}, and the mean of their losses one by one is {mean:.6g}: it is "
+            f"{is_what}, such as one over tokens. It is weighted by rows, so the result depends on the number of ranks "
+            "and on accumulation_steps, and evaluate depends on its batch size. Return (sum, weight) "
+            f"{where}{others}; for a loss that compares rows with each other, see cx.all_gather_with_grad."
+        )
+
+    def _reacts(self) -> bool:
+        """Returns whether the loss depends on num_items_in_batch."""
+        try:
+            one, two = (self._value(self._batch, items) for items in (1, 2))
+        except Exception:  # **kwargs went where nobody knows the argument
+            return False
+        return math.isfinite(one) and abs(one - two) > self._tolerance * abs(one)
+
+    def _losses(self, batch: Batch) -> _Losses:
+        return _Losses(self._value(batch, 1), self._value(batch, None))
+
+    def _value(self, batch: Batch, items: int | None) -> float:
+        output = self._call.with_items(self._model, batch, items)
+        return float(self._loss(output, batch).value)
+
+    def _means(self, batch: Batch) -> dict[str, float]:
+        found = self._loss(self._call.without_graph(self._model, batch), batch)
+        if not self._loss.weightings:
+            return {"": float(found.mean)}
+        kinds = self._loss.weightings.items()
+        return {name: float(found.parts[name].mean) for name, kind in kinds if kind is Weighting.SAMPLES}
+
+    def _pairs(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Returns (sum, weight) of each loss that is a weighted mean."""
+        found = self._loss(self._call.without_graph(self._model, batch), batch)
+        kinds = self._loss.weightings.items()
+        names = [name for name, kind in kinds if kind is Weighting.TERMS]
+        parts = {name: found.parts[name] for name in names} if kinds else {"": found}
+        return {name: (float(part.value * part.terms), float(part.weight)) for name, part in parts.items()}
+
+    def _alone(self) -> Iterator[Batch]:
+        return (_part(self._batch, slice(row, row + 1)) for row in range(self._batch.rows))
+
+
+def _picked(batch: Batch) -> Batch:
+    """Returns a few rows that have different numbers of what may be padding: the most frequent value of a table."""
+    if batch.rows <= ROWS:
+        return _part(batch, slice(0, ROWS))
+    tables = [each for each in (*tensors(batch.targets), *tensors(batch.inputs)) if each.dim() > 1 and each.numel()]
+    if not tables:
+        return _part(batch, slice(0, ROWS))
+    flat = tables[0].reshape(batch.rows, -1)
+    order = (flat == flat.mode().values.mode().values).sum(1).argsort(stable=True)
+    return _part(batch, torch.cat([order[: ROWS // 2], order[-ROWS // 2 :]]))
+
+
+def _part(batch: Batch, rows: slice | Tensor) -> Batch:
+    def part(tree: Tree) -> Tree:
+        return map_tree(lambda tensor: tensor[rows].clone(), tree)  # a model may change its input
+
+    weights = None if batch.weights is None else batch.weights[rows]
+    targets = None if batch.targets is None else part(batch.targets)
+    return replace(batch, inputs=part(batch.inputs), targets=targets, weights=weights)
+
+
+def warning_of(check: Callable[[], str]) -> str:
+    """Returns what a check warns of; "" if the model or the loss cannot be tried so, such as on one row."""
+    with contextlib.suppress(Exception):
+        return check()
+    return ""

@@ -1,0 +1,1 @@
+"""How the model runs: forward, compile, recompute, memory, device."""

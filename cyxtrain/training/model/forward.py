@@ -1,0 +1,186 @@
+"""How a model is called: in which precision, and how the parts of a batch become the arguments of its forward."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.collate import TARGET_NAMES
+from cyxtrain.data.batches.structure import Tree, map_output
+from cyxtrain.errors import ConfigError
+from cyxtrain.metrics.loss import Loss
+from cyxtrain.metrics.num_items import ARGUMENT, names_items, usual_rule
+from cyxtrain.optim.precision import Precision
+
+
+class _Way(enum.Enum):
+    """How inputs become arguments."""
+
+    WHOLE = "as one argument"
+    EACH = "one after the other"
+    NAMED = "by name"
+
+
+class ModelCall:
+    """Calls a model with batches of one form.
+
+    A dictionary goes by name where forward takes its keys; what it does not take beside them, such as ids, is left out.
+    A tuple or a list goes one after the other, where it takes as many; else as it is.
+
+    Args:
+        model: Not wrapped.
+        precision: What it computes in.
+        inputs: Rows of the data, for their form.
+        targets: As `inputs`; they matter to a model that computes its own loss.
+        loss: Of the fit.
+
+    Raises:
+        ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        inputs: Tree,
+        targets: Tree | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.precision = precision
+        self.differentiates = False
+        """Whether the model makes derivatives in forward, and needs gradients outside training too."""
+        self._way = _way_of(model, inputs)
+        self.left_out = _not_taken(model, inputs) if self._way is _Way.NAMED else []
+        """Names of inputs, such as ids, that forward does not take."""
+        self.names_differ = _names_differ(model, inputs) if self._way is _Way.WHOLE else ""
+        """Which names forward takes and which the inputs have, for an error; "" where they have none."""
+        self._gives_targets = loss is not None and loss.function is None and targets is not None
+        if self._gives_targets and self._way is _Way.WHOLE and not takes(model.forward, 2):
+            raise ConfigError(
+                "loss_fn is missing: without one the model is called with X and y, and returns its loss; the forward "
+                f"of {type(model).__name__} does not take both. Give a loss_fn, such as 'cross_entropy', or no y."
+            )
+        self._loss = loss
+        if loss is not None and loss.function is None and names_items(model):
+            loss.items = usual_rule(Batch(0, inputs, targets))
+        self._target_name = ""
+        if self._gives_targets and self._way is _Way.NAMED and not isinstance(targets, dict):
+            self._target_name = _name_of_targets(model)
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Returns what a model gives for a batch; one that computes its own loss is given the targets too.
+
+        Args:
+            model: The one that this was made for, or a wrapper of it.
+            batch: Of the form that this was made for.
+        """
+        rule = None if self._loss is None else self._loss.items
+        if rule is not None:
+            return self.with_items(model, batch, rule.items(batch))
+        return self.with_items(model, batch, None) if self._gives_targets else self.predict(model, batch)
+
+    def with_items(self, model: Callable[..., Any], batch: Batch, items: Tensor | int | None) -> Any:
+        """Returns what a model that computes its own loss gives for a batch.
+
+        Args:
+            model: As `__call__`.
+            batch: As `__call__`.
+            items: `num_items_in_batch`; None: it is not passed.
+        """
+        targets = (batch.targets,) if self._gives_targets else ()
+        named: dict[str, Any] = {} if items is None else {ARGUMENT: items}
+        return self._compute(model, batch.inputs, *targets, **named)
+
+    def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Returns what a model gives for a batch's inputs alone."""
+        inputs = batch.inputs
+        if isinstance(inputs, Tensor) and self.precision.is_full:
+            return model(inputs)
+        return self._compute(model, inputs)
+
+    def without_graph(self, model: Callable[..., Any], batch: Batch, *, predicting: bool = False) -> Any:
+        """Returns what a model gives for a batch, outside training; `predicting`: for its inputs alone."""
+        call = self.predict if predicting else self
+        if not self.differentiates:
+            return call(model, batch)
+        with torch.enable_grad():
+            output = call(model, batch)
+        return map_output(Tensor.detach, output)
+
+    def _compute(self, model: Callable[..., Any], inputs: Tree, *targets: Tree | None, **others: int) -> Any:
+        arguments, named = self._arguments(inputs, *targets)
+        named |= others
+        if self.precision.is_full:
+            return model(*arguments, **named)
+        with self.precision.computing():
+            output = model(*arguments, **named)
+        return self.precision.widened(output)
+
+    def _arguments(self, inputs: Tree, *targets: Tree | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._way is _Way.WHOLE:
+            return (inputs, *targets), {}
+        if self._way is _Way.EACH:
+            return (*inputs, *targets), {}
+        named: dict[str, Any] = dict(inputs)  # type: ignore[arg-type]
+        for name in self.left_out:
+            del named[name]
+        for target in targets:
+            named |= target if isinstance(target, dict) else {self._target_name: target}
+        return (), named
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Returns whether a function can be called with so many arguments, one after the other."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # it does not say: it is written in C
+        return True
+    return True
+
+
+def _way_of(model: nn.Module, inputs: Tree) -> _Way:
+    if isinstance(inputs, Tensor):
+        return _Way.WHOLE
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(inputs, dict):
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = {p.name for p in parameters if p.default is p.empty and p.name in names} - {*TARGET_NAMES}
+        by_name = inputs.keys() <= names or (needed <= inputs.keys() and bool(names & inputs.keys()))
+        return _Way.NAMED if inspect.Parameter.VAR_KEYWORD in kinds or by_name else _Way.WHOLE
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return _Way.EACH if inspect.Parameter.VAR_POSITIONAL in kinds or len(places) >= len(inputs) else _Way.WHOLE
+
+
+def _not_taken(model: nn.Module, inputs: Tree) -> list[str]:
+    """Return the names of inputs that forward does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    if not isinstance(inputs, dict) or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in inputs if name not in parameters]
+
+
+def _names_differ(model: nn.Module, inputs: Tree) -> str:
+    if not isinstance(inputs, dict):
+        return ""
+    taken, given = ", ".join(inspect.signature(model.forward).parameters), ", ".join(map(str, inputs))
+    return f" (forward takes {taken}, and X has {given}, so X is passed whole: use forward's names to pass its parts)"
+
+
+def _name_of_targets(model: nn.Module) -> str:
+    taken = inspect.signature(model.forward).parameters
+    found = next((name for name in TARGET_NAMES if name in taken), None)
+    if found is None:
+        raise ConfigError(
+            f"the model computes its own loss and takes X by name, and has no argument for y: call one of them "
+            f"{', '.join(TARGET_NAMES)}, or give y as a dictionary with its name."
+        )
+    return found

@@ -1,0 +1,65 @@
+"""What a rank says when its device, or the machine, has no more memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from cyxtrain.environment import accelerator
+from cyxtrain.errors import CyxtrainError
+from cyxtrain.world import runtime
+
+_OF_THE_CPU = "can't allocate memory"
+"""PyTorch's words for it, in an error of no kind of its own."""
+_OF_LIBRARIES = ("out of memory", "_alloc_failed", "_allocation_failed", "failed to cuda")
+"""Words of drivers, cuBLAS, cuDNN, cuSPARSE and NCCL, which take memory by themselves; in lower case."""
+_IN_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True helps where free memory is in pieces."
+_LESS = "Give each rank less to hold at once: a smaller batch_size"
+_IN_TRAINING = (
+    ", with accumulation_steps so that steps stay as they are; precision='bf16'; "
+    "trainer.enable_gradient_checkpointing()"
+)
+_IN_EVALUATION = " (in fit, validation_batch_size; a DataLoader has its own)"
+_ON_GPUS = (
+    "On a GPU, look at nvidia-smi: each rank needs one of its own (cyxtrain launch --gpus), and nobody else on it."
+)
+
+
+@contextlib.contextmanager
+def memory_explained(*, trains: bool = True) -> Iterator[None]:
+    """Adds to an error within that says that memory is full on which rank, and what to do; it stays what it is.
+
+    Args:
+        trains: Whether steps are taken within; False: it is an evaluation or a prediction, which keeps no activations.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_full(error):
+            held = "" if _is_of_the_cpu(error) else _held()
+            less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
+            said = str(error).rstrip(". \n") or type(error).__name__
+            error.args = (f"rank {runtime.get_rank()} is out of memory: {said}. {held}{less}. {_ON_GPUS}",)
+        raise
+
+
+def is_full(error: Exception) -> bool:
+    """Returns whether an error is about memory, and nothing has been added to it yet."""
+    if _ON_GPUS in str(error) or isinstance(error, CyxtrainError):
+        return False
+    known = _is_of_the_cpu(error) or isinstance(error, torch.OutOfMemoryError)
+    return known or any(words in str(error).lower() for words in _OF_LIBRARIES)
+
+
+def _is_of_the_cpu(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or _OF_THE_CPU in str(error)
+
+
+def _held() -> str:
+    """Returns how much PyTorch has held on this rank's accelerator, and what helps if that was less than it has."""
+    device = accelerator.in_use()
+    held = None if device is None else accelerator.max_memory_reserved(device)
+    words = "" if held is None else f"PyTorch has held up to {held / 2**30:.1f} GiB of {device}. "
+    return f"{words}{_IN_PIECES} "

@@ -1,0 +1,172 @@
+"""Which device a model is trained on."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain.environment import accelerator, torch_compat
+from cyxtrain.errors import ConfigError, counted, on_all_ranks
+from cyxtrain.training.inputs.checks import check_batch_norm
+from cyxtrain.world import consensus, runtime
+
+_NOT_COUNTED = ("cpu", "meta", "mps")
+"""Kinds of device of which `accelerator` does not know how many there are."""
+
+
+_OTHER_DEVICE = ("on the same device", "and weight type")
+"""PyTorch's words in the errors of operations whose tensors are on several devices."""
+
+
+def remedy_for_devices(error: Exception) -> str:
+    """Returns what to do about an error of a user's code whose tensors are on several devices; "" about others."""
+    text = str(error)
+    if not any(words in text for words in _OTHER_DEVICE):
+        return ""
+    return ("" if text.endswith(("!", ".")) else ".") + (
+        " One of your tensors has stayed where it was made: make what a model or a loss keeps a buffer "
+        "(self.register_buffer), and the others on the device of what comes in (device=x.device)."
+    )
+
+
+def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
+    """Returns the device that a user named, "auto" as it is.
+
+    Raises:
+        ConfigError: There is no such device, or the model cannot be trained there.
+    """
+    visible, count = accelerator.visible(), accelerator.count()
+    try:
+        found = torch.device("cpu" if device == "auto" else device)
+    except (RuntimeError, TypeError) as error:
+        gpu = "cuda" if visible is None else visible.type
+        raise ConfigError(
+            f"device must be 'auto' (a visible GPU, else the CPU), or one of torch's such as 'cpu' or {gpu!r}, got "
+            f"{device!r}."
+        ) from error
+    asked = f"device={str(device)!r}"
+    is_there = visible is not None and visible.type == found.type
+    if not (torch.backends.mps.is_available() if found.type == "mps" else is_there or found.type in _NOT_COUNTED):
+        raise ConfigError(f"{asked}: no {found.type.upper()} device is visible. Use 'auto' or 'cpu'.")
+    if is_there and (found.index or 0) >= count:
+        numbers = f"{found.type}:0" + (f" to {found.type}:{count - 1}" if count > 1 else "")
+        raise ConfigError(
+            f"{asked}: {counted(count, 'such device')} visible ({numbers}). Use {found.type!r}: it is this rank's own."
+        )
+    if str(device) == "cpu" or visible is None:
+        check_batch_norm(model, torch.device("cpu"), wanted=False)
+    return device
+
+
+def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
+    """Returns where a model is to be, an accelerator with its number, and makes that one this thread's.
+
+    Args:
+        asked: As `checked_device` returned it. "auto": where the model is, if that is an accelerator; else one that is
+            visible, unless a backend of CPUs was asked for; else the CPU.
+        model: Not wrapped.
+
+    Raises:
+        ConfigError: NCCL has connected this rank on another GPU, or the model is spread over several.
+    """
+    parameter = next(model.parameters(), None)
+    here = torch.device("cpu") if parameter is None else parameter.device
+    visible = accelerator.visible()
+    places = sorted({str(each.device) for each in model.parameters() if accelerator.is_accelerator(each.device)})
+    if asked == "auto" and len(places) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {' and '.join(places)}, and each rank trains a whole model on one device. "
+            f"Leave out device_map or its like; device={torch.device(places[0]).type!r} moves the model to one."
+        )
+    if asked != "auto":
+        chosen = torch.device(asked)
+    elif here.type == "cpu" and visible is not None and not runtime.why_cpus():
+        chosen = visible
+    else:
+        chosen = here
+    if visible is None or chosen.type != visible.type:
+        return chosen
+    if chosen.index is None:
+        chosen = torch.device(chosen.type, own_index())
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == chosen.type and bound != chosen:
+        what = f"the model is on {chosen}" if asked == "auto" else f"device={str(asked)!r}"
+        raise ConfigError(
+            f"{what}, and rank {dist.get_rank()}, local rank {runtime.get_local_rank()}, is connected over NCCL on "
+            f"{bound}. Use {chosen.type!r} without a number: after cyxtrain.init() it is this rank's own."
+        )
+    torch.accelerator.set_device_index(chosen.index)
+    return chosen
+
+
+def own_index() -> int:
+    """Returns the number of this rank's accelerator: the one that the program has set; else that of the local rank."""
+    current = torch.accelerator.current_device_index()
+    return current or runtime.get_local_rank() % accelerator.count()
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Returns what ranks tell each other about their devices.
+
+    Args:
+        device: This rank's, with its number.
+    """
+    identity = f"{device} of {platform.node()}"
+    if device.type == "cuda":
+        identity = torch_compat.identity_of_gpu(device.index)[0] or identity
+    return {"the kind of device": device.type, "_device": [str(device), platform.node(), identity]}
+
+
+def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Refuses ranks that use one GPU over a NCCL that has not connected them yet, on every rank.
+
+    Args:
+        everyone: The facts of all ranks, by rank.
+        device: This rank's.
+
+    Raises:
+        ConfigError: With the ranks and the device.
+    """
+    group = runtime.group_for(device)
+    is_connected = getattr(group, "bound_device_id", None) is not None
+    if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
+        return
+    holders: dict[str, int] = {}
+    for rank, facts in enumerate(everyone):
+        name, node, identity = facts["_device"]
+        if identity in holders:
+            error = ConfigError(
+                f"rank {holders[identity]} and rank {rank} train on one GPU, {name} of {node}, which NCCL refuses. Use "
+                "device='cuda' without a number, or torch.cuda.set_device(local_rank) before the model is moved.",
+                rank=rank,
+            )
+            raise on_all_ranks(error)
+        holders[identity] = rank
+
+
+def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> str:
+    """Returns which devices are used and which are visible, in words.
+
+    Args:
+        device: This rank's.
+        everyone: The facts of all ranks, by rank.
+    """
+    visible, count = accelerator.visible(), accelerator.count()
+    words = str(device)
+    if device.type == "cpu":
+        words += f", {counted(torch.get_num_threads(), 'thread')} per rank"
+    if visible is None:
+        return words
+    if device.type != visible.type:
+        what = f"1 {visible.type} device is" if count == 1 else f"{count} {visible.type} devices are"
+        return f"{words}; {what} visible and not used: {runtime.why_cpus() or f'device={str(device)!r}'}"
+    node = everyone[runtime.get_rank()]["_device"][1]
+    here = {name for name, other, _ in (facts["_device"] for facts in everyone) if other == node}
+    used = sorted(here, key=lambda name: torch.device(name).index or 0)
+    which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"
+    return f"{which} ({len(used)} of {count} visible {accelerator.name_of(device)})"

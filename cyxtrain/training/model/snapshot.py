@@ -1,0 +1,143 @@
+"""Modules and other objects as they were before something was tried on them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+import random
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.data.rng import generators_kept
+from cyxtrain.environment import torch_compat
+from cyxtrain.training.model.buffers import BuffersKept
+
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+
+
+@contextlib.contextmanager
+def untouched(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
+    """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
+
+    Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
+    dictionaries among these hold, buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and Python;
+    with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that writes
+    to `.data` changes no version counter. Within, no parameter has a `.grad`.
+
+    Cost: a copy of the buffers, where they are; with `copies` also one of what is trained, on the CPU.
+
+    Args:
+        owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
+        device: Whose generator is kept, beside the CPU's.
+        copies: Whether parameters are copied; each prediction for a few rows would take the time of that.
+    """
+    kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners], copies=copies)
+    with generators_kept(device, kept.generators):
+        try:
+            yield
+        finally:
+            kept.restore()
+
+
+class _Kept:
+    """What objects hold now, but for gradients, which are taken away.
+
+    Args:
+        owners: The objects.
+        copies: As `untouched`.
+    """
+
+    def __init__(self, owners: Iterable[Any], *, copies: bool) -> None:
+        plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
+        held = [each for owner in plain for each in (owner, *vars(owner).values()) if isinstance(each, nn.Module)]
+        # What a lazy module makes in its first forward stays, as it does wherever else it runs first.
+        modules = [
+            part for part in dict.fromkeys(part for module in held for part in module.modules()) if not _is_lazy(part)
+        ]
+        objects = [*modules, *(each for each in plain if not isinstance(each, nn.Module))]
+        self._buffers = [BuffersKept(module) for module in held if not any(map(_is_lazy, module.modules()))]
+        self._attributes = [(vars(each), dict(vars(each))) for each in objects]
+        self._classes = [
+            (cls, dict(vars(cls))) for cls in dict.fromkeys(cls for each in objects for cls in _own_classes(each))
+        ]
+        values = [value for _, before in [*self._attributes, *self._classes] for value in before.values()]
+        self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
+        found = [*values, *(part for _, container in self._containers for part in _flat(container))]
+        self.generators = [each for each in found if isinstance(each, torch.Generator)]
+        numpys = [each.bit_generator for each in found if isinstance(each, np.random.Generator)]
+        self._numpys = [(each, copy.deepcopy(each.state)) for each in numpys]
+        self._pythons = [(each, each.getstate()) for each in found if isinstance(each, random.Random)]
+        tensors = {id(each): each for each in found if isinstance(each, Tensor)}
+        self._parameters = [
+            (each, each.requires_grad, each.grad) for each in tensors.values() if isinstance(each, nn.Parameter)
+        ]
+        for parameter, _, _ in self._parameters:
+            parameter.grad = None
+        others = _frozen(modules) | {id(each) for module in modules for each in module.buffers(recurse=False)}
+        self._copies = [
+            (tensor, tensor.detach().to("cpu", copy=True))
+            for number, tensor in tensors.items()
+            if copies and number not in others and tensor.layout is torch.strided
+        ]
+
+    def restore(self) -> None:
+        """Makes them what they were."""
+        for now, before in [*self._attributes, *self._containers]:
+            if _marks(now) != _marks(before):
+                now.clear()
+                now.extend(before) if isinstance(now, (list, collections.deque)) else now.update(before)
+        for cls, before in self._classes:
+            for name, value in before.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+        for parameter, requires_grad, gradient in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+        for numbers, state in self._numpys:
+            numbers.state = state
+        for generator, before in self._pythons:
+            generator.setstate(before)
+        for buffers in self._buffers:
+            buffers.bring_back()
+        for tensor, copied in self._copies:
+            if tensor.shape == copied.shape and not torch.equal(tensor.detach().cpu(), copied):
+                tensor.data.copy_(copied)
+
+
+def _own_classes(instance: Any) -> Iterator[type]:
+    """Return the classes of an object that a user wrote: `seen = 0` in a class is a counter, too."""
+    libraries = ("builtins", "torch", "cyxtrain")
+    return (cls for cls in type(instance).__mro__ if cls.__module__.partition(".")[0] not in libraries)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(map(nn.parameter.is_lazy, tensors))
+
+
+def _frozen(modules: Iterable[nn.Module]) -> set[int]:
+    """Returns the ids of parameters that nothing changes: a large model that is tuned in part is not copied."""
+    return {
+        id(parameter)
+        for module in modules
+        for parameter in torch_compat.own_parameters(module).values()
+        # An embedding with max_norm changes its weight in forward, frozen or not.
+        if parameter is not None and not parameter.requires_grad and getattr(module, "max_norm", None) is None
+    }
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _marks(container: Any) -> list[int]:
+    parts = itertools.chain.from_iterable(container.items()) if isinstance(container, dict) else container
+    return [id(part) for part in parts]

@@ -1,0 +1,1 @@
+"""Continue from a checkpoint, and report what differs from it. No file format."""

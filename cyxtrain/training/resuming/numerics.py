@@ -1,0 +1,50 @@
+"""What decides the last bits of a training's numbers, beside model, data and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cyxtrain.config import DDPConfig
+from cyxtrain.optim.precision import float32_products
+from cyxtrain.training.inputs.plan import Run
+from cyxtrain.training.model.compile import explain_compiled
+
+
+def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Returns the arithmetic in use, by what people call it: JSON values."""
+    device = run.data.placement.device
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    travelling = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": run.config.precision,
+        "the model": explain_compiled(run.config.compile, run.compiles_layers) or "run as it is",
+        "the optimizer's kernel": "fused" if run.fuses else "as it was built",
+        "the device": device.type,
+        "the backend": dist.get_backend(),
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
+        "the precision of float32 products": _product_precision(device, run.config.float32_precision),
+        **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
+    }
+
+
+def _product_precision(device: torch.device, asked: str | None) -> str:
+    """Returns how matrices of float32 are multiplied, whichever of PyTorch's two ways has set it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with float32_products(asked):
+        return str(backend.fp32_precision)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns, in words, what has another value than before; what was not known then is passed over."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

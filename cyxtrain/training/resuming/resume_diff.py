@@ -1,0 +1,101 @@
+"""What a program that resumes has given otherwise than the one whose checkpoint it is: it is said, never silent.
+
+Optimizer, schedule, and what has been done to the rates are the checkpoint's; how a step is made from here on is the
+program's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.config import AMPConfig, DistributedTrainingConfig
+from cyxtrain.optim.schedules import schedule_settings
+from cyxtrain.training.resuming.numerics import differences
+from cyxtrain.training.state import TrainingState
+
+_DONE = ("learning_rate_scaling", "warmup_steps")
+"""What a fit does once to its rates: a checkpoint has the rates themselves."""
+_EACH_STEP = (
+    *("accumulation_steps", "clip_norm", "clip_value", "clip_adaptive", "sync_batchnorm"),
+    *("scheduler_interval", "channels_last"),
+)
+"""What a fit does in each step; precision and compilation are told with the arithmetic."""
+_NO_OPTIONS = {"params", "lr", "initial_lr"}
+"""What an optimizer keeps with its options; of rates, what they began with counts."""
+
+
+def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
+    """Returns a config in which what is not done again is as it was.
+
+    Args:
+        config: Of the fit that resumes.
+        saved: The checkpoint's.
+    """
+    fields = {name: saved.get(name, getattr(config, name)) for name in _DONE}
+    if config.precision == saved.get("precision") == "fp16":
+        began = _loss_scaling(saved)["initial_scale"]
+        fields["amp"] = dataclasses.replace(config.amp or AMPConfig(), initial_scale=began)
+    return dataclasses.replace(config, **fields)
+
+
+def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
+    """Returns the settings that a checkpoint puts back, as they are: by what the header calls them, part by part."""
+    _, groups = optimizer_state_by_name(state.optimizer, state.trained)
+    hidden = _NO_OPTIONS | state.rates.moved_options
+    options = []
+    for group, rate in zip(groups, state.rates.given(), strict=True):
+        shown = {name: value for name, value in group.items() if name not in hidden}
+        options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
+        options[-1]["lr"] = rate
+    own = dataclasses.asdict(config)
+    done = {name: own[name] for name in _DONE}
+    if config.precision == "fp16":
+        done["initial_scale"] = _loss_scaling(own)["initial_scale"]
+    return {"settings": [done], "optimizer": options, "schedule": schedule_settings(state.rates.scheduler)}
+
+
+def put_back(
+    program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
+) -> list[tuple[str, str]]:
+    """Returns (what, how) of what the checkpoint has put in the place of what the program had.
+
+    Args:
+        program: As `what_is_set`, before.
+        checkpoint: As that, after.
+    """
+    found = []
+    for what, parts in program.items():
+        words = {
+            f"{name} {after[name]} as in the checkpoint (the program has {before[name]})"
+            for before, after in zip(parts, checkpoint[what], strict=False)
+            for name in before.keys() & after.keys()
+            if before[name] != after[name]
+        }
+        found += [(what, "; ".join(sorted(words)))] if words else []
+    return found
+
+
+def done_otherwise(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Returns, in words, what is done in a step from here on and was not before.
+
+    Args:
+        config: Of the fit that resumes.
+        saved: The checkpoint's.
+    """
+    own = dataclasses.asdict(config)
+    found = differences(saved, {name: own[name] for name in _EACH_STEP})
+    if config.precision == saved.get("precision") == "fp16":
+        now = _loss_scaling(own)
+        del now["initial_scale"]  # by now it has become another
+        found += differences(_loss_scaling(saved), now)
+    return found
+
+
+def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    given: Mapping[str, Any] | None = config.get("amp")
+    return dataclasses.asdict(AMPConfig()) | dict(given or {})

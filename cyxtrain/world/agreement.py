@@ -1,0 +1,144 @@
+"""Ranks agree before anything starts: on what they were given, and on whether it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from cyxtrain.errors import (
+    ConfigError,
+    CyxtrainError,
+    DistributedTrainingError,
+    Failure,
+    brief,
+    error_from_facts,
+    is_on_all_ranks,
+    on_all_ranks,
+)
+from cyxtrain.world import runtime
+
+_Planned = TypeVar("_Planned")
+
+
+def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Planned, list[dict[str, Any]]]:
+    """Returns what `plan` made of this rank's input, and every rank's facts about it, by rank.
+
+    Every rank calls it, also one whose input is wrong: so all refuse, and none waits for another. Cost: two
+    all_gathers of some kilobytes.
+
+    Args:
+        plan: Returns (whatever is planned, facts about it), or raises. The facts are JSON values by name, as people
+            call them; they must be the same on every rank, but for names that begin with "_".
+
+    Raises:
+        ConfigError: Some rank's plan failed, or the facts differ; on every rank.
+    """
+    facts: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        planned, facts = plan()
+    except Exception as error:
+        problem = error
+    everyone = agree(facts, problem)
+    return planned, everyone
+
+
+def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
+    """Returns every rank's facts, by rank, when they are the same and no rank has a problem.
+
+    Args:
+        facts: As `agree_on`.
+        problem: What is wrong on this rank.
+
+    Raises:
+        ConfigError: Some rank has a problem, or the facts differ; on every rank.
+    """
+    text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
+    everyone = [json.loads(found) for found in runtime.gather_texts(text)]
+    refused = next((rank for rank, other in enumerate(everyone) if other["problem"] is not None), None)
+    if problem is not None:
+        raise on_all_ranks(problem)
+    if refused is not None:
+        error = ConfigError(f"rank {refused} refuses to start: {everyone[refused]['problem']}", rank=refused)
+        raise on_all_ranks(error)
+    for rank, other in enumerate(everyone):
+        _compare(everyone[0]["facts"], other["facts"], rank)
+    return [other["facts"] for other in everyone]
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Within, what fails on this rank alone ends the group: the others would wait for it.
+
+    Raises:
+        CyxtrainError: The error of another rank, if what failed here is a collective that ended because of it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_on_all_ranks(error):
+            raise
+        cause = runtime.cause_of(error)
+        runtime.tell(error, in_training=True)
+        if cause is not None:
+            raise cause from error
+        raise
+
+
+def raise_together(problem: Exception | None) -> None:
+    """Raises on every rank what went wrong on any, so that no rank waits for one that has failed.
+
+    Every rank calls it. The rank itself raises its own error; the others one that names the rank, of the same type
+    where that is ours. Cost: two small all_gathers.
+    """
+    mine = ""
+    if problem is not None:
+        failed = DistributedTrainingError(_text(problem), failures=[Failure.of(problem, runtime.get_rank())])
+        mine = json.dumps((problem if isinstance(problem, CyxtrainError) else failed).to_facts())
+    everyone = runtime.gather_texts(mine)
+    if problem is not None:
+        raise on_all_ranks(problem)
+    for rank, text in enumerate(everyone):
+        if text:
+            facts = json.loads(text)
+            raise on_all_ranks(error_from_facts({**facts, "message": f"rank {rank}: {facts['message']}", "rank": rank}))
+
+
+def on_master(action: Callable[[], object], *, together: bool) -> None:
+    """Lets rank 0 do something; what goes wrong there is raised on every rank that calls this.
+
+    Args:
+        action: What to do.
+        together: Whether every rank calls it, or rank 0 alone.
+    """
+    problem: Exception | None = None
+    if runtime.is_master():
+        try:
+            action()
+        except Exception as error:  # the others wait
+            problem = error
+    if together:
+        raise_together(problem)
+    elif problem is not None:
+        raise problem
+
+
+def _text(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, CyxtrainError) else f"{type(problem).__name__}: {problem}"
+
+
+def _compare(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    for name in {**first, **other}:
+        if not name.startswith("_") and first.get(name) != other.get(name):
+            own_rows = " Each rank's own rows go as a DataLoader, with sharded_data=True." * ("training" in name)
+            seed = " Random data need one seed: torch.manual_seed(0) before torch.randn." * (
+                "hash of its values" in name
+            )
+            error = ConfigError(
+                f"rank {rank} differs from rank 0 in {name}: {brief(other.get(name))} on rank {rank}, "
+                f"{brief(first.get(name))} on rank 0. Every rank must be given the same.{seed}{own_rows}",
+                rank=rank,
+            )
+            raise on_all_ranks(error)

@@ -1,0 +1,319 @@
+"""Joining the world: a backend that is here, a store that all ranks reach, and the group over it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions
+from cyxtrain.environment import process_env, torch_compat
+from cyxtrain.environment.cpu import cgroup_quota
+from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
+from cyxtrain.ring import RingProcessGroup
+from cyxtrain.ring.backend import TORCHS_WORLD
+from cyxtrain.ring.rendezvous import pytorch_store
+from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
+from cyxtrain.ring.rendezvous.listen import own_address
+from cyxtrain.ring.rendezvous.membership import RollCall
+from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.store import reach_store, serve_store
+from cyxtrain.ring.rendezvous.store_client import StoreLostError, root_of
+from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.world import devices
+from cyxtrain.world.devices import Seen
+
+_lives: Counter[tuple[str, int]] = Counter()
+"""How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
+
+A world of one has no store, and does not count: other ranks may be new processes."""
+_store: KeyValueStore | None = None
+"""The store that this process serves, as rank 0, or has reached. C++, which uses it, keeps no Python object alive."""
+_server: KeyValueServer | Connection | None = None
+"""What is behind it."""
+_PYTORCHS_STORE = "pytorch/store"
+"""Where rank 0 tells the address of a store of PyTorch's."""
+
+
+@dataclass
+class Joined:
+    """How this process joined.
+
+    Attributes:
+        group: The default group that was made.
+        config: Complete, but for the backend where nobody asked for one.
+        cpu_group: For CPU tensors and small agreements.
+        seen: What each rank sees of accelerators, by rank; over Gloo this rank alone.
+        backend: The one that users asked for; None: the ranks have decided.
+        why_ring: Why they use the ring, where they have decided so.
+        store: Kept open for groups that are made later; on rank 0 it holds the port.
+    """
+
+    group: Any
+    config: DistributedConfig
+    cpu_group: Any
+    seen: list[Seen]
+    backend: BackendType | None
+    why_ring: str
+    store: dist.Store
+
+
+def join(config: DistributedConfig) -> Joined:
+    """Makes the default torch process group.
+
+    Args:
+        config: Complete.
+
+    Raises:
+        ConfigError: A local rank without a GPU; or ranks were asked for different backends.
+        RendezvousError: The ranks did not find each other within `timeout_ms`.
+        BackendUnavailableError: The backend is not on this machine.
+    """
+    deadline = Deadline(config.timeout_ms / 1000)
+    _warn_of_untested_torch(config.rank or 0)
+    if config.backend is not None:
+        _require_backend(BackendType.parse(config.backend), config)
+    seen = devices.look(config)
+    # What cannot be is refused before anything starts.
+    options = replace(process_env.ring_options(), devices=seen.to_text())
+    while True:
+        store = _store_of_this_life(config, options, deadline)
+        try:
+            if config.backend is BackendType.GLOO:
+                store = _make_gloo(store, config, options, deadline)
+                joined = Joined(dist.group.WORLD, config, dist.group.WORLD, [seen], BackendType.GLOO, "", store)
+            else:
+                joined = _make_groups(store, config, options, deadline)
+        except StoreLostError:
+            # Rank 0 of the life before went away just now; its next life opens the store again.
+            if config.rank == 0 or deadline.passed():
+                raise
+            continue
+        break
+    if config.world_size != 1:  # not when it failed: a rank that tries again must look where the others are
+        _lives[config.master_addr, config.master_port] += 1
+    # Groups that are made later meet there: over NCCL at their first collective, to which a rank may come late.
+    is_nccl = joined.cpu_group is not joined.group
+    joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
+    if not process_env.sets_threads():
+        _share_cores(process_env.ranks_that_share_cores(), process_env.cores_left())
+    return joined
+
+
+def open_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
+    """Opens the store as rank 0, or reaches it; torchrun's agent keeps one for all.
+
+    Args:
+        config: Complete, of a world of several.
+        secret: What members know; None: there is none.
+        seconds: Until it gives up.
+
+    Raises:
+        RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
+    """
+    global _store, _server
+    rank, world_size = config.rank or 0, config.world_size or 1
+    address, port = config.master_addr, config.master_port
+    prefix = process_env.agent_store_prefix(config)
+    if prefix is not None:
+        return dist.PrefixStore(prefix, pytorch_store.reach_store(rank, address, port, world_size, seconds))
+    if rank == 0:
+        _server = serve_store(address, port, world_size, secret, seconds)
+        _store = KeyValueStore(_server.values.answer, address, timedelta(seconds=seconds), _server.unproven)
+    else:
+        _server = reach_store(rank, address, port, world_size, secret, seconds)
+        _store = KeyValueStore(_server.ask, address, timedelta(seconds=seconds))
+    return _store
+
+
+def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
+    if config.world_size == 1:
+        return dist.HashStore()  # inside this process: no port
+    place = (config.master_addr, config.master_port)
+    is_same = _store is not None and _store.host == config.master_addr
+    if is_same and isinstance(_server, Connection) and not _server.await_end(deadline.left()):
+        raise RendezvousError(
+            f"rank 0 is still in the world that this process has left, and has its port at {config.master_addr}. To "
+            "begin a new world, every rank must leave the old one first (cyxtrain.finalize()).",
+            rank=0,
+        )
+    forget_store()
+    return dist.PrefixStore(
+        f"/cyxtrain/{_lives[place] + 1}", open_store(config, options.secret_bytes, _left(deadline).total_seconds())
+    )
+
+
+def forget_store() -> None:
+    """Closes the store that was used last: that of rank 0 frees its port, and its end tells the other ranks."""
+    global _store, _server
+    if _server is not None:
+        _server.close()
+    _store = _server = None
+
+
+def forget_parent() -> None:
+    """Lets go, in a forked child, of what its parent has joined: the child joins as a new process does."""
+    if isinstance(_server, KeyValueServer):
+        _server.abandon()
+    forget_store()
+    _lives.clear()
+
+
+def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
+    """Makes a ring, over which the ranks tell what they see; then NCCL's group, if each has a GPU of its own.
+
+    Joining has one deadline, collectives another.
+    """
+    rank, world_size = config.rank or 0, config.world_size or 1
+    timeout = timedelta(milliseconds=config.collective_timeout_ms)
+    # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
+    # a rank that tries again would look for the others in another place.
+    ring = RingProcessGroup(
+        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=TORCHS_WORLD
+    )
+    try:
+        told = ring.told or [("", options.devices)]
+        seen = [Seen.from_text(text) for _, text in told]
+        asked = devices.asked_backend(seen)
+        why_ring = "" if asked else devices.why_ring(seen, [machine for machine, _ in told])
+        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
+        if asked is BackendType.CPU or why_ring:
+            dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
+        devices.check_nccl(seen)
+        group["store"] = store = _pytorchs_store(store, config, deadline)
+        _make_nccl(group, config, deadline)
+        beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
+        return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
+    except BaseException as error:
+        ring.fail(f"{type(error).__name__}: {error}")
+        ring.shutdown()
+        raise
+
+
+def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
+    """Makes NCCL's group the default one, connected, on the GPU of this rank."""
+    device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl", **group, timeout=_left(deadline), device_id=device)
+    except RuntimeError as error:
+        raise _not_joined("nccl", config, error) from error
+    torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
+
+
+def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
+    """Makes Gloo's group the default one; returns its store."""
+    rank, world_size = config.rank or 0, config.world_size or 1
+    roll = RollCall(
+        dist.PrefixStore("roll", store),
+        rank,
+        range(world_size),
+        deadline,
+        waits_for_next_store=options.comes_again,
+        secret=options.secret_bytes,
+    )
+    with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
+        roll.answer(Entry(world_size))
+        roll.table()
+    store = _pytorchs_store(store, config, deadline)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
+    except RuntimeError as error:
+        raise _not_joined("gloo", config, error) from error
+    torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
+    return store
+
+
+def _pytorchs_store(store: dist.Store, config: DistributedConfig, deadline: Deadline) -> dist.Store:
+    """Returns a store of PyTorch's, which NCCL and Gloo ask from threads of C++. All ranks call it.
+
+    Once all are connected to it nobody else gets there.
+    """
+    ours = root_of(store)
+    if not isinstance(ours, KeyValueStore):
+        return store  # torchrun's agent has one; alone none is needed
+    rank, seconds = config.rank or 0, max(deadline.left(), 0.001)
+    ours.set_timeout(timedelta(seconds=seconds))
+    if rank == 0:
+        served, listener = pytorch_store.host_store(own_address(config.master_addr), seconds)
+        store.set(_PYTORCHS_STORE, f"{served.host} {served.port}")
+    else:
+        host, port = store.get(_PYTORCHS_STORE).decode().split()
+        served = pytorch_store.reach_store(rank, host, int(port), config.world_size or 1, seconds)
+    store.set(f"{_PYTORCHS_STORE}/{rank}", "connected")
+    store.wait([f"{_PYTORCHS_STORE}/{other}" for other in range(config.world_size or 1)])
+    if rank == 0:
+        pytorch_store.close_to_newcomers(listener)
+    return served
+
+
+def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
+    """Returns the error for a group that PyTorch could not make."""
+    hint = "Look at the output of the other ranks."
+    if "Duplicate GPU" in str(error):
+        hint = (
+            "Two ranks use one GPU, which NCCL refuses: start at most one rank per GPU, or set DISTRIBUTED_BACKEND=cpu "
+            "and device='cuda' to share it over the ring."
+        )
+    return RendezvousError(f"rank {config.rank} could not make a {backend} group: {error}. {hint}")
+
+
+def _left(deadline: Deadline) -> timedelta:
+    """Returns the time until it; never none, which a process group takes for "not given"."""
+    return timedelta(seconds=max(deadline.left(), 0.001))
+
+
+def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
+    if backend is BackendType.GLOO and not dist.is_gloo_available():
+        raise BackendUnavailableError("This PyTorch has no Gloo. Use backend='cpu', cyxtrain's own ring.")
+    if backend is not BackendType.NCCL:
+        return
+    missing = devices.why_no_nccl()
+    if missing:
+        raise BackendUnavailableError(
+            f"NCCL library not available: {missing}. "
+            "Use backend='cpu' (DISTRIBUTED_BACKEND=cpu), cyxtrain's own ring, which carries CPU tensors."
+        )
+    count, local_rank = torch.cuda.device_count(), config.local_rank or 0
+    if count > 1 and local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK {local_rank} has no GPU: {count} are visible. Start at most {count} ranks per machine."
+        )
+
+
+def _share_cores(ranks: int, own_cores: int | None = None) -> None:
+    """Leaves each rank of this machine its share of the cores, as our launcher does.
+
+    Where nobody binds ranks to cores, each would start as many threads as the machine has cores, also in a container
+    that gets the time of two: they wait for each other, and training takes tens of times as long.
+
+    Args:
+        ranks: How many share the cores of this machine, as far as it is known.
+        own_cores: How many a scheduler has given to this process; None: it does not say.
+    """
+    # All of the machine's: of those that this rank may run on nobody can tell whether the others may, too.
+    cores = min(os.cpu_count() or 1, cgroup_quota())
+    most = min(cores // ranks, own_cores or cores)
+    if torch.get_num_threads() > max(most, 1):
+        torch.set_num_threads(max(int(most), 1))
+
+
+def _warn_of_untested_torch(rank: int) -> None:
+    """Warns on rank 0, once in a process."""
+    if rank == 0 and not torch_compat.is_tested():
+        _warn_once(
+            f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "
+            f"{torch_compat.tested_range()}."
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
