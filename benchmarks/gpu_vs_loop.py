@@ -38,7 +38,7 @@ WAYS = ("fit", "loop", "ddp")
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
-class Clock:
+class StepTimer:
     """Measures the steps after the first ones, when the device has done them."""
 
     def __init__(self, device: torch.device, warm: int) -> None:
@@ -63,7 +63,7 @@ class Clock:
 class Timed(cx.callbacks.Callback):
     """Lets a clock see the steps of `fit`."""
 
-    def __init__(self, clock: Clock, steps: int) -> None:
+    def __init__(self, clock: StepTimer, steps: int) -> None:
         super().__init__()
         self._clock, self._steps = clock, steps
 
@@ -80,7 +80,7 @@ class Timed(cx.callbacks.Callback):
 # --- the three ways ---------------------------------------------------------------------------------------------------
 
 
-def by_fit(work: Work, device: torch.device, precision: str, compiled: bool, steps: int, clock: Clock) -> None:
+def by_fit(work: Work, device: torch.device, precision: str, compiled: bool, steps: int, clock: StepTimer) -> None:
     """Trains as a user of cyxtrain does."""
     inputs, targets = work.rows(_row_count(work, steps) * cx.get_world_size())
     model = work.make()
@@ -101,7 +101,7 @@ def by_fit(work: Work, device: torch.device, precision: str, compiled: bool, ste
 
 
 def by_loop(
-    work: Work, device: torch.device, precision: str, compiled: bool, steps: int, clock: Clock, *, ddp: bool = False
+    work: Work, device: torch.device, precision: str, compiled: bool, steps: int, clock: StepTimer, *, ddp: bool = False
 ) -> None:
     """Trains as a user of PyTorch does who knows it well."""
     inputs, targets = work.rows(_row_count(work, steps))
@@ -178,7 +178,7 @@ def measure(way: str, work: Work, device: torch.device, precision: str, compiled
     gc.collect()
     accelerator.reset_peak_memory(device)
     torch.manual_seed(0)
-    clock = Clock(device, warm)
+    clock = StepTimer(device, warm)
     if way == "fit":
         by_fit(work, device, precision, compiled, steps + warm, clock)
     else:

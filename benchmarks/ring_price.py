@@ -57,7 +57,7 @@ def _strip() -> None:
     small.put_sequence = lambda frame, sequence: None
     transfers.check_header = lambda rank, head, expected, offered, checksums: None
     Operation.identity = lambda operation: b""
-    connections.Watch = _SilentWatch
+    connections.PeerMonitor = _SilentWatch
 
 
 def run_rank(rank: int, world_size: int, port: int, variant: str, results: multiprocessing.Queue) -> None:

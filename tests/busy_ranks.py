@@ -103,8 +103,8 @@ def wait_for_a_slow_rank(slow: int, how: str, seconds: float, warn_seconds: floa
     """One rank comes late to a collective; returns what this rank logged while it waited."""
     if warn_seconds is not None:
         wait_graph.WARN_SECONDS = warn_seconds
-    heard = Heard()
-    logging.getLogger("cyxtrain.ring").addHandler(heard)
+    received = Heard()
+    logging.getLogger("cyxtrain.ring").addHandler(received)
     with cx.init():
         cx.barrier()
         if cx.get_rank() == slow:
@@ -113,7 +113,7 @@ def wait_for_a_slow_rank(slow: int, how: str, seconds: float, warn_seconds: floa
         cx.all_reduce(tensor)
         assert bool((tensor == cx.get_world_size()).all())
         cx.barrier()
-    return heard.texts
+    return received.texts
 
 
 def load_much_data(seconds: float) -> None:

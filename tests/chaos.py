@@ -116,17 +116,17 @@ class _Visitor:
 
     sock: socket.socket
     rank: int
-    heard: bytearray
+    received: bytearray
 
     def message(self) -> tuple[bytes, bytes] | None:
         """Returns (magic, body) of the first message, once it is here; what is no message has no body."""
-        if len(self.heard) < FRAME.size:
+        if len(self.received) < FRAME.size:
             return None
-        magic, length = FRAME.unpack_from(self.heard)
+        magic, length = FRAME.unpack_from(self.received)
         if magic not in (HELLO, _HERE) or length > _LONGEST_HELLO:
             return magic, b""
         end = FRAME.size + length
-        return (magic, bytes(self.heard[FRAME.size : end])) if len(self.heard) >= end else None
+        return (magic, bytes(self.received[FRAME.size : end])) if len(self.received) >= end else None
 
 
 class Proxy:
@@ -227,7 +227,7 @@ class Proxy:
             return
         except OSError:
             part = b""
-        visitor.heard += part
+        visitor.received += part
         message = visitor.message()
         if part and message is None:
             return
@@ -252,7 +252,7 @@ class Proxy:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(visitor.sock, sock, link, self._faults, self.happened, bytes(visitor.heard))
+        connection = Connection(visitor.sock, sock, link, self._faults, self.happened, bytes(visitor.received))
         self._connections.append(connection)
         self._everyone.append(connection)
 

@@ -238,7 +238,7 @@ class Connection:
         link: tuple[int | None, int, str | None],
         faults: Sequence[Fault],
         happened: list[Happened],
-        heard: bytes,
+        received: bytes,
     ) -> None:
         self.faults = faults
         self.happened = happened
@@ -249,7 +249,7 @@ class Connection:
         self._flows = (self._there, self._back)
         self._draining: set[socket.socket] = set()
         self._watched: dict[socket.socket, int] = {}
-        self._there.take(heard, 0.0)
+        self._there.take(received, 0.0)
 
     @property
     def looks_out(self) -> bool:

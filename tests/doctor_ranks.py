@@ -40,16 +40,16 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             nobody = probe.getsockname()
-        entry_of, visit = pairs.socket_address, pairs.Visits._visit
+        entry_of, visit = pairs.socket_address, pairs.StreamPasses._visit
 
-        def visit_blindly(self: pairs.Visits, other: int, number: int) -> Any:
+        def visit_blindly(self: pairs.StreamPasses, other: int, number: int) -> Any:
             here = self._arrivals[other].entry
             pairs.socket_address = lambda entry, *, near: (
                 (socket.AF_INET, nobody) if other == peer and entry is here and not near else entry_of(entry, near=near)
             )
             return visit(self, other, number)
 
-        pairs.Visits._visit = visit_blindly
+        pairs.StreamPasses._visit = visit_blindly
     return examine_here(1.0)
 
 
@@ -63,22 +63,22 @@ def examine_and_die(rank: int) -> dict[str, Any]:
 def examine_and_stop(rank: int) -> dict[str, Any]:
     """One rank stops before it tries anybody."""
     if int(os.environ["RANK"]) == rank:
-        pairs.Visits.make = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+        pairs.StreamPasses.make = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
     return examine_here()
 
 
 def examine_among_strangers() -> dict[str, Any]:
     """Before the ranks call each other, and while they do, somebody says all sorts of things to each port."""
-    make, left = pairs.Visits.make, []
+    make, left = pairs.StreamPasses.make, []
 
-    def make_among_strangers(self: pairs.Visits) -> None:
+    def make_among_strangers(self: pairs.StreamPasses) -> None:
         for arrival in self._arrivals.values():
             for words in (*strangers.WORDS.values(), *strangers.UNFINISHED.values()):
                 left.append(strangers.connect((arrival.entry.host, arrival.entry.port)))
                 strangers.say(left[-1], words)
         make(self)
 
-    pairs.Visits.make = make_among_strangers
+    pairs.StreamPasses.make = make_among_strangers
     try:
         return examine_here()
     finally:

@@ -217,10 +217,10 @@ def read(text: str) -> Plan:
 def install(plan: Plan, rank: int) -> None:
     """Makes the faults of a process happen to this one, which is `rank`, from the next call on.
 
-    It counts by wrapping the methods of `Link` that move bytes, and those of `Mesh` that do a collective, for the rest
-    of this process's life: call it in a process of its own, before it joins.
+    It counts by wrapping the methods of `Link` that move bytes, and those of `Executor` that do a collective, for the
+    rest of this process's life: call it in a process of its own, before it joins.
     """
-    from cyxtrain.ring.wire.executor import Mesh
+    from cyxtrain.ring.wire.executor import Executor
     from cyxtrain.ring.wire.link import Link
 
     mine = plan.of_rank(rank)
@@ -233,7 +233,7 @@ def install(plan: Plan, rank: int) -> None:
     if collectives:
         count = itertools.count(1)
         for name in ("run", "take_rounds"):
-            _wrap(Mesh, name, collectives, count)
+            _wrap(Executor, name, collectives, count)
 
 
 def _wrap(owner: Any, name: str, faults: dict[int, Kill | Stop | HoldGil], count: itertools.count[int]) -> None:

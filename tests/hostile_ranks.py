@@ -136,14 +136,14 @@ def _train(folder: Folder) -> dict[str, Any]:
     found = outcome(trainer, history)
     folder.tell(f"fitted{cx.get_rank()}")
     digests = set()
-    go_on = torch.ones(1)
-    while go_on.item():
+    resume_from = torch.ones(1)
+    while resume_from.item():
         generator = torch.Generator().manual_seed(cx.get_rank())
         tensor = torch.randn(ELEMENTS, generator=generator)
         cx.all_reduce(tensor)
         digests.add(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
-        go_on = torch.tensor([0.0 if folder.told("done") else 1.0])
-        cx.all_reduce(go_on, cx.ReduceOp.MIN)  # whoever sees the end first
+        resume_from = torch.tensor([0.0 if folder.told("done") else 1.0])
+        cx.all_reduce(resume_from, cx.ReduceOp.MIN)  # whoever sees the end first
     return {"fingerprint": found["fingerprint"], "history": found["history"], "digests": sorted(digests)}
 
 

@@ -58,7 +58,7 @@ class Model(nn.Module):
         return self.layers(rows)
 
 
-class Begins(cx.callbacks.Callback):
+class HeaderCache(cx.callbacks.Callback):
     """Tells the model that what comes is no trial."""
 
     def __init__(self, model: Model) -> None:
@@ -108,7 +108,7 @@ def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
         checkpoint_dir=folder,
         resume="auto",
         verbose=False,
-        callbacks=[Begins(model)],
+        callbacks=[HeaderCache(model)],
     )
     return {"bits": fingerprint(model), "history": history.history, "epochs": history.epochs, "seen": model.seen}
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Step, Tell, Then, Transfer
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Step, Transfer
 
 GARBAGE = "garbage"
 
@@ -49,29 +49,29 @@ def combined(one: Any, other: Any) -> Any:
     return ((one[0], other[0]), one[1])
 
 
-def handed_over(sender: int, receiver: int, length: int, then: Then) -> Way:
+def handed_over(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
     return Way.HANDED_OVER
 
 
-def buffered(sender: int, receiver: int, length: int, then: Then) -> Way:
+def buffered(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
     return Way.BUFFERED
 
 
-def handed_over_where_long(sender: int, receiver: int, length: int, then: Then) -> Way:
+def handed_over_where_long(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
     """As where no buffer has room for what is long; what says nothing finds room in any."""
     return Way.HANDED_OVER if length else Way.BUFFERED
 
 
-def offered(sender: int, receiver: int, length: int, then: Then) -> Way:
+def offered(sender: int, receiver: int, length: int, then: OnReceive) -> Way:
     """As where all ranks can read each other, and everything is large; what says nothing needs no memory."""
-    return Way.OFFERED if length and then is not Then.EXCHANGE else Way.BUFFERED
+    return Way.OFFERED if length and then is not OnReceive.EXCHANGE else Way.BUFFERED
 
 
-def apart(schedule: Sequence[Step]) -> list[Fold | Transfer]:
+def apart(schedule: Sequence[Step]) -> list[ReadReduce | Transfer]:
     """The schedule with what a rank tells several, and hears of several, one after the other."""
-    result: list[Fold | Transfer] = []
+    result: list[ReadReduce | Transfer] = []
     for step in schedule:
-        if isinstance(step, Tell):
+        if isinstance(step, Multicast):
             result += [Transfer(other, step.send, None, NOTHING) for other in step.to]
             receives = zip(step.hears, step.receive, strict=True)
             result += [Transfer(None, NOTHING, other, span) for other, span in receives]
@@ -102,7 +102,7 @@ class Lockstep:
         schedules: Sequence[Sequence[Step]],
         sources: list[list[Any]],
         targets: list[list[Any]] | None = None,
-        way: Callable[[int, int, int, Then], Way] = handed_over,
+        way: Callable[[int, int, int, OnReceive], Way] = handed_over,
         order: Sequence[int] | None = None,
         *,
         settles: bool = True,
@@ -119,7 +119,7 @@ class Lockstep:
         self._next = [0] * self._size
         self._kept: list[list[Any] | None] = [None] * self._size
         self.results: list[Any] = [None] * self._size
-        self.heard = [{rank} for rank in range(self._size)]
+        self.received = [{rank} for rank in range(self._size)]
         self.links: set[tuple[int, int]] = set()
         self._open: list[set[str]] = [set()] * self._size
         self._known: list[frozenset[int]] = [frozenset()] * self._size
@@ -134,7 +134,7 @@ class Lockstep:
         return self
 
     def all_heard(self) -> bool:
-        return all(len(known) == self._size for known in self.heard)
+        return all(len(known) == self._size for known in self.received)
 
     def _step(self, rank: int) -> Step | None:
         schedule = self._schedules[rank]
@@ -148,24 +148,24 @@ class Lockstep:
             self._schedules[rank] += [Transfer(peer, NOTHING, None, NOTHING) for peer in sorted(self._read[rank])]
             self._schedules[rank] += [Transfer(None, NOTHING, peer, NOTHING) for peer in sorted(self._offered[rank])]
             step = self._step(rank)
-        self._known[rank] = frozenset(self.heard[rank])
+        self._known[rank] = frozenset(self.received[rank])
         if step is None:
             self.results[rank] = list(self._targets[rank])
             for memory in (self._sources[rank], self._targets[rank]):
                 memory[:] = [GARBAGE] * len(memory)
             self._open[rank] = set()
-        elif isinstance(step, Fold):
+        elif isinstance(step, ReadReduce):
             self._open[rank] = {"fold"}
         else:
             sends, receives = step.send_to is not None, step.receive_from is not None
-            if sends and receives and self._sources is self._targets and step.then is not Then.EXCHANGE:
+            if sends and receives and self._sources is self._targets and step.then is not OnReceive.EXCHANGE:
                 assert step.send[1] <= step.receive[0] or step.receive[1] <= step.send[0], "it sends what it receives"
             self._open[rank] = ({"send"} if sends else set()) | ({"receive"} if receives else set())
 
     def _advance(self, rank: int) -> bool:
         """Does one thing that the rank can do; returns whether there was one."""
         step, todo = self._step(rank), self._open[rank]
-        if isinstance(step, Fold):
+        if isinstance(step, ReadReduce):
             if not all(self._sent.get((source, rank)) for source in step.sources):
                 return False
             self._fold(rank, step)
@@ -211,7 +211,7 @@ class Lockstep:
             self._read[rank].add(source)
             if sent.memory[sent.first : sent.first + length] != sent.payload:
                 raise ChangedError(f"rank {rank} reads of rank {source} what has changed")
-        self.heard[rank] |= sent.known
+        self.received[rank] |= sent.known
         return sent.payload
 
     def _receive(self, rank: int, sent: Sent) -> None:
@@ -219,15 +219,15 @@ class Lockstep:
         start, end = step.receive
         payload = self._taken(rank, step.receive_from, sent, end - start)
         target = self._targets[rank]
-        if step.then is Then.COMBINE:
+        if step.then is OnReceive.COMBINE:
             target[start:end] = map(combined, payload, target[start:end])
-        elif step.then is Then.EXCHANGE:
+        elif step.then is OnReceive.EXCHANGE:
             self._kept[rank] = payload
         else:
             target[start:end] = payload
         self._done(rank, "receive")
 
-    def _fold(self, rank: int, fold: Fold) -> None:
+    def _fold(self, rank: int, fold: ReadReduce) -> None:
         start, end = fold.span
         target = self._targets[rank]
         parts = [self._taken(rank, other, self._sent[other, rank].popleft(), end - start) for other in fold.sources]

@@ -13,8 +13,8 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.monitoring.process_state import Process
-from cyxtrain.ring.rendezvous.record import Entry
-from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline
 
 LATE = 0.5
@@ -49,11 +49,13 @@ def meet_all(store, ranks, world_size, seconds=5.0, **options):
 def board_of(store, world_size, secret=None):
     """The keys of the ranks' meeting as a member sees them."""
     group = f"0 {' '.join(map(str, range(world_size)))}"
-    return Board(store, "the test", Deadline(10.0), secret and secret.encode(), group)
+    return StoreClient(store, "the test", Deadline(10.0), secret and secret.encode(), group)
 
 
 def say_entry(store, rank, world_size, port, secret=None, **fields):
     """Says at the store what a rank would say that is somewhere else."""
-    entry = Entry(world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields)
+    entry = RankRecord(
+        world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields
+    )
     with contextlib.closing(board_of(store, world_size, secret)) as board:
         board.set(f"1/entry/{rank}", entry.to_json())

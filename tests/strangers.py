@@ -39,10 +39,10 @@ UNFINISHED = {"nothing": b"", "half a prefix": HELLO[:3], "half a hello": HELLO[
 
 def body(data: bytes) -> bytes:
     """The body of the one message that was said."""
-    heard = bytearray(data)
-    found = take_message(heard)
+    received = bytearray(data)
+    found = take_message(received)
     assert found is not None
-    assert not heard
+    assert not received
     return found
 
 
@@ -58,11 +58,11 @@ def say(sock: socket.socket, data: bytes) -> None:
 
 def hear_all(sock: socket.socket) -> bytes:
     """Returns all that is heard until the other side closes."""
-    heard = b""
+    received = b""
     with contextlib.suppress(ConnectionResetError):
         while part := sock.recv(65536):
-            heard += part
-    return heard
+            received += part
+    return received
 
 
 def shake_hands(sock: socket.socket, claim: Claim, key: bytes) -> None:
@@ -72,20 +72,20 @@ def shake_hands(sock: socket.socket, claim: Claim, key: bytes) -> None:
         HandshakeError: As `Caller`; also where the other side closes the connection.
         RefusedError: The other side says why.
     """
-    caller, heard = Caller(replace(claim, to_place=place_of(sock.getpeername())), key), bytearray()
+    caller, received = Caller(replace(claim, to_place=place_of(sock.getpeername())), key), bytearray()
     say(sock, caller.hello())
-    say(sock, caller.prove(_hear(sock, heard)))
-    caller.conclude(_hear(sock, heard))
+    say(sock, caller.prove(_hear(sock, received)))
+    caller.conclude(_hear(sock, received))
 
 
-def _hear(sock: socket.socket, heard: bytearray) -> bytes:
-    while (body := take_message(heard)) is None:
+def _hear(sock: socket.socket, received: bytearray) -> bytes:
+    while (body := take_message(received)) is None:
         part = b""
         with contextlib.suppress(ConnectionResetError):
             part = sock.recv(4096)
         if not part:
             raise HandshakeError("it closed the connection")
-        heard += part
+        received += part
     return body
 
 

@@ -218,7 +218,7 @@ def test_an_error_on_one_rank_ends_all():
     assert "RuntimeError: mat1 and mat2 shapes" in second
 
 
-def go_on(folder: str) -> dict[str, Any]:
+def resume_from(folder: str) -> dict[str, Any]:
     rows = [(x, y) for x, y in zip(*(part.split(8) for part in make_rows(80)), strict=True)]
     config = cx.AMPConfig(dynamic_history_size=4)
     first = cx.DistributedAMPTrainer(make_model(), config, loss_fn="cross_entropy", accumulation_steps=2)
@@ -247,7 +247,7 @@ def go_on(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_is_gone_on_from_to_the_bit(world_size, tmp_path):
-    for found in run_world(world_size, go_on, str(tmp_path)):
+    for found in run_world(world_size, resume_from, str(tmp_path)):
         assert np.array_equal(found["went on"], found["never stopped"])
 
 

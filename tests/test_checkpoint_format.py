@@ -16,7 +16,7 @@ import torch
 from checkpoints import pack_checkpoint
 
 import cyxtrain.training
-from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, CheckpointState, entries_of, unpack_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, CheckpointState, records_of, unpack_checkpoint
 from cyxtrain.checkpoint.format.archive import write_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.tensors import encode_tensors, safetensors_parts
@@ -325,7 +325,7 @@ def test_a_zip_that_is_no_checkpoint_is_refused_with_the_reason(change, message)
     ],
 )
 def test_a_right_checksum_over_wrong_content_is_still_an_error_with_the_entry(entry, wrong, message):
-    entries = {name: [b"".join(parts)] for name, parts in entries_of(state()).items()}
+    entries = {name: [b"".join(parts)] for name, parts in records_of(state()).items()}
     entries[entry] = [wrong(entries[entry][0])]
     target = io.BytesIO()
     write_archive(target, FORMAT, FORMAT_VERSION, entries)

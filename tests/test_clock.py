@@ -20,7 +20,7 @@ import cyxtrain as cx
 from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
 from cyxtrain.callbacks.slow_ranks import slow_rank
 from cyxtrain.environment import accelerator
-from cyxtrain.progress.step_timer import PARTS, Clock
+from cyxtrain.progress.step_timer import PARTS, StepTimer
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 SLOW_SECONDS = 0.05
@@ -86,7 +86,7 @@ def test_a_device_is_measured_without_waiting_for_it(monkeypatch):
 
 
 def test_waits_of_a_device_are_taken_out_of_the_part_in_which_the_host_waited_for_it():
-    clock = Clock(torch.device("cpu"), profiles=False)
+    clock = StepTimer(torch.device("cpu"), profiles=False)
     clock.backward.seconds, clock.optimizer.seconds, clock.forward.seconds = 1.0, 2.0, 3.0
     clock.communicated(clock.backward, 4.0)
     with one_process():
@@ -95,7 +95,7 @@ def test_waits_of_a_device_are_taken_out_of_the_part_in_which_the_host_waited_fo
 
 
 def test_the_time_of_a_part_is_what_it_took_and_waiting_for_others_is_taken_out():
-    clock = Clock(torch.device("cpu"), profiles=False)
+    clock = StepTimer(torch.device("cpu"), profiles=False)
     began = time.perf_counter()
     with clock.backward:
         time.sleep(0.01)

@@ -93,12 +93,12 @@ def losses_on_both() -> dict[str, Any]:
     with cx.init():
         for name in device_losses.CASES:
             _, wanted = device_losses.fit(name, "cpu")
-            with warnings.catch_warnings(record=True) as heard:
+            with warnings.catch_warnings(record=True) as received:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
                 _, ours = device_losses.fit(name, GPU)
                 torch.cuda.set_sync_debug_mode("default")
-            waits = [f"{each.filename}:{each.lineno}" for each in heard if "synchronizing" in str(each.message)]
+            waits = [f"{each.filename}:{each.lineno}" for each in received if "synchronizing" in str(each.message)]
             found[name] = [
                 wanted,
                 ours,

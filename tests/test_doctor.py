@@ -38,8 +38,8 @@ from cyxtrain.doctor.measure import Exchange
 from cyxtrain.doctor.pair_schedule import partner, rounds
 from cyxtrain.progress import tables
 from cyxtrain.ring.monitoring.process_state import Process
-from cyxtrain.ring.rendezvous.record import Entry
-from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -148,7 +148,7 @@ def test_a_connection_that_carries_short_messages_only_is_told_from_one_that_is_
 
 
 def arrival(rank, *, host="node", **fields):
-    entry = Entry(8, Process(f"{host} boot", 100 + rank, 1), f"10.0.0.{rank + 1}", 41234, **fields)
+    entry = RankRecord(8, Process(f"{host} boot", 100 + rank, 1), f"10.0.0.{rank + 1}", 41234, **fields)
     return Arrival(entry, dataclasses.replace(MACHINE, host=f"{host}-{rank}"))
 
 
@@ -357,7 +357,7 @@ def test_the_interface_of_an_address_is_found():
 
 def test_who_comes_when_rank_0_has_ceased_to_wait_hears_so():
     store = dist.HashStore()
-    board = Board(store, "rank 2", Deadline(5.0))
+    board = StoreClient(store, "rank 2", Deadline(5.0))
     store_exchange.call_roster(board, store_exchange.Roster([0, 1], 3, "ab"))
     with pytest.raises(cx.RendezvousError, match="rank 2 came when rank 0 had ceased to wait"):
         store_exchange.hear_roster(board, 2, 3, Deadline(5.0))
@@ -367,11 +367,11 @@ def test_who_comes_when_rank_0_has_ceased_to_wait_hears_so():
 
 def test_a_rank_that_rank_0_never_speaks_to_gives_up():
     with pytest.raises(cx.RendezvousError, match="rank 1 came, and rank 0 did not"):
-        store_exchange.hear_roster(Board(dist.HashStore(), "rank 1", Deadline(5.0)), 1, 2, Deadline(0.05))
+        store_exchange.hear_roster(StoreClient(dist.HashStore(), "rank 1", Deadline(5.0)), 1, 2, Deadline(0.05))
 
 
 def test_two_processes_of_one_rank_are_told_apart():
-    board = Board(dist.HashStore(), "rank 1", Deadline(5.0))
+    board = StoreClient(dist.HashStore(), "rank 1", Deadline(5.0))
     store_exchange.arrive(board, 1, arrival(1).entry, MACHINE)
     with pytest.raises(cx.RendezvousError, match="rank 1 is taken"):
         store_exchange.arrive(board, 1, arrival(1).entry, MACHINE)
@@ -381,7 +381,7 @@ def test_what_no_rank_has_written_is_said():
     store = dist.HashStore()
     store.set("roster", "[1, 2")
     with pytest.raises(cx.RendezvousError, match="holds what no rank has written"):
-        store_exchange.hear_roster(Board(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
+        store_exchange.hear_roster(StoreClient(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
 
 
 # --- real processes -------------------------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ class Lightning(nn.Sequential):
         raise AssertionError("nobody calls it")
 
 
-class Stepping(cx.DistributedTrainer):
+class FusedStep(cx.DistributedTrainer):
     def train_step(self, batch: Any) -> torch.Tensor:
         raise AssertionError("nobody calls it")
 
@@ -486,7 +486,7 @@ def refused_steps() -> list[str]:
     said = []
     for trainer in (
         cx.DistributedTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
-        Stepping(make_model(), "cross_entropy", "sgd"),
+        FusedStep(make_model(), "cross_entropy", "sgd"),
     ):
         try:
             trainer.fit(*make_rows(8), epochs=1, verbose=False)

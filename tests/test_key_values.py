@@ -213,8 +213,8 @@ def test_questions_that_come_together_are_all_answered_when_the_answers_are_read
         say(sock, (struct.pack(">I", len(question)) + question) * 20)
         sock.shutdown(socket.SHUT_WR)
         sock.settimeout(10)
-        heard = sum(len(part) for part in iter(lambda: sock.recv(1 << 20), b""))
-        assert heard > 20 << 20
+        received = sum(len(part) for part in iter(lambda: sock.recv(1 << 20), b""))
+        assert received > 20 << 20
 
 
 def test_many_short_keys_are_bounded_as_python_keeps_them():

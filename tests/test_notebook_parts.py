@@ -25,7 +25,7 @@ from cyxtrain.notebook import run_in_workers, worker_cache
 from cyxtrain.notebook.failures import Failed, WorkerTraceback, raised
 from cyxtrain.notebook.pool import JobAnswers
 from cyxtrain.notebook.sharing import SharedFile, read, write
-from cyxtrain.notebook.state_transfer import Marks, parts_of, take_in
+from cyxtrain.notebook.state_transfer import Marks, merge, parts_of
 from cyxtrain.notebook.worker_calls import Performed
 
 CELL = "<a cell of these tests>"
@@ -145,7 +145,7 @@ def mirrored(prepare: Callable[[Any], Any], change: Callable[[Any], Any]) -> cx.
     with closing(SharedFile()) as file:
         write(changes, file, parts, returns=True)
         own = parts_of(here)
-        take_in(read(file.path, own, mapped=False), here, own)
+        merge(read(file.path, own, mapped=False), here, own)
     return here
 
 
@@ -294,7 +294,7 @@ def test_changes_without_an_optimizer_leave_the_own_one_as_it_is():
     changes, parts = Marks(trainer, parts_of(trainer), {}).changes()
     changes.optimizer = None
     trainer.optimizer.param_groups[0]["lr"] = 0.25
-    take_in(changes, trainer, parts)
+    merge(changes, trainer, parts)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25
 
 

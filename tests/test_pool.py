@@ -15,7 +15,7 @@ import pytest
 import cyxtrain as cx
 from cyxtrain.notebook import pool as pools
 from cyxtrain.notebook.channel import Answer, Here, Report, Signal
-from cyxtrain.notebook.pool import JobAnswers, Pool, _Said, _Wrote
+from cyxtrain.notebook.pool import JobAnswers, Pool, _Reported, _Wrote
 from cyxtrain.workers.process import RankExit
 
 KILLED = RankExit(index=1, label="rank 1", code=137, killed_by=9, at_seconds=0.0)
@@ -34,8 +34,8 @@ def say(pool: Pool, *events: Any) -> None:
         pool._events.put(event)
 
 
-def run(pool: Pool, heard: list[Any] | None = None, *, hears: bool = True) -> JobAnswers:
-    return pool.run(print, (), (heard if heard is not None else []).append, lambda _: hears)
+def run(pool: Pool, received: list[Any] | None = None, *, hears: bool = True) -> JobAnswers:
+    return pool.run(print, (), (received if received is not None else []).append, lambda _: hears)
 
 
 def marks(pool: Pool) -> list[_Wrote]:
@@ -45,12 +45,12 @@ def marks(pool: Pool) -> list[_Wrote]:
 
 def test_answers_reports_and_lines_come_to_whoever_runs_the_job(pool, capsys):
     lines = _Wrote(False, b"[rank 0] mine\n[rank 1] yours\n")
-    answers = [_Said(1, Answer("b", True)), _Said(0, Answer("a", True))]
-    say(pool, _Said(0, Here()), _Said(1, Here()), lines, _Said(0, Report("half")), *answers)
-    say(pool, _Said(0, Report("too late")), *marks(pool))
-    heard: list[Any] = []
-    found = run(pool, heard)
-    assert (found.by_rank, found.can_go_on, heard) == ({0: "a", 1: "b"}, True, ["half"])
+    answers = [_Reported(1, Answer("b", True)), _Reported(0, Answer("a", True))]
+    say(pool, _Reported(0, Here()), _Reported(1, Here()), lines, _Reported(0, Report("half")), *answers)
+    say(pool, _Reported(0, Report("too late")), *marks(pool))
+    received: list[Any] = []
+    found = run(pool, received)
+    assert (found.by_rank, found.can_go_on, received) == ({0: "a", 1: "b"}, True, ["half"])
     assert capsys.readouterr() == ("mine\n[rank 1] yours\n", "")
     found.check()
 
@@ -67,7 +67,7 @@ def test_nobody_else_gets_the_port_of_a_pool_until_it_is_gone(pool):
 
 
 def test_a_worker_that_ends_is_named_and_the_others_answer_is_kept(pool):
-    say(pool, _Said(0, Here()), _Said(1, Here()), KILLED, _Said(0, Answer("a", True)), *marks(pool))
+    say(pool, _Reported(0, Here()), _Reported(1, Here()), KILLED, _Reported(0, Answer("a", True)), *marks(pool))
     found = run(pool)
     assert (found.by_rank, found.ended, found.can_go_on) == ({0: "a"}, [KILLED], False)
     with pytest.raises(cx.PeerLostError, match=r"rank 1 has ended: its worker process, with exit code 137 \(SIGKILL"):
@@ -76,7 +76,7 @@ def test_a_worker_that_ends_is_named_and_the_others_answer_is_kept(pool):
 
 def test_a_worker_that_ends_after_its_answer_does_not_hold_up_what_was_answered(pool, monkeypatch):
     monkeypatch.setattr(pools, "_DRAIN_SECONDS", float("inf"))  # nobody waits for marks that cannot come
-    say(pool, *(_Said(rank, Answer(rank, True)) for rank in range(2)), KILLED)
+    say(pool, *(_Reported(rank, Answer(rank, True)) for rank in range(2)), KILLED)
     assert run(pool).by_rank == {0: 0, 1: 1}
 
 
@@ -114,7 +114,7 @@ def test_a_signal_that_workers_shall_not_hear_ends_them_and_does_what_it_does(po
 
 
 def test_a_signal_of_an_earlier_call_is_passed_over_and_the_second_one_ends_the_workers(pool):
-    say(pool, Signal(signal.SIGINT), *(_Said(rank, Answer(rank, True)) for rank in range(2)), *marks(pool))
+    say(pool, Signal(signal.SIGINT), *(_Reported(rank, Answer(rank, True)) for rank in range(2)), *marks(pool))
     assert run(pool, hears=False).by_rank == {0: 0, 1: 1}
     pool._signals += [signal.SIGINT, signal.SIGINT]
     say(pool, Signal(signal.SIGINT), Signal(signal.SIGINT))
@@ -139,7 +139,7 @@ def test_an_interruption_while_it_starts_leaves_no_thread(pool, monkeypatch):
 
 def test_what_workers_write_is_dropped_where_there_is_no_stream(pool, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    answers = [_Said(rank, Answer(rank, True)) for rank in range(2)]
+    answers = [_Reported(rank, Answer(rank, True)) for rank in range(2)]
     say(pool, _Wrote(False, b"[rank 0] lost\n"), *answers, *marks(pool))
     assert run(pool).by_rank == {0: 0, 1: 1}
 
@@ -157,15 +157,15 @@ def test_a_last_line_without_an_end_is_shown_and_the_mark_is_not(pool, capsys):
 
 
 def test_signals_are_the_pools_within_and_anothers_afterwards(pool, monkeypatch):
-    heard: list[int] = []
+    received: list[int] = []
     monkeypatch.setattr(pools.runtime, "is_interactive", lambda: False)
-    old = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pool.hearing_signals():
             signal.raise_signal(signal.SIGTERM)
-            assert (pool._signals, heard) == ([signal.SIGTERM], [])
+            assert (pool._signals, received) == ([signal.SIGTERM], [])
             assert pool._events.get() == Signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]  # no job had heard of it: as if it came now
+        assert received == [signal.SIGTERM]  # no job had heard of it: as if it came now
         assert pool._signals == []
     finally:
         for number, handler in old.items():

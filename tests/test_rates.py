@@ -13,7 +13,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.optim.learning_rates import Rates
+from cyxtrain.optim.learning_rates import LearningRates
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 STEPS = 18  # 3 epochs of 6 steps
@@ -163,7 +163,7 @@ def test_the_header_says_what_becomes_of_the_rate(capsys):
 
 
 def test_a_checkpoint_with_wrong_rates_is_refused():
-    rates = Rates(torch.optim.SGD(make_model().parameters(), 0.1), None)
+    rates = LearningRates(torch.optim.SGD(make_model().parameters(), 0.1), None)
     good = {"factor": 1.0, "warmup_steps": 3, "warm_steps": 1, "targets": [0.1]}
     rates.load_state_dict(good, "checkpoint x")
     wrong = ({"factor": 0.0}, {"factor": "1"}, {"targets": 3}, {"targets": [1.0, 2.0]}, {"warm_steps": 4})

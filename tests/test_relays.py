@@ -30,8 +30,8 @@ import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.dial import call_once, socket_address
 from cyxtrain.ring.rendezvous.handshake import RefusedError
-from cyxtrain.ring.rendezvous.membership import RollCall
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.membership import Membership
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.link import Deadline
 
 HOST = "127.0.0.1"
@@ -107,9 +107,9 @@ def test_a_handshake_that_is_relayed_is_refused_by_the_rank_that_was_not_meant()
     found: list[Any] = []
     rank_0 = threading.Thread(target=lambda: found.append(error_of(lambda: meet(store, 0, 2, 1.5, options=SECRET))))
     rank_0.start()
-    board.set("1/entry/1", Entry(2, host=HOST, port=1, has_secret=True).to_json())
+    board.set("1/entry/1", RankRecord(2, host=HOST, port=1, has_secret=True).to_json())
     wait_until(lambda: board.has("1/entry/0"))
-    entry = Entry.from_json(board.get("1/entry/0"))
+    entry = RankRecord.from_json(board.get("1/entry/0"))
     relay = Relay((entry.host, entry.port))
     claim = replace(CLAIM, run=entry.run)
     try:
@@ -280,9 +280,9 @@ def test_fifty_times_a_key_that_is_forged_or_deleted_at_a_random_moment_changes_
 
 def test_ranks_that_read_different_tables_all_say_which_field(monkeypatch):
     """Here rank 1 alone is lied to, as a store that anybody writes can: without a secret nothing else protects it."""
-    table = RollCall.table
+    table = Membership.table
     monkeypatch.setattr(
-        RollCall,
+        Membership,
         "table",
         lambda self: [replace(entry, cores=entry.cores + (self._rank == 1)) for entry in table(self)],
     )
@@ -305,8 +305,8 @@ def test_ranks_that_read_different_tables_all_say_which_field(monkeypatch):
     ids=str,
 )
 def test_an_entry_with_a_value_out_of_range_is_refused(fields):
-    text = replace(Entry(2), **fields).to_json()
-    assert "holds what no rank has written" in str(error_of(lambda: Entry.from_json(text)))
+    text = replace(RankRecord(2), **fields).to_json()
+    assert "holds what no rank has written" in str(error_of(lambda: RankRecord.from_json(text)))
 
 
 def test_text_of_others_is_shown_without_control_characters():

@@ -229,7 +229,7 @@ def test_collecting_brings_the_rows_of_all_to_rank_0_and_spreading_what_it_made_
     collecting = [[algorithms.collecting(rank, world_size, count)] for rank in ranks]
     targets = [[None] * (world_size * count if rank == 0 else 0) for rank in ranks]
     collected = Lockstep(collecting, [own(rank, count) for rank in ranks], targets, buffered).run()
-    assert collected.heard[0] == set(ranks)
+    assert collected.received[0] == set(ranks)
     assert collected.results[0] == [None] * count + [element for rank in ranks[1:] for element in own(rank, count)]
     spreading = [[algorithms.spreading(rank, world_size, count)] for rank in ranks]
     spread = Lockstep(spreading, [own(rank, count) for rank in ranks], way=buffered).run()
@@ -276,8 +276,13 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
     spans = even_spans(count, world_size)
     gathering = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
-    telling = [[algorithms.telling(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
-    for schedules, way in ((gathering, offered), (telling, buffered)):  # few bytes fit into the kernel's buffers
+    ending_group_on_error = [
+        [algorithms.ending_group_on_error(rank, world_size, spans[rank], spans)] for rank in range(world_size)
+    ]
+    for schedules, way in (
+        (gathering, offered),
+        (ending_group_on_error, buffered),
+    ):  # few bytes fit into the kernel's buffers
         buffers = [[None] * (world_size * count) for _ in range(world_size)]
         for rank, (start, end) in enumerate(spans):
             buffers[rank][start:end] = own(rank, count)

@@ -15,7 +15,7 @@ from strangers import CLAIM, KEY, WORDS, body
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.monitoring.process_state import Process
 from cyxtrain.ring.rendezvous.handshake import Caller, HandshakeError, Listener, message, take_message
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.record import RankRecord
 
 BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
@@ -61,15 +61,15 @@ VERDICT = json.dumps({"refused": "", "proof": "00" * 32}).encode()
 
 
 def check_take_message(parts: list[bytes]) -> None:
-    heard, whole = bytearray(), b"".join(parts)
+    received, whole = bytearray(), b"".join(parts)
     taken = b""
     with contextlib.suppress(HandshakeError):
         for part in parts:
-            heard += part
-            while (found := take_message(heard)) is not None:
+            received += part
+            while (found := take_message(received)) is not None:
                 taken += b"CYXT" + struct.pack(">I", len(found)) + found
-        assert len(heard) < 2048
-    assert taken + heard == whole[: len(taken) + len(heard)]
+        assert len(received) < 2048
+    assert taken + received == whole[: len(taken) + len(received)]
 
 
 def check_listener(hello: bytes, proof: bytes) -> None:
@@ -93,7 +93,7 @@ def check_caller(answer: bytes, verdict: bytes) -> None:
         caller.conclude(verdict)
 
 
-ENTRY = Entry(3, Process("a machine", 7, 8), "127.0.0.1", 29500, run="00" * 16, key="11" * 32)
+ENTRY = RankRecord(3, Process("a machine", 7, 8), "127.0.0.1", 29500, run="00" * 16, key="11" * 32)
 ENTRY_OBJECTS = st.dictionaries(
     st.sampled_from([*dataclasses.asdict(ENTRY), "process", "more"]),
     VALUES | st.fixed_dictionaries({"machine": VALUES, "pid": VALUES, "started": VALUES}),
@@ -103,7 +103,7 @@ ENTRY_OBJECTS = st.dictionaries(
 
 def check_entry(data: bytes) -> None:
     with contextlib.suppress(RendezvousError):
-        entry = Entry.from_json(data)
+        entry = RankRecord.from_json(data)
         for name, value in vars(entry).items():
             assert type(value) is type(vars(ENTRY)[name]) or (name, type(value)) == ("heartbeat_timeout_seconds", int)
         assert tuple(map(type, vars(entry.process).values())) == (str, int, int)
@@ -187,6 +187,6 @@ def test_twenty_thousand_times_nothing_but_protocol_errors(check, strategies):
 
 def test_an_entry_arrives_as_it_was_said_also_from_a_later_version_that_says_more():
     facts = json.loads(ENTRY.to_json())
-    assert Entry.from_json(json.dumps(facts)) == ENTRY
+    assert RankRecord.from_json(json.dumps(facts)) == ENTRY
     more = facts | {"colour": "blue", "protocol": 7, "process": facts["process"] | {"cgroup": "/"}}
-    assert Entry.from_json(json.dumps(more)) == dataclasses.replace(ENTRY, protocol=7)
+    assert RankRecord.from_json(json.dumps(more)) == dataclasses.replace(ENTRY, protocol=7)

@@ -254,7 +254,7 @@ def test_room_counts_a_free_core_for_each_rank(cores, threads, room, monkeypatch
 
 
 def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(caplog):
-    made = collective_thread.Courier()
+    made = collective_thread.CollectiveThread()
     go = threading.Event()
     delivery = made.post(go.wait)
     delivery.when_done(lambda: 1 / 0)
@@ -265,6 +265,6 @@ def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(capl
 
 
 def test_a_group_may_be_left_in_a_callback():
-    made = collective_thread.Courier()
+    made = collective_thread.CollectiveThread()
     assert made.post(lambda: made.close(20)).wait(20)  # it does not wait for its own end
     made.close(20)

@@ -20,9 +20,9 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.monitoring import wait_graph
 from cyxtrain.ring.rendezvous import record as entry_module
 from cyxtrain.ring.rendezvous import rendezvous
-from cyxtrain.ring.rendezvous.membership import RollCall
-from cyxtrain.ring.rendezvous.record import Entry
-from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.rendezvous.membership import Membership
+from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline
 
 
@@ -68,7 +68,7 @@ def test_a_secret_that_is_no_text_lets_in_who_knows_it_and_shows_itself_nowhere(
     join_threads([threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)], 20.0)
     assert sorted(joined) == [0, 1]
     assert "more" not in repr(options)
-    assert "11" * 32 not in repr(Entry(2, key="11" * 32))
+    assert "11" * 32 not in repr(RankRecord(2, key="11" * 32))
 
 
 def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch):
@@ -109,22 +109,22 @@ def test_a_rank_that_ends_when_all_have_met_is_not_missed(monkeypatch):
             looked.append("a process has ended")
             raise RendezvousError("rank 1 is lost: its process ended while the ranks were meeting", rank=1)
 
-    looked, really_all_met = [], RollCall.all_met
-    monkeypatch.setattr(RollCall, "all_met", all_met)
-    monkeypatch.setattr(RollCall, "look", look)
+    looked, really_all_met = [], Membership.all_met
+    monkeypatch.setattr(Membership, "all_met", all_met)
+    monkeypatch.setattr(Membership, "look", look)
     run_threads(2, lambda group: group.barrier())
     assert looked
 
 
 def test_forked_processes_are_told_apart(monkeypatch):
-    own = Entry(2).token
+    own = RankRecord(2).token
     monkeypatch.setattr(entry_module.os, "getpid", lambda: 12345)
-    assert Entry(2).token != own
+    assert RankRecord(2).token != own
 
 
 def test_ranks_that_are_not_connected_with_all_others_are_named():
     store = dist.HashStore()
-    rolls = [RollCall(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
+    rolls = [Membership(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
     for roll in rolls:
         roll.claim()
     rolls[0].met()
@@ -139,10 +139,10 @@ def test_ranks_that_are_not_connected_with_all_others_are_named():
 @pytest.mark.parametrize("lives", [1, 3])
 def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_for_nobody(lives):
     def meet_again(store):
-        rolls = [RollCall(store, rank, range(3), Deadline(5.0)) for rank in range(3)]
+        rolls = [Membership(store, rank, range(3), Deadline(5.0)) for rank in range(3)]
         for roll in rolls:
             roll.claim()
-            roll.answer(Entry(3))
+            roll.answer(RankRecord(3))
         return rolls
 
     failure = RendezvousError("rank 7 is lost: its process ended while the ranks were meeting", rank=7)
@@ -184,7 +184,7 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
 
 
 def test_what_is_wrong_with_a_question_is_not_the_stores_end():
-    board = Board(dist.HashStore(), "rank 0", Deadline(5.0))
+    board = StoreClient(dist.HashStore(), "rank 0", Deadline(5.0))
     with pytest.raises(AttributeError):
         board.set("key", 5)
     assert not board.lost
@@ -194,5 +194,5 @@ def test_what_is_wrong_with_a_question_is_not_the_stores_end():
     "fields", [{"port": 70_000}, {"port": -1}, {"host": "näher"}, {"host": "node0"}, {"heartbeat_timeout_seconds": 0.0}]
 )
 def test_an_entry_that_cannot_be_is_none_of_a_ranks(fields):
-    text = dataclasses.replace(Entry(2), **fields).to_json()
-    assert "holds what no rank has written" in str(error_of(lambda: Entry.from_json(text)))
+    text = dataclasses.replace(RankRecord(2), **fields).to_json()
+    assert "holds what no rank has written" in str(error_of(lambda: RankRecord.from_json(text)))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cyxtrain.ring.monitoring.activity import Doing
+from cyxtrain.ring.monitoring.activity import CurrentActivity
 
 _WHILE_GARBAGE_IS_COLLECTED = """
 import gc, threading, time, weakref
@@ -46,8 +46,8 @@ def test_a_rank_is_asked_while_garbage_is_collected_and_threads_end():
 
 
 def test_a_thread_that_has_ended_is_said_to_have():
-    found: list[Doing] = []
-    thread = threading.Thread(target=lambda: found.append(Doing()))
+    found: list[CurrentActivity] = []
+    thread = threading.Thread(target=lambda: found.append(CurrentActivity()))
     thread.start()
     thread.join()
     assert found[0].describe() == (

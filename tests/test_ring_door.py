@@ -19,7 +19,7 @@ import pytest
 from strangers import CLAIM, HELLO, UNFINISHED, WORDS, connect, hear_all, say
 
 from cyxtrain.ring.rendezvous import accept as door_module
-from cyxtrain.ring.rendezvous.accept import Door, SparseLog
+from cyxtrain.ring.rendezvous.accept import Acceptor, SparseLog
 from cyxtrain.ring.rendezvous.handshake import MAX_BYTES, Caller, Claim, NoProofError, RefusedError, Role, take_message
 
 KEY = b"the secret of this run"
@@ -36,7 +36,7 @@ class House:
         self.selector = selectors.DefaultSelector()
         self.members: dict[Claim, socket.socket] = {}
         self.refusals: dict[int, str] = {}
-        self.door = Door([self.listener], "rank 0", KEY, self._judge, self._admit, self.selector)
+        self.door = Acceptor([self.listener], "rank 0", KEY, self._judge, self._admit, self.selector)
 
     def _judge(self, claim: Claim) -> str:
         return self.refusals.get(claim.rank, "")
@@ -88,17 +88,17 @@ def guests() -> Iterator[contextlib.ExitStack]:
 
 def shake(house: House, guest: socket.socket, claim: Claim = CLAIM, key: bytes = KEY) -> None:
     """A whole handshake, the door turned in between."""
-    caller, heard = Caller(claim, key), bytearray()
+    caller, received = Caller(claim, key), bytearray()
     guest.sendall(caller.hello())
     house.settle()
-    heard += guest.recv(MAX_BYTES)
-    guest.sendall(caller.prove(take_message(heard)))
+    received += guest.recv(MAX_BYTES)
+    guest.sendall(caller.prove(take_message(received)))
     house.settle()
     verdict = guest.recv(MAX_BYTES)
-    heard += verdict
+    received += verdict
     if not verdict:
         raise NoProofError("it closed the connection")
-    caller.conclude(take_message(heard))
+    caller.conclude(take_message(received))
 
 
 # --- who comes in ---------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_a_member_is_handed_over_with_what_it_said_of_itself(house, guests):
 def test_a_member_that_speaks_one_byte_at_a_time_is_let_in(house, guests):
     guest = guests.enter_context(connect(house.address))
     guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    caller, heard = Caller(CLAIM, KEY), bytearray()
+    caller, received = Caller(CLAIM, KEY), bytearray()
 
     def drip(data):
         for byte in data:
@@ -126,10 +126,10 @@ def test_a_member_that_speaks_one_byte_at_a_time_is_let_in(house, guests):
             house.settle()
 
     drip(caller.hello())
-    heard += guest.recv(MAX_BYTES)
-    drip(caller.prove(take_message(heard)))
-    heard += guest.recv(MAX_BYTES)
-    caller.conclude(take_message(heard))
+    received += guest.recv(MAX_BYTES)
+    drip(caller.prove(take_message(received)))
+    received += guest.recv(MAX_BYTES)
+    caller.conclude(take_message(received))
     assert list(house.members) == [CLAIM]
 
 
@@ -160,12 +160,12 @@ def test_who_says_no_hello_hears_not_one_byte(house, guests, name):
 def test_who_does_not_know_the_secret_hears_our_hello_and_nothing_more(house, guests):
     for _ in range(3):
         guest = guests.enter_context(connect(house.address))
-        caller, heard = Caller(CLAIM, b"another secret"), bytearray()
+        caller, received = Caller(CLAIM, b"another secret"), bytearray()
         say(guest, caller.hello())
         house.settle()
-        heard += guest.recv(MAX_BYTES)
-        answer = take_message(heard)
-        assert not heard
+        received += guest.recv(MAX_BYTES)
+        answer = take_message(received)
+        assert not received
         say(guest, caller.prove(answer))
         house.settle()
         assert hear_all(guest) == b""
@@ -199,9 +199,9 @@ def test_a_handshake_that_was_heard_before_opens_no_door(house, guests):
     again = guests.enter_context(connect(house.address))
     again.sendall(b"".join(said))
     house.settle()
-    heard = bytearray(hear_all(again))
-    take_message(heard)
-    assert not heard
+    received = bytearray(hear_all(again))
+    take_message(received)
+    assert not received
     assert len(house.members) == 1
 
 
@@ -221,19 +221,19 @@ def test_who_is_slow_has_five_seconds(house, guests, name):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_proof_that_came_in_time_counts_also_where_nobody_read_it_then(house, guests, monkeypatch, whole):
     guest = guests.enter_context(connect(house.address))
-    caller, heard = Caller(CLAIM, KEY), bytearray()
+    caller, received = Caller(CLAIM, KEY), bytearray()
     guest.sendall(caller.hello())
     house.settle()
-    heard += guest.recv(MAX_BYTES)
-    proof = caller.prove(take_message(heard))
+    received += guest.recv(MAX_BYTES)
+    proof = caller.prove(take_message(received))
     guest.sendall(proof if whole else proof[:-1])
     late = time.monotonic() + HANDSHAKE_SECONDS
     monkeypatch.setattr(door_module.time, "monotonic", lambda: late)
     house.settle()
     monkeypatch.undo()
     if whole:
-        heard += guest.recv(MAX_BYTES)
-        caller.conclude(take_message(heard))
+        received += guest.recv(MAX_BYTES)
+        caller.conclude(take_message(received))
     else:
         assert hear_all(guest) == b""
     assert list(house.members) == [CLAIM] * whole

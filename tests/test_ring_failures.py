@@ -167,7 +167,7 @@ def test_an_interruption_while_a_message_moves_ends_the_group_too(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_can_no_longer_hear_the_others_says_so_instead_of_waiting(monkeypatch):
-    def broken(heard, checksums):
+    def broken(received, checksums):
         raise ZeroDivisionError
 
     def rank_main(group):

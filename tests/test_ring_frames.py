@@ -206,20 +206,24 @@ def control_head(magic=b"CX", version=PROTOCOL_VERSION, kind=1, length=0, body=b
 
 def test_a_control_frame_brings_its_facts():
     for kind in Control:
-        heard = bytearray(control_frame(kind, {"message": "größer 😀", "rank": 3}, SUMS) + b"and more")
-        assert take_control_frame(heard, SUMS) == (kind, {"message": "größer 😀", "rank": 3})
-        assert heard == b"and more"
+        received = bytearray(control_frame(kind, {"message": "größer 😀", "rank": 3}, SUMS) + b"and more")
+        assert take_control_frame(received, SUMS) == (kind, {"message": "größer 😀", "rank": 3})
+        assert received == b"and more"
 
 
 def test_a_control_frame_is_taken_when_it_is_whole_and_not_before():
     frame = control_frame(Control.ABORT, {"message": "x" * 30}, SUMS)
-    heard = bytearray()
+    received = bytearray()
     for byte in frame[:-1]:
-        heard.append(byte)
-        assert take_control_frame(heard, SUMS) is None
-    heard += frame[-1:] + frame
-    assert take_control_frame(heard, SUMS) == take_control_frame(heard, SUMS) == (Control.ABORT, {"message": "x" * 30})
-    assert not heard
+        received.append(byte)
+        assert take_control_frame(received, SUMS) is None
+    received += frame[-1:] + frame
+    assert (
+        take_control_frame(received, SUMS)
+        == take_control_frame(received, SUMS)
+        == (Control.ABORT, {"message": "x" * 30})
+    )
+    assert not received
 
 
 def test_the_longest_text_still_fits_a_control_frame():
@@ -320,23 +324,23 @@ def check_headers(operation, data):
 def check_streams(frames, sizes, noise):
     """Frames in a row come out as they went in, in whatever parts; what follows is taken for nothing else."""
     stream = b"".join(control_frame(kind, facts, SUMS) for kind, facts in frames)
-    heard, taken = bytearray(), []
+    received, taken = bytearray(), []
     rest = stream
     for size in [*sizes, len(stream)]:
-        heard += rest[:size]
+        received += rest[:size]
         rest = rest[size:]
-        while (frame := take_control_frame(heard, SUMS)) is not None:
+        while (frame := take_control_frame(received, SUMS)) is not None:
             taken.append(frame)
-    assert not heard
+    assert not received
     assert taken == [
         (kind, {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()})
         for kind, facts in frames
     ]
-    heard += noise
+    received += noise
     with contextlib.suppress(FrameError):
-        while take_control_frame(heard, SUMS) is not None:
+        while take_control_frame(received, SUMS) is not None:
             pass
-        assert len(heard) < CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
+        assert len(received) < CONTROL_HEADER_BYTES + CONTROL_MAX_BYTES
 
 
 def check_damage(frame, bit):
@@ -389,15 +393,15 @@ def test_what_is_added_to_a_traceback_stands_below_it():
     failed = DistributedTrainingError.because_of(ValueError("no such row"), 1)
     said = "This rank was in all_reduce #12 (SUM, float32 [10, 4], generation 3)."
     assert str(at_operation(failed, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", said]
-    heard = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
+    received = error_from_facts(failed.to_facts() | {"message": reported(failed, 1)})
     told = f"(reported by rank 1). {said}"
-    assert str(at_operation(heard, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", told]
+    assert str(at_operation(received, OPERATION)).splitlines()[-2:] == ["ValueError: no such row", told]
 
 
 def test_failures_that_travel_are_those_that_are_some():
     facts = DistributedTrainingError.because_of(ValueError("no such row"), 1).to_facts()
     good = facts["failures"][0]
     for strange in (None, "", {}, good | {"rank": "1"}, good | {"message": None}):
-        heard = error_from_facts(facts | {"failures": [strange, good]})
-        assert [failure.message for failure in heard.failures] == ["no such row"]
+        received = error_from_facts(facts | {"failures": [strange, good]})
+        assert [failure.message for failure in received.failures] == ["no such row"]
     assert error_from_facts(facts | {"failures": "none"}).failures == ()

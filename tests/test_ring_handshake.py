@@ -202,13 +202,13 @@ def test_what_strangers_say_is_no_hello(name):
 
 def test_a_message_is_taken_when_it_is_whole_and_not_before():
     data = message({"a": "b" * 100})
-    heard = bytearray()
+    received = bytearray()
     for byte in data[:-1]:
-        heard.append(byte)
-        assert take_message(heard) is None
-    heard += data[-1:] + data
-    assert take_message(heard) == take_message(heard) == data[8:]
-    assert not heard
+        received.append(byte)
+        assert take_message(received) is None
+    received += data[-1:] + data
+    assert take_message(received) == take_message(received) == data[8:]
+    assert not received
 
 
 def test_a_message_of_the_greatest_length_is_taken_and_none_longer():

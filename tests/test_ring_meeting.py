@@ -19,11 +19,11 @@ from worlds import join_threads, run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import PeerLostError, RendezvousError
-from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.monitoring.process_state import this_process
 from cyxtrain.ring.rendezvous import rendezvous
-from cyxtrain.ring.rendezvous.membership import RollCall
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.membership import Membership
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreLostError
 from cyxtrain.ring.wire.link import Deadline
 
@@ -98,7 +98,7 @@ def test_a_rank_that_says_it_is_here_and_does_not_connect_is_named():
 def test_a_rank_whose_process_has_ended_is_not_waited_for():
     store = dist.HashStore()
     gone = replace(this_process("127.0.0.1"), started=1)
-    store.set("1/entry/1", Entry(3, gone, "127.0.0.1", 1).to_json())
+    store.set("1/entry/1", RankRecord(3, gone, "127.0.0.1", 1).to_json())
     [(error, seconds)] = meet_all(store, [0], 3)
     assert str(error).startswith("rank 1 is lost: its process ended while the ranks were meeting")
     assert error.rank == 1
@@ -107,7 +107,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
 
 @pytest.mark.usefixtures("pipe_of_pytorchs_stores")
 def test_a_store_that_ends_while_ranks_meet_is_said_to_have_ended():
-    error = error_of_a_meeting_whose_store_ends(Siblings(), threading.Event())
+    error = error_of_a_meeting_whose_store_ends(GroupRegistry(), threading.Event())
     assert isinstance(error, StoreLostError)
     assert str(error).startswith("rank 1 lost the store")
 
@@ -121,7 +121,7 @@ def test_a_store_that_ends_because_another_group_lost_a_rank_is_not_blamed():
             asked.extend([since] * gone.is_set())
             return PeerLostError("rank 2 is lost: killed", rank=2) if len(asked) > 3 else None
 
-    siblings, world = Siblings(), World()
+    siblings, world = GroupRegistry(), World()
     siblings.add(world)
     error = error_of_a_meeting_whose_store_ends(siblings, gone)
     assert isinstance(error, PeerLostError)
@@ -198,27 +198,27 @@ def test_another_world_size_is_refused_on_both_sides_within_a_second():
 
 def test_rank_0_leaves_with_the_store_when_the_one_that_it_refuses_has_read_why():
     store = dist.HashStore()
-    rolls = [RollCall(store, rank, range(2), Deadline(5.0)) for rank in range(2)]
+    rolls = [Membership(store, rank, range(2), Deadline(5.0)) for rank in range(2)]
     for rank, roll in enumerate(rolls):
         roll.claim()
-        roll.answer(Entry(2 + rank))
+        roll.answer(RankRecord(2 + rank))
     refused = error_of(rolls[0].table)
-    telling = threading.Thread(target=rolls[0].tell, args=(refused,))
-    telling.start()
-    telling.join(0.1)
-    assert telling.is_alive()
+    ending_group_on_error = threading.Thread(target=rolls[0].tell, args=(refused,))
+    ending_group_on_error.start()
+    ending_group_on_error.join(0.1)
+    assert ending_group_on_error.is_alive()
     assert "a world of 3" in str(error_of(rolls[1].look))
-    telling.join(5.0)
-    assert not telling.is_alive()
+    ending_group_on_error.join(5.0)
+    assert not ending_group_on_error.is_alive()
 
 
 def test_two_versions_of_the_protocol_refuse_each_other_in_words_on_both_sides_within_a_second(monkeypatch):
-    made = rendezvous.own_entry
+    made = rendezvous.own_record
 
     def entry(rank, *rest):
         return replace(made(rank, *rest), protocol=1 + rank)
 
-    monkeypatch.setattr(rendezvous, "own_entry", entry)
+    monkeypatch.setattr(rendezvous, "own_record", entry)
     for error, seconds in meet_all(dist.HashStore(), [0, 1], 2):
         assert "speaks version 1 of the ring's protocol" in str(error) or "speaks version 2" in str(error)
         assert "version 1" in str(error)

@@ -6,7 +6,7 @@ import pytest
 
 from cyxtrain.errors import PeerLostError, PeerSilentError
 from cyxtrain.ring.monitoring import heartbeat as pulse_module
-from cyxtrain.ring.monitoring.heartbeat import GONE_SECONDS, STOPPED_SECONDS, Pulse
+from cyxtrain.ring.monitoring.heartbeat import GONE_SECONDS, STOPPED_SECONDS, Heartbeat
 from cyxtrain.ring.monitoring.process_state import Process, State
 
 OWN = Process("here", 1, 10)
@@ -31,8 +31,8 @@ def kernel(monkeypatch):
 
 
 def test_a_rank_elsewhere_may_be_silent_for_the_timeout_and_no_longer(kernel):
-    pulse = Pulse(OWN, THERE, 30.0, 100.0)
-    pulse.heard(1, 125.0)
+    pulse = Heartbeat(OWN, THERE, 30.0, 100.0)
+    pulse.received(1, 125.0)
     assert pulse.examine(129.9) is None
     error = pulse.examine(130.0)
     assert isinstance(error, PeerSilentError)
@@ -42,26 +42,26 @@ def test_a_rank_elsewhere_may_be_silent_for_the_timeout_and_no_longer(kernel):
 
 
 def test_a_rank_that_says_something_now_and_then_lives(kernel):
-    pulse = Pulse(OWN, THERE, 1.0, 0.0)
+    pulse = Heartbeat(OWN, THERE, 1.0, 0.0)
     for tenth in range(1000):
         for peer in THERE:
             if tenth % 9 == peer:
-                pulse.heard(peer, tenth / 10)
+                pulse.received(peer, tenth / 10)
         assert pulse.examine(tenth / 10) is None
 
 
 def test_a_rank_that_has_left_may_be_silent(kernel):
-    pulse = Pulse(OWN, THERE, 1.0, 0.0)
+    pulse = Heartbeat(OWN, THERE, 1.0, 0.0)
     pulse.forget(1)
     pulse.forget(1)
-    pulse.heard(2, 5.0)
+    pulse.received(2, 5.0)
     assert pulse.examine(5.5) is None
     assert pulse.examine(6.0).rank == 2
 
 
 def test_what_a_rank_here_says_does_not_matter_while_the_kernel_says_that_it_runs(kernel):
     """A GIL that is held for long keeps heartbeats from being sent: that is no stop."""
-    pulse = Pulse(OWN, HERE, 1.0, 0.0)
+    pulse = Heartbeat(OWN, HERE, 1.0, 0.0)
     for second in range(1000):
         assert pulse.examine(float(second)) is None
 
@@ -70,7 +70,7 @@ def test_what_a_rank_here_says_does_not_matter_while_the_kernel_says_that_it_run
 
 
 def test_a_rank_here_that_has_ended_is_lost_when_its_goodbye_had_time_to_be_read(kernel):
-    pulse = Pulse(OWN, HERE, 30.0, 0.0)
+    pulse = Heartbeat(OWN, HERE, 30.0, 0.0)
     kernel[HERE[7]] = State.GONE
     assert pulse.examine(1.0) is None
     assert pulse.examine(0.9 + GONE_SECONDS) is None
@@ -81,7 +81,7 @@ def test_a_rank_here_that_has_ended_is_lost_when_its_goodbye_had_time_to_be_read
 
 
 def test_a_rank_here_that_has_ended_after_a_goodbye_is_not_lost(kernel):
-    pulse = Pulse(OWN, HERE, 30.0, 0.0)
+    pulse = Heartbeat(OWN, HERE, 30.0, 0.0)
     kernel[HERE[7]] = State.GONE
     assert pulse.examine(1.0) is None
     pulse.forget(7)
@@ -89,7 +89,7 @@ def test_a_rank_here_that_has_ended_after_a_goodbye_is_not_lost(kernel):
 
 
 def test_a_rank_here_that_is_stopped_is_silent_after_four_seconds(kernel):
-    pulse = Pulse(OWN, HERE, 30.0, 0.0)
+    pulse = Heartbeat(OWN, HERE, 30.0, 0.0)
     assert pulse.examine(10.0) is None
     kernel[HERE[5]] = State.STOPPED
     for second in (11.0, 12.0, 13.0, 14.0):
@@ -105,7 +105,7 @@ def test_a_stop_of_three_seconds_never_ends_a_group_and_one_of_six_always_does(k
     """Looked at once a second: whenever the stop begins in between."""
     for tenth in range(10):
         for seconds, ends in ((3.0, False), (6.0, True)):
-            pulse = Pulse(OWN, HERE, 30.0, 0.0)
+            pulse = Heartbeat(OWN, HERE, 30.0, 0.0)
             stops = 10.0 + tenth / 10
             errors = []
             for look in range(30):
@@ -118,11 +118,11 @@ def test_a_stop_of_three_seconds_never_ends_a_group_and_one_of_six_always_does(k
 
 @pytest.mark.parametrize("sign", ["the kernel says so", "it says something"])
 def test_a_rank_that_goes_on_has_its_four_seconds_anew(kernel, sign):
-    pulse = Pulse(OWN, HERE, 30.0, 0.0)
+    pulse = Heartbeat(OWN, HERE, 30.0, 0.0)
     kernel[HERE[5]] = State.STOPPED
     assert pulse.examine(1.0) is None
     if sign == "it says something":
-        pulse.heard(5, 4.0)
+        pulse.received(5, 4.0)
     else:
         kernel[HERE[5]] = State.ALIVE
         assert pulse.examine(4.0) is None
@@ -136,7 +136,7 @@ def test_a_rank_that_goes_on_has_its_four_seconds_anew(kernel, sign):
 
 
 def test_the_time_for_which_this_process_was_stopped_counts_for_nobody(kernel):
-    pulse = Pulse(OWN, THERE | HERE, 10.0, 0.0)
+    pulse = Heartbeat(OWN, THERE | HERE, 10.0, 0.0)
     kernel[HERE[5]] = State.STOPPED
     assert pulse.examine(1.0) is None
     pulse.was_stopped(600.0, 603.0)
@@ -149,9 +149,9 @@ def test_the_time_for_which_this_process_was_stopped_counts_for_nobody(kernel):
 
 
 def test_a_clock_never_runs_ahead(kernel):
-    pulse = Pulse(OWN, THERE, 10.0, 0.0)
-    pulse.heard(1, 599.0)
-    pulse.heard(2, 599.0)
+    pulse = Heartbeat(OWN, THERE, 10.0, 0.0)
+    pulse.received(1, 599.0)
+    pulse.received(2, 599.0)
     pulse.was_stopped(500.0, 600.0)
     assert pulse.examine(609.9) is None
     assert pulse.examine(610.0) is not None

@@ -21,7 +21,7 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
 from cyxtrain.ring import connections
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
-from cyxtrain.ring.wire.executor import Mesh
+from cyxtrain.ring.wire.executor import Executor
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
 
@@ -145,7 +145,7 @@ def test_a_late_reader_still_reads_what_was_offered(call, monkeypatch):
 
 
 def test_without_the_last_word_of_the_readers_this_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(Mesh, "_settle", lambda mesh, call: None)
+    monkeypatch.setattr(Executor, "_settle", lambda mesh, call: None)
     found = run_threads(3, lambda group: go_through(group, 40, 5), options=CMA)
     assert any(wrong for _, wrong in found)
 
@@ -204,8 +204,8 @@ def test_who_did_return_before_a_rank_was_interrupted_has_the_right_result(world
             return error.rank
         return bool((tensor == sum(range(world_size + 1))).all())
 
-    settle = Mesh._settle
-    monkeypatch.setattr(Mesh, "_settle", interrupted)
+    settle = Executor._settle
+    monkeypatch.setattr(Executor, "_settle", interrupted)
     found = run_threads(world_size, rank_main, options=CMA)
     assert found[1] == "interrupted"
     assert all(result in (1, True) and result is not False for result in found[:1] + found[2:]), found

@@ -11,10 +11,10 @@ from lockstep import Lockstep, Way, own
 
 from cyxtrain.ring import connections
 from cyxtrain.ring.monitoring.process_state import Process
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Tell, chunks, even_spans
-from cyxtrain.ring.schedules.selector import FEW_BYTES, Routes, few
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
+from cyxtrain.ring.schedules.selector import FEW_BYTES, AlgorithmSelector, few
 from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
 
 KIB = 1024
@@ -32,7 +32,7 @@ def routes_of(places, unread=(), cores=64):
     """The routes of every rank, where each can read all of its machine but for the pairs (reader, other) named."""
     ranks = range(len(places))
     table = [
-        Entry(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
+        RankRecord(len(places), Process(place, 100 + rank, 0), host="127.0.0.1", cores=cores if rank else 64)
         for rank, place in enumerate(places)
     ]
     readers = [
@@ -132,7 +132,7 @@ def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
     assert [route.direct for route in routes] == [False] * 3
     spans = chunks(90, 3)
     for route in routes:
-        assert not any(isinstance(step, Fold) for step in route.reduce_scatter(spans, OFFER_BYTES))
+        assert not any(isinstance(step, ReadReduce) for step in route.reduce_scatter(spans, OFFER_BYTES))
         assert len(route.all_gather(spans, OFFER_BYTES)) == 2
 
 
@@ -148,7 +148,10 @@ def test_whether_few_are_summed_by_a_tree_follows_from_their_bytes(world_size, c
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count, item_bytes):
     ring = tuple(range(world_size))
-    for routes in (Routes(0, world_size, ring), Routes(world_size - 1, world_size, ring, direct=True)):
+    for routes in (
+        AlgorithmSelector(0, world_size, ring),
+        AlgorithmSelector(world_size - 1, world_size, ring, direct=True),
+    ):
         tells_all = routes.tells_all(count, item_bytes)
         assert tells_all == (world_size <= 8 and count * item_bytes <= 16 * KIB)
         assert not tells_all or (
@@ -159,10 +162,10 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
 @given(st.integers(2, 64), st.integers(0, 2**16), st.sampled_from([1, 2, 4, 8, 16]))
 def test_nobody_sends_much_to_all_before_it_listens(world_size, count, item_bytes):
     """Such sends would wait for each other where the kernel's buffers are full; what is read is not sent."""
-    routes, spans = Routes(0, world_size, tuple(range(world_size))), even_spans(count, world_size)
+    routes, spans = AlgorithmSelector(0, world_size, tuple(range(world_size))), even_spans(count, world_size)
     for schedule in (routes.all_gather(spans, item_bytes), routes.broadcast(count, 1, item_bytes)):
         first = schedule[0]
-        if isinstance(first, Tell):
+        if isinstance(first, Multicast):
             assert world_size <= 8
             assert first.send == NOTHING or count * item_bytes <= 16 * KIB
         else:
@@ -186,7 +189,7 @@ def test_what_is_read_is_summed_in_the_order_of_what_is_sent(world_size):
             found.append(Lockstep(schedules, buffers, way=way_of(routes, item_bytes)).run().results)
         assert found[0] == found[1], count
         assert found[0] == found[0][:1] * world_size
-        if any(isinstance(step, Fold) for step in near[0].reduce_scatter(spans, item_bytes)):
+        if any(isinstance(step, ReadReduce) for step in near[0].reduce_scatter(spans, item_bytes)):
             folded.append(count)
     assert folded == list(range(8 * world_size, 2 * 8 * world_size + 2))  # from an offer for each rank on
 

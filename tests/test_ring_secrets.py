@@ -22,7 +22,7 @@ from worlds import wait_until
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.handshake import HandshakeError, Listener, RefusedError, take_message
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.record import RankRecord
 
 RUN = "5f" * 16
 
@@ -45,7 +45,7 @@ def test_without_a_secret_rank_0_makes_one_and_warns_once_for_all():
     [warning] = [str(warning.message) for warning in found]
     assert warning.startswith("CYXTRAIN_SECRET is not set: every process that reaches rank 0's port")
     assert "require_secret=True" in warning
-    entries = [Entry.from_json(store.get(f"1/entry/{rank}")) for rank in range(3)]
+    entries = [RankRecord.from_json(store.get(f"1/entry/{rank}")) for rank in range(3)]
     assert [len(bytes.fromhex(entry.key)) for entry in entries] == [32, 0, 0]
     assert [len(bytes.fromhex(entry.run)) for entry in entries] == [16, 0, 0]
 
@@ -55,7 +55,7 @@ def test_a_secret_of_their_own_is_not_written_into_the_store():
     meet_all(store, [0, 1], 2, r0=SECRET, r1=SECRET)
     for rank in range(2):
         assert b"the secret" not in store.get(f"1/entry/{rank}")
-        assert Entry.from_json(board_of(store, 2, SECRET.secret).get(f"1/entry/{rank}")).key == ""
+        assert RankRecord.from_json(board_of(store, 2, SECRET.secret).get(f"1/entry/{rank}")).key == ""
 
 
 @pytest.mark.parametrize("knows", [0, 1])
@@ -112,7 +112,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         self._thread.start()
         wait_until(lambda: self._store.check(["1/entry/0"]))
-        self.entry = Entry.from_json(board_of(self._store, 2, self._secret).get("1/entry/0"))
+        self.entry = RankRecord.from_json(board_of(self._store, 2, self._secret).get("1/entry/0"))
         self.address = (self.entry.host, self.entry.port)
         return self
 
@@ -222,8 +222,8 @@ def test_a_listener_of_another_program_is_not_taken_for_a_rank():
 
 def test_a_listener_that_does_not_know_the_secret_is_not_taken_for_a_rank():
     def answer(sock):
-        listener, heard = Listener(b"another secret"), bytearray(sock.recv(4096))
-        say(sock, listener.answer(take_message(heard)))
+        listener, received = Listener(b"another secret"), bytearray(sock.recv(4096))
+        say(sock, listener.answer(take_message(received)))
         sock.recv(4096)
         say(sock, listener.verdict())
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cyxtrain.ring.monitoring.wait_graph import WARN_SECONDS, Waits
+from cyxtrain.ring.monitoring.wait_graph import WARN_SECONDS, WaitGraph
 
 THREAD = 1  # which of this rank's threads waits
 WHAT = "all_reduce #7 (SUM, float32 [3])"
 
 
 def waiting(rank=0, peer=1, sequence=7, since=100.0):
-    waits = Waits(rank)
+    waits = WaitGraph(rank)
     waits.begin(THREAD, sequence, peer, WHAT, since)
     return waits
 
@@ -60,7 +60,7 @@ def test_the_slow_rank_is_asked_after_thirty_seconds_once():
 
 
 def test_nobody_is_asked_where_nobody_waits():
-    waits = Waits(0)
+    waits = WaitGraph(0)
     assert waits.question(1000.0) is None
     waits.begin(THREAD, 7, 1, WHAT, 100.0)
     waits.end(THREAD)

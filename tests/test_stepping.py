@@ -11,7 +11,7 @@ from fitting import make_model, make_rows, seeded
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from cyxtrain.optim.fused_step import Stepping
+from cyxtrain.optim.fused_step import FusedStep
 
 OPTIMIZERS = {
     "adam": torch.optim.Adam,
@@ -48,7 +48,7 @@ class Trained:
         return [*(parameter.detach() for parameter in self.model.parameters()), *kept]
 
 
-def is_quick(stepping: Stepping) -> bool:
+def is_quick(stepping: FusedStep) -> bool:
     """Whether the next step is the kernel's alone."""
     return stepping._prepare is not None and not stepping._is_watched() and bool(stepping._prepared(stepping._prepare))
 
@@ -59,7 +59,7 @@ def is_quick(stepping: Stepping) -> bool:
 def test_the_bits_are_those_of_the_optimizers_own_step(name, dtype, groups):
     with seeded():
         theirs, ours = (Trained(OPTIMIZERS[name], dtype, groups) for _ in range(2))
-    stepping, quick = Stepping(ours.optimizer), 0
+    stepping, quick = FusedStep(ours.optimizer), 0
     for number in range(6):
         for each in (theirs, ours):
             each.backward()
@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_the_optimizers_own_step(name, dtype, groups):
 
 def test_it_gives_way_where_anything_is_unusual():
     trained = Trained(torch.optim.Adam)
-    stepping = Stepping(trained.optimizer)
+    stepping = FusedStep(trained.optimizer)
     trained.backward()
     assert not is_quick(stepping)  # it keeps nothing yet
     stepping()
@@ -100,7 +100,7 @@ def test_it_gives_way_where_anything_is_unusual():
 @pytest.mark.parametrize("where", ["before", "after", "before, of all", "after, of all"])
 def test_a_hook_of_a_step_is_called(where):
     trained, called = Trained(partial(torch.optim.SGD, lr=0.1)), []
-    stepping = Stepping(trained.optimizer)
+    stepping = FusedStep(trained.optimizer)
 
     def hook(*_: Any) -> None:
         called.append(where)
@@ -123,7 +123,7 @@ def test_a_schedule_is_told_of_each_step(recwarn):
     trained = Trained(torch.optim.Adam)
     scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
     torch.optim.lr_scheduler.ConstantLR(trained.optimizer)  # two of them
-    stepping = Stepping(trained.optimizer)
+    stepping = FusedStep(trained.optimizer)
     trained.optimizer.step()  # without a gradient: as the first step of all
     trained.optimizer._opt_called = False
     trained.backward()
@@ -138,11 +138,11 @@ def test_a_schedule_is_told_of_each_step(recwarn):
 
 def test_another_step_in_its_place_is_called(monkeypatch):
     trained, called = Trained(partial(torch.optim.SGD, lr=0.1)), []
-    stepping = Stepping(trained.optimizer)
+    stepping = FusedStep(trained.optimizer)
     trained.backward()
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: called.append(self))
     stepping()
-    Stepping(trained.optimizer)()  # also where it was there before
+    FusedStep(trained.optimizer)()  # also where it was there before
     monkeypatch.undo()
     trained.optimizer.step = lambda: called.append(trained.optimizer)  # type: ignore[method-assign]
     stepping()
@@ -152,7 +152,7 @@ def test_another_step_in_its_place_is_called(monkeypatch):
 def test_parameters_of_two_dtypes_and_other_optimizers_go_their_own_way():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
     for optimizer in (torch.optim.Adam(parameters, fused=True), torch.optim.RMSprop(parameters[:1])):
-        stepping = Stepping(optimizer)
+        stepping = FusedStep(optimizer)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         for _ in range(2):

@@ -14,7 +14,7 @@ import pytest
 from tests.structure import PACKAGE, cycles, files_per_folder, imports, lines, modules, repeated_basenames
 
 ROOT = Path(__file__).resolve().parent.parent
-LINE_BUDGET = 42_750
+LINE_BUDGET = 42_800
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 

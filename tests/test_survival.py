@@ -143,9 +143,11 @@ def test_the_time_for_which_a_rank_was_stopped_itself_does_not_count_against_its
 
 
 def test_a_slow_rank_is_warned_about_with_what_it_does_by_who_waits_for_it_and_is_never_shot(came_of):
-    heard = came_of("slow")
-    assert [len(texts) for texts in heard] == [0, 0, 2, 0], heard  # rank 2 gets from rank 1, the others from others
-    for seconds, text in zip((2, 4), heard[2], strict=True):
+    received = came_of("slow")
+    assert [len(texts) for texts in received] == [0, 0, 2, 0], (
+        received
+    )  # rank 2 gets from rank 1, the others from others
+    for seconds, text in zip((2, 4), received[2], strict=True):
         found = re.fullmatch(
             r"WARNING rank 2 has waited (\d) s for rank 1 in all_reduce #\d \(SUM, float32 \[80000\]\)\. "
             r"It says: MainThread is at busy_ranks\.py:\d+ in load_much_data; the last collective it called is "
@@ -157,10 +159,10 @@ def test_a_slow_rank_is_warned_about_with_what_it_does_by_who_waits_for_it_and_i
 
 
 def test_a_rank_that_holds_the_gil_is_waited_for_and_said_not_to_answer(came_of):
-    heard = came_of("GIL")
-    assert [bool(texts) for texts in heard] == [False, True, False], heard
-    assert re.match(r"WARNING rank 1 has waited [567] s for rank 0 in all_reduce #\d ", heard[1][0])
-    assert "It does not answer: one call in it may keep Python's lock (GIL)." in heard[1][0]
+    received = came_of("GIL")
+    assert [bool(texts) for texts in received] == [False, True, False], received
+    assert re.match(r"WARNING rank 1 has waited [567] s for rank 0 in all_reduce #\d ", received[1][0])
+    assert "It does not answer: one call in it may keep Python's lock (GIL)." in received[1][0]
 
 
 # --- errors in a rank's own code ------------------------------------------------------------------------------------

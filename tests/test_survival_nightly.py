@@ -74,9 +74,9 @@ def test_a_gil_that_one_call_holds_for_eight_seconds_raises_nothing(how, tmp_pat
 
 @pytest.mark.parametrize("how", ["load_much_data", "hold_the_gil"])
 def test_after_thirty_seconds_a_slow_rank_is_warned_about_once(how, tmp_path):
-    heard = run_alone(tmp_path / "notes", 3, busy_ranks.wait_for_a_slow_rank, 1, how, 37.0, None)
-    assert [len(texts) for texts in heard] == [0, 0, 1], heard
-    assert re.match(r"WARNING rank 2 has waited 3[0-5] s for rank 1 in all_reduce #\d+ ", heard[2][0])
+    received = run_alone(tmp_path / "notes", 3, busy_ranks.wait_for_a_slow_rank, 1, how, 37.0, None)
+    assert [len(texts) for texts in received] == [0, 0, 1], received
+    assert re.match(r"WARNING rank 2 has waited 3[0-5] s for rank 1 in all_reduce #\d+ ", received[2][0])
 
 
 @pytest.mark.timeout(900)

@@ -18,7 +18,7 @@ from worlds import TESTS, run_processes
 import cyxtrain
 from cyxtrain import CyxtrainError
 from cyxtrain.environment import torch_compat
-from cyxtrain.optim.fused_step import Stepping
+from cyxtrain.optim.fused_step import FusedStep
 from cyxtrain.ring import RingProcessGroup
 
 PACKAGE = Path(cyxtrain.__file__).parent
@@ -178,9 +178,9 @@ def test_without_a_counter_no_tensor_is_taken_for_unchanged():
 @pytest.mark.parametrize("name", ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"])
 def test_an_optimizer_whose_hooks_nobody_finds_steps_by_itself(name):
     optimizer = torch.optim.Adam(nn.Linear(1, 1).parameters(), fused=True)
-    assert not Stepping(optimizer)._is_watched()
+    assert not FusedStep(optimizer)._is_watched()
     delattr(optimizer, name)
-    assert Stepping(optimizer)._is_watched()
+    assert FusedStep(optimizer)._is_watched()
 
 
 def test_the_backend_that_pytorch_finds_for_a_device_does_what_the_group_does():

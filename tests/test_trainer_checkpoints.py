@@ -49,7 +49,7 @@ def files() -> list[str]:
     return sorted(str(file.relative_to(Path.cwd())) for file in Path.cwd().rglob("*") if file.is_file())
 
 
-def go_on(folder: str) -> dict[str, list[Any]]:
+def resume_from(folder: str) -> dict[str, list[Any]]:
     """Trains for 4 epochs at once; and for 2, saves, and for 2 more in a fresh trainer with other weights."""
     enter_own_folder(folder)
     found = {}
@@ -69,7 +69,7 @@ def go_on(folder: str) -> dict[str, list[Any]]:
 
 
 def test_a_fresh_trainer_goes_on_bit_for_bit_where_only_rank_0_has_the_file(tmp_path):
-    ranks = run_world(2, go_on, str(tmp_path))
+    ranks = run_world(2, resume_from, str(tmp_path))
     for rank in ranks:
         for name in OPTIMIZERS:
             assert rank[name][:2] == [True, True]

@@ -140,14 +140,14 @@ def test_a_fit_resumed_before_and_after_it_has_the_bits_of_the_whole(tmp_path: P
 def test_an_added_group_follows_the_schedule_in_proportion():
     traced: list[list[float]] = []
 
-    class Rates(Unfreeze):
+    class LearningRates(Unfreeze):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             traced.append([group["lr"] for group in self.trainer.optimizer.param_groups])
 
     with one_process():
         for scheduler in ("linear", one_cycle, decay):
             traced.clear()
-            fitted(scheduler=scheduler, callback=Rates)
+            fitted(scheduler=scheduler, callback=LearningRates)
             assert [len(rates) for rates in traced] == [1] * 4 + [2] * 8
             assert traced[4][1] == 0.05
             ratios = [second / first for first, second in traced[4:]]

@@ -103,11 +103,11 @@ def write_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> No
     Raises:
         CheckpointError: The disk refuses, or the state holds what a checkpoint cannot; nothing temporary is left.
     """
-    write_entries(path, entries_of(state))
+    write_records(path, records_of(state))
 
 
-def write_entries(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]]) -> None:
-    """Writes what `entries_of` gave, as `write_checkpoint` does."""
+def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]]) -> None:
+    """Writes what `records_of` gave, as `write_checkpoint` does."""
     with replacing(path, "checkpoint") as file:
         write_archive(file, FORMAT, FORMAT_VERSION, entries)
 
@@ -166,7 +166,7 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
         )
 
 
-def entries_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
+def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
     """Returns the parts of each entry of a checkpoint's archive.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import STATE, STATE_LIMIT_BYTES
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
-from cyxtrain.checkpoint.format.archive import read_entry
+from cyxtrain.checkpoint.format.archive import read_record
 from cyxtrain.checkpoint.format.encoding import decode_tree
 from cyxtrain.checkpoint.format.validation import is_position, is_run
 from cyxtrain.environment.regular_files import open_regular
@@ -128,7 +128,7 @@ def look_into(path: Path) -> Found:
     """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
     try:
         with open_regular(path) as file:
-            values = json.loads(read_entry(file, STATE, STATE_LIMIT_BYTES))
+            values = json.loads(read_record(file, STATE, STATE_LIMIT_BYTES))
         position, run = decode_tree(values["position"]), decode_tree(values["run"])
         return Found(path, position, run) if is_position(position) and is_run(run) else Found(path, {}, {})
     except Exception:  # whoever wants to load it hears why that is impossible

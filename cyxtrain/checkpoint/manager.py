@@ -15,13 +15,13 @@ from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import generators_as_json
 from cyxtrain.errors import CheckpointError, ConfigError, warn
-from cyxtrain.metrics.sums import Totals
+from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import raise_together
 
 
-class Keeper:
+class CheckpointManager:
     """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
@@ -91,13 +91,13 @@ class Keeper:
         every = self._config.checkpoint_every_n_steps
         return bool(every) and self._state.position.step % every == 0
 
-    def save_step(self, totals: Totals) -> None:
+    def save_step(self, totals: MetricSums) -> None:
         """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
         if self.is_on and self._saved != self._here():
             self.gather(totals)
             self._save(f"step-{self._state.position.step:08d}")
 
-    def gather(self, totals: Totals) -> None:
+    def gather(self, totals: MetricSums) -> None:
         """Takes into the state what belongs to each rank in the middle of an epoch."""
         own = {
             "generators": generators_as_json(self._device),
@@ -122,7 +122,7 @@ class Keeper:
             self.gather_compression()
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
-    def finish(self, totals: Totals | None) -> None:
+    def finish(self, totals: MetricSums | None) -> None:
         """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
 
         Args:

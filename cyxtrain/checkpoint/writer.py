@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, entries_of, write_entries
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, records_of, write_records
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.environment import accelerator
 from cyxtrain.errors import CheckpointError
@@ -55,19 +55,19 @@ class Writer:
         if self._writing is not None:
             futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
         self._devices.clear()
-        entries = entries_of(state, self._copy)
+        entries = records_of(state, self._copy)
         copied = [accelerator.done_on(device) for device in self._devices]
 
         def write() -> None:
             for event in copied:
                 event.synchronize()
             try:
-                write_entries(self.folder.file(name), entries)
+                write_records(self.folder.file(name), entries)
             except CheckpointError as error:
                 full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
                 if not full or not make_room():
                     raise
-                write_entries(self.folder.file(name), entries)
+                write_records(self.folder.file(name), entries)
             afterwards()
 
         self._writing = self._pool.submit(write)

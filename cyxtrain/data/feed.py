@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import GatheredShare, Share
-from cyxtrain.data.batches.prefetch import Placement, make_mover
+from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.iterator import DistributedBatchIterator
 from cyxtrain.data.sharding import Dealing, RowDealing, SingleRow, UnevenStep
@@ -114,7 +114,7 @@ class Feed(ABC):
         """Return a step in which ranks may have different numbers of micro-batches; None: there is none."""
         return UnevenStep()
 
-    def go_on(self, effective_batch_size: int) -> None:  # noqa: B027
+    def resume_from(self, effective_batch_size: int) -> None:  # noqa: B027
         """Goes on with a fit whose steps have so many rows, over all ranks."""
 
 
@@ -202,10 +202,10 @@ class ArrayFeed(NumberedFeed):
         self._accumulation_steps = config.accumulation_steps
         self._drop_last = config.drop_last
         self._sampler, self._batch_size = iterator.sampler, iterator.batch_size
-        self.go_on(iterator.effective_batch_size)
+        self.resume_from(iterator.effective_batch_size)
         check_steps(self.steps_per_epoch, self._sampler.total_size(), self.effective_batch_size)
 
-    def go_on(self, effective_batch_size: int) -> None:
+    def resume_from(self, effective_batch_size: int) -> None:
         """As `Feed`."""
         sampler = self._sampler
         self.effective_batch_size = effective_batch_size
@@ -241,7 +241,7 @@ class ArrayFeed(NumberedFeed):
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
         """As `Feed`; each share knows the one that comes next."""
-        mover, numbers = make_mover(placement), itertools.count(place.steps)
+        mover, numbers = make_copier(placement), itertools.count(place.steps)
         gather = functools.partial(self._gather, pinned=True) if mover.is_ahead else self._gather
 
         def given() -> Iterator[tuple[Share, tuple[int, int]]]:

@@ -22,8 +22,8 @@ from cyxtrain.doctor.pair_schedule import rounds
 from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring.rendezvous.listen import listen, listen_near
-from cyxtrain.ring.rendezvous.rendezvous import Meeting, own_entry
-from cyxtrain.ring.rendezvous.store_client import Board, StoreLostError
+from cyxtrain.ring.rendezvous.rendezvous import Meeting, own_record
+from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.world.join import forget_store, open_store
 
@@ -89,9 +89,9 @@ def _meet(
 ) -> store_exchange.Roster:
     """Says that this rank is there, and returns who else is."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    board = Board(store, f"rank {rank}", store_exchange.AnswerDeadline())
+    board = StoreClient(store, f"rank {rank}", store_exchange.AnswerDeadline())
     try:
-        entry = own_entry(rank, world_size, listening, options)
+        entry = own_record(rank, world_size, listening, options)
         store_exchange.arrive(board, rank, entry, this_machine(entry.host))
         if rank:
             return store_exchange.hear_roster(board, rank, world_size, store_exchange.others_patience(config))
@@ -114,11 +114,11 @@ def _visit_all(
     """Tries all pairs of this rank; returns what all ranks have found, on rank 0."""
     rank = config.rank or 0
     limit = Deadline((len(rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
-    board = Board(store, f"rank {rank}", store_exchange.AnswerDeadline())
+    board = StoreClient(store, f"rank {rank}", store_exchange.AnswerDeadline())
     visits = None
     try:
         arrivals = store_exchange.read_arrivals(board, roster.ranks)
-        visits = pairs.Visits(board, rank, roster, arrivals, listening)
+        visits = pairs.StreamPasses(board, rank, roster, arrivals, listening)
         visits.make()
         proof = _proof(options, roster)
         board.set(f"proof/{rank}", proof)
@@ -138,7 +138,7 @@ def _visit_all(
         board.close()
 
 
-def _leave(board: Board, visits: pairs.Visits, rank: int, limit: Deadline) -> None:
+def _leave(board: StoreClient, visits: pairs.StreamPasses, rank: int, limit: Deadline) -> None:
     """Waits until rank 0, with which the store may go, knows all.
 
     Raises:
@@ -155,7 +155,7 @@ def _leave(board: Board, visits: pairs.Visits, rank: int, limit: Deadline) -> No
         board.set(f"left/{rank}", "yes")
 
 
-def _let_go(board: Board, visits: pairs.Visits, roster: store_exchange.Roster) -> None:
+def _let_go(board: StoreClient, visits: pairs.StreamPasses, roster: store_exchange.Roster) -> None:
     """Lets the others go, and keeps the store until they have."""
     board.set("over", "yes")
     patience = Deadline(_LEAVING_SECONDS)
@@ -163,7 +163,7 @@ def _let_go(board: Board, visits: pairs.Visits, roster: store_exchange.Roster) -
         visits.await_word(f"left/{other}", other, patience)
 
 
-def _read_pair(board: Board, low: int, high: int) -> Pair:
+def _read_pair(board: StoreClient, low: int, high: int) -> Pair:
     keys = (f"view/{low}/{high}", f"view/{high}/{low}")
     texts = [text for text in map(board.get, keys) if text is not None]
     return Pair(low, high, tuple(from_json(View, text) for text in texts))
@@ -177,7 +177,7 @@ def _proof(options: RingOptions, roster: store_exchange.Roster) -> str:
     return hmac.new(secret, bytes.fromhex(roster.token), hashlib.sha256).hexdigest()
 
 
-def _knows_another(board: Board, rank: int, proof: str) -> bool:
+def _knows_another(board: StoreClient, rank: int, proof: str) -> bool:
     """Returns whether a rank knows another secret than rank 0; one that has none is told so elsewhere."""
     theirs = (board.get(f"proof/{rank}") or b"").decode("ascii", "replace")
     return bool(theirs) and bool(proof) and theirs != proof

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import printable
-from cyxtrain.ring.rendezvous.record import Entry, made, not_ours
+from cyxtrain.ring.rendezvous.record import RankRecord, made, not_ours
 from cyxtrain.ring.wire.frames import FrameError, json_object
 
 _Kind = TypeVar("_Kind")
@@ -70,7 +70,7 @@ class Arrival:
         machine: Where it runs.
     """
 
-    entry: Entry
+    entry: RankRecord
     machine: Machine
 
 

@@ -93,7 +93,7 @@ def _table(facts: Sequence[Fact]) -> list[str]:
 def _versions() -> list[Fact]:
     state = _OK if torch_compat.is_tested() else _UNTESTED
     return [
-        Fact("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[2]}"),
+        Fact("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[1]}"),
         Fact("versions", "PyTorch", state, f"{torch.__version__} (tested: {torch_compat.tested_range()})"),
         Fact("versions", "NumPy", "", np.__version__),
         Fact("versions", "Python", "", platform.python_version()),

@@ -53,17 +53,17 @@ class Exchange:
     asked: float
     came: float
     answered: float
-    heard: float
+    received: float
 
     @property
     def round_trip_seconds(self) -> float:
         """The time on the way, there and back."""
-        return (self.heard - self.asked) - (self.answered - self.came)
+        return (self.received - self.asked) - (self.answered - self.came)
 
     @property
     def skew_seconds(self) -> float:
         """How much later it is by the other clock, were both ways equally long (RFC 5905, section 8)."""
-        return ((self.came - self.asked) + (self.answered - self.heard)) / 2
+        return ((self.came - self.asked) + (self.answered - self.received)) / 2
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def _ping(sock: socket.socket, deadline: Deadline) -> Exchange:
     asked = time.time()
     _ask(sock, b"p", 0, deadline)
     answer = _receive(sock, _TIMES.size, deadline)
-    heard = time.time()
+    received = time.time()
     came, answered = _TIMES.unpack(answer)
-    return Exchange(asked, came, answered, heard)
+    return Exchange(asked, came, answered, received)
 
 
 def _bytes_per_second(sock: socket.socket, kind: bytes, trip_seconds: float, deadline: Deadline) -> float:
@@ -179,14 +179,14 @@ def _send(sock: socket.socket, data: bytes | memoryview, deadline: Deadline) -> 
 
 def _receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     """Returns exactly so many bytes."""
-    heard = bytearray()
-    while len(heard) < count:
+    received = bytearray()
+    while len(received) < count:
         sock.settimeout(max(deadline.left(), 0.001))
-        part = sock.recv(count - len(heard))
+        part = sock.recv(count - len(received))
         if not part:
             raise ClosedError
-        heard += part
-    return bytes(heard)
+        received += part
+    return bytes(received)
 
 
 def _pour(sock: socket.socket, count: int, deadline: Deadline) -> None:

@@ -17,11 +17,11 @@ from cyxtrain.doctor.findings import Arrival, Cause, View, to_json
 from cyxtrain.doctor.pair_schedule import partner, rounds
 from cyxtrain.doctor.store_exchange import Roster, wait_for
 from cyxtrain.ring.monitoring.process_state import State, state_of
-from cyxtrain.ring.rendezvous.accept import Door
+from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import ClosedError, call_once, socket_address
 from cyxtrain.ring.rendezvous.handshake import Claim, HandshakeError, RefusedError, Role
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory
 from cyxtrain.ring.wire.link import Deadline, watch_over
 
@@ -53,7 +53,7 @@ class Reception:
         self._selector = selectors.DefaultSelector()
         self._here: dict[tuple[int, Role], socket.socket] = {}
         listeners = [listener for listener in (listening.listener, listening.near) if listener is not None]
-        self._door = Door(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
+        self._door = Acceptor(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
 
     def serve(self, seconds: float) -> None:
         """Takes who comes, for so long at most."""
@@ -87,7 +87,7 @@ class Reception:
         self._here[claim.rank, claim.role] = sock
 
 
-class Visits:
+class StreamPasses:
     """One rank's visits to all others, one at a time.
 
     Args:
@@ -99,7 +99,7 @@ class Visits:
     """
 
     def __init__(
-        self, board: Board, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Meeting
+        self, board: StoreClient, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Meeting
     ) -> None:
         self._board = board
         self._rank = rank

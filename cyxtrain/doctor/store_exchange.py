@@ -26,8 +26,8 @@ from cyxtrain.doctor.findings import Arrival, from_json, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.membership import naps
-from cyxtrain.ring.rendezvous.record import Entry, not_ours
-from cyxtrain.ring.rendezvous.store_client import Board
+from cyxtrain.ring.rendezvous.record import RankRecord, not_ours
+from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline
 
 _ANSWER_SECONDS = 10.0
@@ -66,7 +66,7 @@ class Roster:
     token: str
 
 
-def arrive(board: Board, rank: int, entry: Entry, machine: Machine) -> None:
+def arrive(board: StoreClient, rank: int, entry: RankRecord, machine: Machine) -> None:
     """Says that this rank is there.
 
     Raises:
@@ -83,7 +83,7 @@ def arrive(board: Board, rank: int, entry: Entry, machine: Machine) -> None:
     board.set(f"entry/{rank}", entry.to_json())
 
 
-def await_all(board: Board, world_size: int, deadline: Deadline) -> list[int]:
+def await_all(board: StoreClient, world_size: int, deadline: Deadline) -> list[int]:
     """Returns who is there, once all are, or at the deadline."""
     here: set[int] = set()
 
@@ -95,12 +95,12 @@ def await_all(board: Board, world_size: int, deadline: Deadline) -> list[int]:
     return sorted(here)
 
 
-def call_roster(board: Board, roster: Roster) -> None:
+def call_roster(board: StoreClient, roster: Roster) -> None:
     """Says who has come: rank 0 alone does so."""
     board.set("roster", json.dumps([roster.ranks, roster.world_size, roster.token]))
 
 
-def hear_roster(board: Board, rank: int, world_size: int, deadline: Deadline) -> Roster:
+def hear_roster(board: StoreClient, rank: int, world_size: int, deadline: Deadline) -> Roster:
     """Waits until rank 0 says who has come, and returns it.
 
     Raises:
@@ -132,7 +132,7 @@ def hear_roster(board: Board, rank: int, world_size: int, deadline: Deadline) ->
     return roster
 
 
-def read_arrivals(board: Board, ranks: list[int]) -> dict[int, Arrival]:
+def read_arrivals(board: StoreClient, ranks: list[int]) -> dict[int, Arrival]:
     """Returns what each of those who came has said of itself.
 
     Raises:
@@ -140,7 +140,8 @@ def read_arrivals(board: Board, ranks: list[int]) -> dict[int, Arrival]:
     """
     return {
         rank: Arrival(
-            Entry.from_json(board.get(f"entry/{rank}") or b""), from_json(Machine, board.get(f"machine/{rank}") or b"")
+            RankRecord.from_json(board.get(f"entry/{rank}") or b""),
+            from_json(Machine, board.get(f"machine/{rank}") or b""),
         )
         for rank in ranks
     }

@@ -65,7 +65,7 @@ class Metric(ABC):
         """Returns what it has seen, as JSON values."""
 
     @abstractmethod
-    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Goes on from what `state` gave, of one rank or of several together.
 
         Raises:
@@ -148,7 +148,7 @@ class MeanMetric(Metric):
         }
         return {"sums": self.sums.tolist(), "own": {name: _plain(each) for name, each in changed.items()}}
 
-    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Adds them up; a module goes on from the first one's state."""
         for state in states:
             self.sums += torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
@@ -284,7 +284,7 @@ class LibraryMetric(Metric):
         }
         return {"updates": self._metric.update_count, "states": states}
 
-    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the first, and merges the others into it."""
         for number, state in enumerate(filter(None, states)):
             device = self._metric.device
@@ -414,7 +414,7 @@ class Metrics:
         """Returns what each has seen on this rank, as JSON values."""
         return {metric.name: metric.state() for metric in self._metrics}
 
-    def take_in(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Goes on from states, of one rank or of several together; one that is new begins anew."""
         for metric in self._metrics:
-            metric.take_in([state[metric.name] for state in states if metric.name in state])
+            metric.merge([state[metric.name] for state in states if metric.name in state])

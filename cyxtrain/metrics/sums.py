@@ -30,7 +30,7 @@ _KEPT_ELEMENTS = 8192
 _Number = Tensor | float
 
 
-class Answers(NamedTuple):
+class Correct(NamedTuple):
     """What a model has said to a batch whose targets are classes: counted, or to be counted.
 
     Attributes:
@@ -46,7 +46,7 @@ class Answers(NamedTuple):
     target: Tensor | None = None
 
 
-class Totals:
+class MetricSums:
     """The sums of a table of batches: one row for a running epoch, or one row per batch.
 
     Args:
@@ -61,11 +61,11 @@ class Totals:
         self._sums = torch.zeros(rows, _COLUMNS + 2 * len(loss.shown), dtype=torch.float64, device=device)
         self._loss = loss
         self._may_be_overwritten = may_use_cuda_graphs(device)
-        self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Answers]] = []
+        self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Correct]] = []
         self._copies: dict[str, HostCopy] | None = None
         self._latest: dict[str, float] = {}
 
-    def add(self, row: int, loss: BatchLoss, answers: Answers) -> None:
+    def add(self, row: int, loss: BatchLoss, answers: Correct) -> None:
         """Adds a batch to a row, without waiting for the device."""
         numbers: tuple[_Number, ...] = (loss.terms, loss.weight, answers.correct, answers.counted)
         for name in self._loss.shown:
@@ -73,7 +73,7 @@ class Totals:
             numbers += (part.value.detach().double() * part.terms, part.weight)
         value = loss.value.detach()
         if self._may_be_overwritten:
-            value, numbers, answers = own_copy(value), _copied(numbers), Answers(*_copied(answers))
+            value, numbers, answers = own_copy(value), _copied(numbers), Correct(*_copied(answers))
         self._pending.append((row, value, numbers, answers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
@@ -216,18 +216,18 @@ def _quotient(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
-def answers_to(output: Any, target: Tree | None, loss: Loss) -> Answers:
+def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
     """Returns what is right in an output, where targets are classes; else nothing, of nothing."""
     pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
     if pair is None:
-        return Answers(0, 0)
+        return Correct(0, 0)
     scores, classes = pair
     if loss.is_binary:
         scores = scores.reshape(classes.shape)
     if scores.numel() <= _KEPT_ELEMENTS and len(scores) > 0:
-        return Answers(0, classes.numel() if loss.ignored is None else 0, scores.detach(), classes)
+        return Correct(0, classes.numel() if loss.ignored is None else 0, scores.detach(), classes)
     right, valid = _compare(scores, classes, loss)
-    return Answers(right.sum(), classes.numel() if valid is None else valid.sum())
+    return Correct(right.sum(), classes.numel() if valid is None else valid.sum())
 
 
 def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:

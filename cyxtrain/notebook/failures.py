@@ -17,7 +17,7 @@ import torch
 from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingError
 from cyxtrain.notebook.sharing import as_bytes, from_bytes, returning
 
-_LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """What leads to the user's code, in a traceback."""
 
 

@@ -43,7 +43,7 @@ _START = (
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Reported:
     rank: int
     message: Here | Report | Answer
 
@@ -54,7 +54,7 @@ class _Wrote:
     lines: bytes
 
 
-_Event = _Said | _Wrote | Signal | RankExit
+_Event = _Reported | _Wrote | Signal | RankExit
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Pool:
         self,
         function: Callable[..., tuple[Any, bool]],
         arguments: tuple[Any, ...],
-        heed: Callable[[Any], None],
+        apply: Callable[[Any], None],
         hear: Callable[[int], bool],
     ) -> JobAnswers:
         """Lets all workers call a function, and returns what they answer.
@@ -158,7 +158,7 @@ class Pool:
         Args:
             function: As in `Job`.
             arguments: As in `Job`.
-            heed: Is called with each report.
+            apply: Called with each report.
             hear: Is called when a signal has come, within `hearing_signals`; returns whether the workers shall hear of
                 it. If not, and at the second signal, they are ended, and the signal does what it does.
 
@@ -169,7 +169,7 @@ class Pool:
         job, self._marks = Job(function, arguments, self._mark), 0
         try:
             self._tell(job)
-            answers = self._wait_for_answers(heed, hear)
+            answers = self._wait_for_answers(apply, hear)
             self._drain()
         except BaseException:
             self.close()
@@ -201,24 +201,24 @@ class Pool:
         self._port.close()
         self._supervisor.abandon()
 
-    def _wait_for_answers(self, heed: Callable[[Any], None], hear: Callable[[int], bool]) -> JobAnswers:
+    def _wait_for_answers(self, apply: Callable[[Any], None], hear: Callable[[int], bool]) -> JobAnswers:
         answers = JobAnswers()
-        heard, deadline, starts_until = 0, math.inf, time.monotonic() + START_SECONDS
+        received, deadline, starts_until = 0, math.inf, time.monotonic() + START_SECONDS
         while len(answers.by_rank) + len(answers.ended) < self.num_processes and time.monotonic() < deadline:
             self._check_start(starts_until)
             event = self._next()
             if isinstance(event, _Wrote):
                 self._show(event)
-            elif isinstance(event, _Said) and isinstance(event.message, Answer):
+            elif isinstance(event, _Reported) and isinstance(event.message, Answer):
                 answers.by_rank[event.rank] = event.message.value
                 answers.can_go_on &= event.message.can_go_on
-            elif isinstance(event, _Said) and isinstance(event.message, Report):
-                heed(event.message.value)
-            elif isinstance(event, _Said):
+            elif isinstance(event, _Reported) and isinstance(event.message, Report):
+                apply(event.message.value)
+            elif isinstance(event, _Reported):
                 self._here.add(event.rank)
             elif isinstance(event, Signal) and event.number in self._signals:  # else it was an earlier call's
-                heard += 1
-                self._take_signal(event, goes_on=heard == 1 and hear(event.number))
+                received += 1
+                self._take_signal(event, goes_on=received == 1 and hear(event.number))
             elif isinstance(event, RankExit):
                 answers.ended.append(event)
                 answers.can_go_on = False
@@ -287,18 +287,18 @@ class Pool:
         if threading.current_thread() is not threading.main_thread():
             numbers = []  # only the main thread hears signals
         before = {number: signal.getsignal(number) for number in numbers}
-        heard = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
+        received = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
 
         def post(number: int, _: FrameType | None) -> None:
             self._signals.append(number)
             self._events.put(Signal(number))
 
-        for number in heard:
+        for number in received:
             signal.signal(number, post)
         try:
             yield
         finally:
-            for number, handler in heard.items():
+            for number, handler in received.items():
                 signal.signal(number, handler)
             late = list(self._signals)
             self._signals.clear()
@@ -323,7 +323,7 @@ class Pool:
     def _listen(self, rank: int, channel: Channel) -> None:
         with channel, contextlib.suppress(EOFError, OSError):
             while True:
-                self._events.put(_Said(rank, channel.recv()))
+                self._events.put(_Reported(rank, channel.recv()))
 
 
 def _specs(ends: Sequence[Channel], variables: Mapping[str, str], port: str) -> list[RankSpec]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from cyxtrain.environment import torch_compat
 
 _WRAPPED = "step"
-"""Attribute of an optimizer that a schedule puts there; `Rates` does so again."""
+"""Attribute of an optimizer that a schedule puts there; `LearningRates` does so again."""
 
 
 def reduced(obj: Any) -> tuple[Any, ...] | None:

@@ -24,9 +24,9 @@ from cyxtrain.notebook.failures import raised
 from cyxtrain.notebook.pool import JobAnswers, Pool
 from cyxtrain.notebook.relay import BEGUN, SHOW
 from cyxtrain.notebook.sharing import SharedFile, read, write
-from cyxtrain.notebook.state_transfer import Changes, parts_of, take_in
+from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
-from cyxtrain.notebook.worker_calls import FIT, OF_FITS, Performed, Surroundings, perform
+from cyxtrain.notebook.worker_calls import FIT, OF_FITS, Performed, SideEffects, perform
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import parse_fit
 from cyxtrain.workers.machine import ranks_by_cores
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def by_workers(method: _Method) -> _Method:
+def run_in_workers(method: _Method) -> _Method:
     """Lets worker processes make a call of a trainer's, where `num_processes` asks for them and no launcher has."""
 
     @functools.wraps(method)
@@ -132,7 +132,7 @@ class _Call:
 
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
-        call = (Surroundings.here(), self._arguments, data)
+        call = (SideEffects.here(), self._arguments, data)
         idle = () if self._method == FIT else OF_FITS
         stays = {name: part for name, part in self._parts.items() if name in idle} | self._staying
         try:
@@ -187,7 +187,7 @@ class _Call:
         if 0 in ranks and ranks[0].result is not None:
             value = read(ranks[0].result, self._parts, mapped=os.name == "posix" and self._method != FIT)
             if isinstance(value, Changes):
-                take_in(value, self._trainer, self._parts)
+                merge(value, self._trainer, self._parts)
         if self._problem is not None:
             raise self._problem
         answers.check()

@@ -196,7 +196,7 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 yield part, name, value
 
 
-def take_in(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
+def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
     """Does to a trainer's parts what was done to those of another process.
 
     Args:

@@ -54,7 +54,7 @@ _FLAGS = (
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SideEffects:
     """What a process has set for all that it does, and numbers or messages depend on."""
 
     folder: str
@@ -67,7 +67,7 @@ class Surroundings:
     filters: list[Any]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> SideEffects:
         """Returns those of this process."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),

@@ -28,7 +28,7 @@ keeps, or more is asked of it."""
 _ONE = torch.ones((), device="cpu")
 
 
-class Stepping:
+class FusedStep:
     """Takes the steps of an optimizer.
 
     Args:

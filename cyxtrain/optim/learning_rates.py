@@ -23,7 +23,7 @@ _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
 
 
-class Rates:
+class LearningRates:
     """The learning rates of an optimizer's groups, step by step.
 
     Args:
@@ -175,7 +175,7 @@ class Rates:
         """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
         self._left = self.now()
 
-    def go_on(self, schedule_steps: int | None) -> str:
+    def resume_from(self, schedule_steps: int | None) -> str:
         """Continues a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
 
         Args:
@@ -373,7 +373,9 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
     return {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.learning_rate_scaling]
 
 
-def check_rates(rates: Rates, config: DistributedTrainingConfig, schedule_steps: int | None) -> LRScheduler | None:
+def check_rates(
+    rates: LearningRates, config: DistributedTrainingConfig, schedule_steps: int | None
+) -> LRScheduler | None:
     """Returns the schedule that a fit would have; refuses to scale what has rates of its own, and an unknown end.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
-from cyxtrain.parallel.exchange import AsItIs, ByHook, InCommon, Travel
+from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
 from cyxtrain.parallel.layout import BucketSpec
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 
@@ -44,7 +44,7 @@ class Bucket:
         """Of its parameters."""
         self._parameters = [parameters[i][1] for i in spec.parameters]
         self._spec = spec
-        self.heard: list[float] = []
+        self.received: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self.losses_are_finite = True
         """In the last bucket: whether the losses of all ranks were."""
@@ -53,7 +53,9 @@ class Bucket:
         self._index = index
         self._last = last
         self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device) if mean is None else mean.tensor)
-        self.travel: Travel = AsItIs(self._flat, end) if mean is None else InCommon(mean, end)
+        self.travel: GradientExchange = (
+            AllReduceExchange(self._flat, end) if mean is None else SharedMemoryExchange(mean, end)
+        )
         """How it travels."""
         self.clear()
 
@@ -72,10 +74,10 @@ class Bucket:
 
     def change_group(self) -> None:
         """Leaves the memory that the ranks of an earlier group have in common."""
-        if isinstance(self.travel, InCommon):
+        if isinstance(self.travel, SharedMemoryExchange):
             self.travel.abandon()
             self._lay_out(self._flat.clone())
-            self.travel = AsItIs(self._flat, self._gradients_end)
+            self.travel = AllReduceExchange(self._flat, self._gradients_end)
 
     def clear(self) -> None:
         """Begins a new synchronisation: nothing has come in yet.
@@ -121,7 +123,7 @@ class Bucket:
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a comm hook do it, from now on."""
-        self.travel = ByHook(self._flat, self._gradients_end, hook, state, self)
+        self.travel = CommHookExchange(self._flat, self._gradients_end, hook, state, self)
 
     def launch(
         self,
@@ -163,7 +165,7 @@ class Bucket:
             numbers: `flags`, on the host.
         """
         count = len(self._parameters)
-        self.heard = [*numbers[count + 1 : -1]]
+        self.received = [*numbers[count + 1 : -1]]
         self.losses_are_finite = not math.isnan(numbers[-1])
         return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cyxtrain.config import DDPConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.bucket import Bucket
-from cyxtrain.parallel.exchange import InHalf
+from cyxtrain.parallel.exchange import HalfPrecisionExchange
 from cyxtrain.parallel.powersgd import LowRank, LowRankGradient
 
 COMPRESSIBLE = {torch.float32, torch.float64}
@@ -39,7 +39,7 @@ def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankG
             found.update({bucket.names[number]: gradient for number, gradient in travel.gradients.items()})
             bucket.travel = travel
         else:
-            bucket.travel = InHalf(bucket.numbers, end, _NARROW[config.compression])
+            bucket.travel = HalfPrecisionExchange(bucket.numbers, end, _NARROW[config.compression])
     return found
 
 

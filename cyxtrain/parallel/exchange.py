@@ -54,7 +54,7 @@ class Mean:
             self._tensor.div_(self._divisor)
 
 
-class Travel(ABC):
+class GradientExchange(ABC):
     """One bucket's way: `launch`; `send_on` when all buckets have been launched; `arrive`; `settle`.
 
     Args:
@@ -121,19 +121,19 @@ class Travel(ABC):
         self._under_way = []
 
 
-class AsItIs(Travel):
+class AllReduceExchange(GradientExchange):
     """An all_reduce of the bucket."""
 
     def _send(self, group: Any) -> list[Waitable]:
         return [Mean(self._numbers, group)]
 
 
-class InCommon(Travel):
+class SharedMemoryExchange(GradientExchange):
     """A bucket in memory that all ranks have in common: nothing of it travels.
 
     Args:
         mean: The bucket's numbers, and how they are averaged.
-        gradients_end: As `Travel`.
+        gradients_end: As `GradientExchange`.
     """
 
     def __init__(self, mean: SharedMean, gradients_end: int) -> None:
@@ -149,12 +149,12 @@ class InCommon(Travel):
         return self._mean.is_known_finite
 
 
-class ByHook(Travel):
+class CommHookExchange(GradientExchange):
     """PyTorch's comm hooks. A hook may do anything to gradients: the flags travel by themselves.
 
     Args:
-        numbers: As `Travel`.
-        gradients_end: As `Travel`.
+        numbers: As `GradientExchange`.
+        gradients_end: As `GradientExchange`.
         hook: Takes the state and the bucket, returns a Future of the gradients.
         state: For the hook.
         bucket: As torch.distributed.GradBucket.
@@ -181,14 +181,14 @@ class ByHook(Travel):
             self._gradients.copy_(gradients)
 
 
-class InHalf(Travel):
+class HalfPrecisionExchange(GradientExchange):
     """Half as many bytes: each rank's part of the mean is rounded to a narrower type, and added up there.
 
     A gradient beyond the type's range becomes infinite. Source: torch.distributed's fp16_compress_hook.
 
     Args:
-        numbers: As `Travel`.
-        gradients_end: As `Travel`.
+        numbers: As `GradientExchange`.
+        gradients_end: As `GradientExchange`.
         dtype: What travels.
     """
 

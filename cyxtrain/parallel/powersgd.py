@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cyxtrain.parallel.exchange import Mean, Travel, Waitable
+from cyxtrain.parallel.exchange import GradientExchange, Mean, Waitable
 
 _LEAST_SAVING = 2
 """How many times fewer numbers the thin matrices must have; else a gradient travels as it is."""
@@ -78,15 +78,15 @@ class LowRankGradient:
         torch.mm(self.left, right.t(), out=self.matrix)
 
 
-class LowRank(Travel):
+class LowRank(GradientExchange):
     """The first round: M Q of each matrix, with the gradients that are too small for it, and the flags. The second: Q.
 
     Cost of a step: (m + n) x width numbers for a gradient of m x n, 6 m n width multiplications; memory for the error,
     as large as the gradients.
 
     Args:
-        numbers: As `Travel`.
-        gradients_end: As `Travel`.
+        numbers: As `GradientExchange`.
+        gradients_end: As `GradientExchange`.
         gradients: Each gradient's place in `numbers`, of its parameter's shape.
         width: The approximation's rank: columns of P and Q.
     """

@@ -164,10 +164,10 @@ class Reducer:
             self._group = group
 
     @property
-    def heard(self) -> list[float]:
+    def received(self) -> list[float]:
         """For each signal, something above 0 where any rank told it in the latest synchronisation."""
         self.read_flags()
-        return self._buckets[-1].heard
+        return self._buckets[-1].received
 
     @property
     def losses_are_finite(self) -> bool:
@@ -190,8 +190,8 @@ class Reducer:
             losses: Of this rank's micro-batches.
         """
         unused = [bucket.unused_flags() for bucket in self._buckets] if self._refuses_unused else []
-        take_in = functools.partial(self._take_in, refuses=self._refuses_unused)
-        return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, take_in)
+        merge = functools.partial(self._take_in, refuses=self._refuses_unused)
+        return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
 
     def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Lets a comm hook average gradients, from now on.
@@ -380,7 +380,7 @@ class Reducer:
         unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.hear(own)]
         if refuses and unused:
             self._refuse_unused(unused)
-        return self.heard
+        return self.received
 
     def _check_module(self) -> None:
         if not self.fits(tensors_of(self._model)[0]):

@@ -35,7 +35,7 @@ class Report:
         shared: Sequence[Tensor],
         unused: Sequence[Tensor],
         losses: Sequence[Tensor],
-        take_in: Callable[[list[list[float]]], list[float]],
+        merge: Callable[[list[list[float]]], list[float]],
     ) -> None:
         device = parameters[0].device
         with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -44,7 +44,7 @@ class Report:
         self._parameters = [with_gradient[number] for number in numbers]
         own = [each.detach().to(device).reshape(1) for each in losses]
         self._sizes = [len(numbers), *map(len, shared), len(own)]
-        self._take_in = take_in
+        self._take_in = merge
         joined = torch.cat([*vectors, *shared])
         found = torch.sum(joined * 0)  # 0, or NaN
         if unused:
@@ -82,7 +82,7 @@ class Report:
         return [parameter for parameter, finite in zip(self._parameters, are_finite, strict=True) if not finite]
 
     def signals(self) -> list[float]:
-        """Return what ranks have told each other; waits for the report. Raises what `take_in` does."""
+        """Return what ranks have told each other; waits for the report. Raises what `merge` does."""
         return self._take_in([part.tolist() for part in self._parts[2:-1]])
 
     @property

@@ -18,7 +18,7 @@ from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel.compression import gathered_state, load_state
-from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
+from cyxtrain.parallel.consistency.broadcasting import SharedGradientBuffer, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.Module):
         self._world_size = world_size = runtime.get_world_size()
         trained_parameters(model)  # refuses what has no shape yet
         self._reducer: Reducer | None = None
-        self._sharing = SharedBuffers(model)
+        self._sharing = SharedGradientBuffer(model)
         self._latest = _Latest()
         if world_size > 1:
             torch_compat.require_end_of_backward()
@@ -220,13 +220,13 @@ class DistributedDataParallel(nn.Module):
             return lambda: list(signals)
         self._reducer.signals = list(signals)
         if self._latest.has_reports:
-            return self.heard
-        return lambda: self._reducer.heard if self._reducer is not None else list(signals)
+            return self.received
+        return lambda: self._reducer.received if self._reducer is not None else list(signals)
 
-    def heard(self) -> list[float]:
+    def received(self) -> list[float]:
         """Return, for each signal, something above 0 where `hear` has read that any rank gave it; once."""
-        heard, self._latest.heard = self._latest.heard, [0.0] * NUM_SIGNALS
-        return heard
+        received, self._latest.received = self._latest.received, [0.0] * NUM_SIGNALS
+        return received
 
     def expect_scale(self, scale: float) -> None:
         """Says what the gradients of the next synchronisations are multiplied by: `scale`, the same on every rank."""
@@ -281,7 +281,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             DistributedTrainingError: A parameter was unused on some rank; on every rank alike.
         """
-        self._latest.heard = [*map(max, self._latest.heard, report.signals())]
+        self._latest.received = [*map(max, self._latest.received, report.signals())]
         return report.is_good()
 
     def is_finite(self) -> bool:
@@ -454,7 +454,7 @@ class _Latest:
     """That of the losses in it."""
     has_reports: bool = False
     """Whether flags stay on the accelerator until a report of them is read."""
-    heard: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
+    received: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
     """Of each signal, the largest in the reports that were read."""
     rows: int = 0
     """Of training forwards, since buffers were shared."""

@@ -20,7 +20,7 @@ from cyxtrain.parallel.powersgd import as_matrix, columns_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.progress.flops import in_words, peak_flops, tf32_speedup
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.training.inputs.plan import Run
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.model.modes import explain_modes
 from cyxtrain.training.state import TrainingState
@@ -41,7 +41,7 @@ _PRODUCTS = {
 """By `float32_precision`."""
 
 
-def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple[str, str]]:
+def explain(state: TrainingState, run: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
     """Returns (what, how) of a run, in the order in which they are shown.
 
     Args:
@@ -87,13 +87,13 @@ def explain(state: TrainingState, run: Run, ddp_config: DDPConfig) -> list[tuple
     return facts
 
 
-def _model(model: nn.Module, run: Run) -> str:
+def _model(model: nn.Module, run: FitPlan) -> str:
     how = explain_compiled(run.config.compile, run.compiles_layers)
     layout = "channels_last" if run.config.channels_last else ""
     return ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))
 
 
-def _precision(model: nn.Module, run: Run) -> Iterator[tuple[str, str]]:
+def _precision(model: nn.Module, run: FitPlan) -> Iterator[tuple[str, str]]:
     """Yield what is computed in which precision, where it is not PyTorch's usual one, or a GPU could be much faster."""
     config, device = run.config, run.data.placement.device
     if config.precision != "fp32":
@@ -111,7 +111,7 @@ def _precision(model: nn.Module, run: Run) -> Iterator[tuple[str, str]]:
         )
 
 
-def _flops(run: Run) -> Iterator[tuple[str, str]]:
+def _flops(run: FitPlan) -> Iterator[tuple[str, str]]:
     flops, device = run.data.flops_per_row, run.data.placement.device
     if flops:
         peak = peak_flops(device, run.dtype)
@@ -119,7 +119,7 @@ def _flops(run: Run) -> Iterator[tuple[str, str]]:
         yield "flops", f"{in_words(flops)} per row, forward and backward{known}"
 
 
-def _optimizer(state: TrainingState, run: Run) -> str:
+def _optimizer(state: TrainingState, run: FitPlan) -> str:
     spares = spares_norms_and_biases(state.optimizer, state.trained)
     words = [type(state.optimizer).__name__]
     words += ["by PyTorch's fused kernel"] if run.fuses else []
@@ -135,7 +135,7 @@ def _world(num_processes: int | str | None) -> str:
     return ", ".join(filter(None, said))
 
 
-def _converted(run: Run) -> str:
+def _converted(run: FitPlan) -> str:
     """Returns which floats become others, batch by batch: parameters are of one type."""
     wanted = run.data.placement.dtype
     inputs = leaves(run.data.source.inputs, "X")
@@ -195,7 +195,7 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
     return f"{per_rank} per rank{parts}, {effective_batch_size:,} effective"
 
 
-def _steps(run: Run) -> str:
+def _steps(run: FitPlan) -> str:
     steps = run.steps_per_epoch
     return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
 

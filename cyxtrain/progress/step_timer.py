@@ -80,7 +80,7 @@ class SeenPart(Part):
         self._scope.__exit__(kind, error, trace)
 
 
-class Clock:
+class StepTimer:
     """The parts of the steps of an epoch.
 
     Args:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, process_env, torch_compat
-from cyxtrain.ring.dynamo_skip import uncompiled
+from cyxtrain.ring.dynamo_skip import skip_dynamo
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
@@ -27,7 +27,7 @@ else:
     from cyxtrain.ring.legacy_backend import NamedGroup as PyTorchGroup  # type: ignore[assignment]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-TORCHS_WORLD = Siblings()
+TORCHS_WORLD = GroupRegistry()
 """The groups that PyTorch makes: it has one world in a process."""
 
 
@@ -60,7 +60,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         generation: int = 0,
         names: Sequence[int] | None = None,
         options: RingOptions | None = None,
-        siblings: Siblings | None = None,
+        siblings: GroupRegistry | None = None,
     ) -> None:
         PyTorchGroup.__init__(self, store, rank, world_size)
         self._store = store
@@ -92,7 +92,7 @@ def register() -> None:
     """Makes "ring" a backend of torch.distributed. No socket, no thread."""
     works = (DoneWork, KeptDoneWork, MessageWork, PostedWork, KeptPostedWork)
     for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
-        uncompiled(cls)
+        skip_dynamo(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=_devices())
 

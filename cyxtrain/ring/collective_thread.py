@@ -38,7 +38,7 @@ def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bo
     return len(set(machines)) > 1 or min(room) >= len(machines)
 
 
-class Delivery:
+class PendingCall:
     """One call that another thread makes.
 
     Attributes:
@@ -122,11 +122,11 @@ def _nothing() -> None:
     """Stands where a call was."""
 
 
-class Courier:
+class CollectiveThread:
     """A thread that makes calls one after the other, in the order in which they were posted."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
         self._pending = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -143,9 +143,9 @@ class Courier:
         """Whether anything is posted that is not done."""
         return self._pending > 0
 
-    def post(self, call: Callable[[], Any]) -> Delivery:
+    def post(self, call: Callable[[], Any]) -> PendingCall:
         """Lets the thread make a call, after all that were posted before."""
-        delivery = Delivery(call)
+        delivery = PendingCall(call)
         with self._lock:
             if not self._closed:
                 self._pending += 1

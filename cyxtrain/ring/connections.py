@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.collective_thread import is_worth_it
-from cyxtrain.ring.monitoring.heartbeat import Pulse
-from cyxtrain.ring.monitoring.monitor import Watch
+from cyxtrain.ring.monitoring.heartbeat import Heartbeat
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.schedules.selector import Routes
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory
-from cyxtrain.ring.wire.executor import Mesh
+from cyxtrain.ring.wire.executor import Executor
 from cyxtrain.ring.wire.kernels import Scratch
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.messages import Mailbox
@@ -54,18 +54,18 @@ class Connections:
         controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
         others = {names[peer]: meeting.table[peer].process for peer in self.links}
         own = meeting.table[rank].process
-        pulse = Pulse(own, others, options.heartbeat_timeout_seconds, time.monotonic())
+        pulse = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
         shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in meeting.table)
         links = (*self.links.values(), *self.message_links.values())
         # Nothing that the watch holds may hold the watch: what a group held is free as soon as it is.
         stop = functools.partial(_stop, links)
         sums = meeting.checksums
-        self.watch = Watch(
+        self.watch = PeerMonitor(
             names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe, sums
         )
         of_data = sums if options.checksums else None
         self.mailbox = Mailbox(self.message_links, self.watch, of_data)
-        self.mesh = Mesh(self.links, self.mailbox, self.watch, of_data)
+        self.mesh = Executor(self.links, self.mailbox, self.watch, of_data)
 
     @property
     def transport(self) -> str:
@@ -104,11 +104,11 @@ def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
     return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
 
 
-def _routes(meeting: Meeting, rank: int) -> Routes:
+def _routes(meeting: Meeting, rank: int) -> AlgorithmSelector:
     machines = [entry.machine for entry in meeting.table]
     ranks, cores = range(len(machines)), min(entry.cores for entry in meeting.table)
     are_together = len(set(machines)) == 1
-    return Routes(
+    return AlgorithmSelector(
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),

@@ -9,7 +9,7 @@ import torch
 from cyxtrain.environment import torch_compat
 
 
-def uncompiled(cls: type) -> None:
+def skip_dynamo(cls: type) -> None:
     """Keeps the compiler away from a class's methods, and from all that they call.
 
     `torch.compiler.disable` does the same, but imports the whole compiler, which costs seconds.

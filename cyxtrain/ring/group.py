@@ -18,16 +18,16 @@ from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
-from cyxtrain.ring.collective_thread import Courier
+from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
-from cyxtrain.ring.monitoring.activity import Doing
-from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.activity import CurrentActivity
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import meet
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Span, Step, even_spans
-from cyxtrain.ring.schedules.selector import Routes
-from cyxtrain.ring.shared_memory.passing import Passages
-from cyxtrain.ring.wire.executor import Mesh
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
+from cyxtrain.ring.shared_memory.passing import SharedMemoryReductions
+from cyxtrain.ring.wire.executor import Executor
 from cyxtrain.ring.wire.frames import (
     MAX_DIMENSIONS,
     Kind,
@@ -51,7 +51,7 @@ from cyxtrain.ring.wire.payload import (
     overlap,
     write,
 )
-from cyxtrain.ring.wire.persistent import Announcement, ReadyReductions, Rounds
+from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 from cyxtrain.ring.wire.reduction import Reducing
 from cyxtrain.ring.wire.transfers import Buffers
 
@@ -91,7 +91,7 @@ class Group:
         generation: int = 0,
         names: Sequence[int] | None = None,
         options: RingOptions | None = None,
-        siblings: Siblings | None = None,
+        siblings: GroupRegistry | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -102,9 +102,9 @@ class Group:
         self._lock = threading.RLock()
         self._left = False
         self._names = tuple(range(world_size)) if names is None else tuple(names)
-        self._siblings = siblings or Siblings()
+        self._siblings = siblings or GroupRegistry()
         self._made_at = time.monotonic()
-        self._doing = Doing()
+        self._doing = CurrentActivity()
         options = options or RingOptions()
         meeting = meet(store, rank, self._names, join_timeout.total_seconds(), options, generation, self._siblings)
         try:
@@ -114,12 +114,12 @@ class Group:
         except BaseException:
             meeting.close()
             raise
-        self._courier: Courier | None = None
+        self._courier: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        self._routes = Routes(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
+        self._routes = AlgorithmSelector(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
         links = {} if self._ring is None or options.checksums else self._ring.links
-        self.ready = ReadyReductions(links, self._routes, generation)
-        self._passages = Passages(self.ready)
+        self.ready = PersistentOps(links, self._routes, generation)
+        self._passages = SharedMemoryReductions(self.ready)
         self._siblings.add(self)
 
     def together(self) -> contextlib.AbstractContextManager[object]:
@@ -130,7 +130,7 @@ class Group:
         """Returns what errors call a rank: its rank in the world."""
         return self._names[rank]
 
-    def courier(self, *, asynchronous: bool) -> Courier | None:
+    def courier(self, *, asynchronous: bool) -> CollectiveThread | None:
         """Returns who makes a call for the thread that asks; None: it makes it itself.
 
         Args:
@@ -140,7 +140,7 @@ class Group:
         ring = self._ring
         if self._courier is None and asynchronous and not self._left and ring is not None and ring.overlaps:
             with self._lock:
-                self._courier = self._courier or Courier()
+                self._courier = self._courier or CollectiveThread()
         courier = self._courier
         if courier is None or courier.is_current or not (asynchronous or courier.busy):
             return None
@@ -160,7 +160,7 @@ class Group:
         """Reduces in place, on all ranks.
 
         Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
-        On one machine that of `Passage` where it is quicker.
+        On one machine that of `SharedMemoryReduce` where it is quicker.
         """
         with self._lock:
             small = self.ready.of(tensor, reduction)
@@ -178,8 +178,8 @@ class Group:
             copy_back(flat, tensor)
             self._passages.make_after(self, tensor, reduction, timeout)
 
-    def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta | None = None) -> None:
-        """Does an operation that is kept ready. Cost: that of its exchanges, see `Announcement`."""
+    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
+        """Does an operation that is kept ready. Cost: that of its exchanges, see `PersistentHeader`."""
         with self._lock:
             announcement.sequence = self.sequence + 1
             self._begin(announcement)
@@ -402,7 +402,7 @@ class Group:
         if self._ring is not None:
             self._mesh().run(operation, schedule, buffers, deadline, more=more)
 
-    def _mesh(self) -> Mesh:
+    def _mesh(self) -> Executor:
         assert self._ring is not None
         self._ring.mesh.spins = self._courier is None or not self._courier.is_current
         return self._ring.mesh
@@ -448,7 +448,7 @@ class Group:
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
         try:
-            left, self._left, self._passages = self._left, True, Passages(self.ready)
+            left, self._left, self._passages = self._left, True, SharedMemoryReductions(self.ready)
             if self._ring is not None and not left:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
@@ -468,7 +468,7 @@ class Group:
         """Lets go of every connection without a word: what a forked child does with the group of its parent."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._courier, self._passages = None, Passages(self.ready)
+        self._courier, self._passages = None, SharedMemoryReductions(self.ready)
         if self._ring is not None:
             self._ring.abandon()
 

@@ -30,7 +30,7 @@ def bring_back(part: Tensor, tensor: Tensor) -> None:
         replace(tensor, part)
 
 
-def untouched(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the inputs, or copies of them where writing one output would change another one's input."""
     sides = (inputs, outputs)
     if len(inputs) > 1 and _meet([(tensor, place) for side in sides for place, tensor in enumerate(side)]):

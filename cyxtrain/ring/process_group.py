@@ -32,7 +32,7 @@ from cyxtrain.ring.collective_arguments import (
     unpack,
 )
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.overlaps import bring_back, parted, untouched
+from cyxtrain.ring.overlaps import bring_back, parted, snapshot
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean, make_shared_means
 from cyxtrain.ring.wire.messages import ANY_SOURCE
 from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
@@ -225,14 +225,14 @@ class RingOperations:
     @collective("all_gather", tensors=2, inputs=second)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Does `all_gather_single` of each tensor."""
-        for output, tensor in pairs(outputs, untouched(inputs, outputs), "all_gather"):
+        for output, tensor in pairs(outputs, snapshot(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Does `reduce_scatter_single` of each tensor."""
-        for output, tensor in pairs(outputs, untouched(inputs, outputs), "reduce_scatter"):
+        for output, tensor in pairs(outputs, snapshot(inputs, outputs), "reduce_scatter"):
             self._scatter_reduced(output, tensor, opts)
         return outputs
 

@@ -17,7 +17,7 @@ from torch.distributed import Work
 
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
-from cyxtrain.ring.collective_thread import Courier, Delivery
+from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
@@ -94,7 +94,7 @@ class PostedWork(Work):
         courier: Who makes it.
     """
 
-    def __init__(self, delivery: Delivery, courier: Courier) -> None:
+    def __init__(self, delivery: PendingCall, courier: CollectiveThread) -> None:
         super().__init__()
         self._delivery = delivery
         self._courier = courier
@@ -333,7 +333,9 @@ def _is_kept(opts: Any) -> bool:
     return opts.asyncOp and type(opts) is not CallOptions
 
 
-def _posted(courier: Courier, call: Callable[[], Any], end: Callable[[], None], opts: Any) -> DoneWork | PostedWork:
+def _posted(
+    courier: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
+) -> DoneWork | PostedWork:
     """Has another thread make a call, and `end` called when it is over."""
     delivery = courier.post(beside(call))
     if end is not _unseen:

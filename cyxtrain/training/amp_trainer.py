@@ -32,7 +32,7 @@ from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened
 from cyxtrain.metrics.loss import Loss, Weighting
 from cyxtrain.metrics.num_items import rule_named
 from cyxtrain.optim.clipping import multiply_gradients
-from cyxtrain.optim.learning_rates import Rates
+from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state
 from cyxtrain.optim.precision import LossScale, Precision
 from cyxtrain.parallel import DistributedDataParallel, gathering_alone, unwrap
@@ -44,11 +44,11 @@ from cyxtrain.training.inputs.weight_check import WeightCheck, warning_of
 from cyxtrain.training.model.buffers import BuffersKept
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import agree_on, telling
+from cyxtrain.world.agreement import agree_on, ending_group_on_error
 
 _PRECISION = "fp16"
 _LEARNING_RATE = 1e-3
@@ -118,7 +118,7 @@ class DistributedAMPTrainer:
         agree_on(plan)
         self._placement = place_model(self.model, self._loss, "auto")
         place_state(self.optimizer)
-        rates = Rates(self.optimizer, None)
+        rates = LearningRates(self.optimizer, None)
         self._state = TrainingState(self.model, self.optimizer, 0, rates, self.scaler, loss=self._loss)
         self._ddp = DistributedDataParallel(self._state.trained, find_unused_parameters=True)
         self._buffers = BuffersKept(self._ddp.module)
@@ -173,7 +173,7 @@ class DistributedAMPTrainer:
         Cost: in the last call of a step, beside the gradients, a sum of one number. Since it returns a number, each
         call waits for the forward on an accelerator: `fit(precision="fp16", accumulation_steps=...)` does not.
         """
-        with telling(), memory_explained(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        with ending_group_on_error(), memory_explained(), torch.enable_grad(), contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             stack.enter_context(self._at_work())
@@ -274,7 +274,7 @@ class DistributedAMPTrainer:
         assert self._call is not None
         check = WeightCheck(self.model, self._loss, self._call, batch)
         owners = [self.model, *self._loss.functions]
-        with untouched(owners, self._placement.device, copies=True), torch.no_grad(), gathering_alone():
+        with snapshot(owners, self._placement.device, copies=True), torch.no_grad(), gathering_alone():
             for module in (self.model, *self._loss.modules):
                 module.eval()
             self._loss.warning = warning_of(check.find_items) or warning_of(check.find_weights)

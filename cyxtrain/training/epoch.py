@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.training.inputs.plan import TriedRows
+from cyxtrain.training.inputs.plan import CheckedData
 from cyxtrain.training.model.compile import steps_marked
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.out_of_memory import memory_explained
@@ -45,7 +45,7 @@ def run_epoch(
 
 def run_whole_batches(
     model: nn.Module,
-    rows: TriedRows,
+    rows: CheckedData,
     step: Callable[[Batch], object],
     *,
     distributed: bool,

@@ -11,7 +11,7 @@ from torch import nn
 from cyxtrain.callbacks.callback import Callbacks
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.inputs.plan import TriedRows
+from cyxtrain.training.inputs.plan import CheckedData
 from cyxtrain.training.step import EvaluationStep
 from cyxtrain.world import runtime
 
@@ -69,7 +69,7 @@ class Evaluation:
 
 def evaluate_rows(
     model: nn.Module,
-    rows: TriedRows,
+    rows: CheckedData,
     *,
     distributed: bool,
     give_up: Callable[[], bool] = lambda: False,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cyxtrain.checkpoint.manager import Keeper
+from cyxtrain.checkpoint.manager import CheckpointManager
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
 from cyxtrain.errors import is_on_all_ranks
-from cyxtrain.metrics.sums import Totals
+from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.clipping import make_clip
 from cyxtrain.optim.optimizers import fuse
 from cyxtrain.parallel import DistributedDataParallel
@@ -25,24 +25,24 @@ from cyxtrain.progress.display import numbers
 from cyxtrain.progress.flops import explain_usage, usage_of
 from cyxtrain.progress.history import record_epoch
 from cyxtrain.progress.profiling import Profile
-from cyxtrain.progress.step_timer import Clock
+from cyxtrain.progress.step_timer import StepTimer
 from cyxtrain.training.epoch import run_epoch
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
 from cyxtrain.training.inputs.facts import trained_facts
-from cyxtrain.training.inputs.plan import Run, TriedRows
+from cyxtrain.training.inputs.plan import CheckedData, FitPlan
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.nonfinite import FiniteGuard
 from cyxtrain.training.resuming.resume import Resumed
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step import TrainingStep
-from cyxtrain.training.stopping import StoppedError, Wish, Wishes, first_reason_to_stop
+from cyxtrain.training.stopping import StoppedError, StopRequest, StopSignals, first_reason_to_stop
 from cyxtrain.training.trained import forgotten, warn_of_forgotten
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import agree, telling
+from cyxtrain.world.agreement import agree, ending_group_on_error
 
 
-class Fit:
+class FitLoop:
     """One call of `fit` on this rank.
 
     Args:
@@ -55,7 +55,7 @@ class Fit:
     def __init__(
         self,
         state: TrainingState,
-        run: Run,
+        run: FitPlan,
         ddp: DistributedDataParallel,
         resumed: Resumed | None,
     ) -> None:
@@ -66,12 +66,12 @@ class Fit:
         self._device = run.data.placement.device
         self._last_epoch = state.position.first_epoch + run.config.epochs
         self._began = time.perf_counter() - state.history.total_time_seconds
-        self._keeper = Keeper(state, run.config, self._device, self._prepare_to_write, run.larger_is_better)
-        self._wishes = Wishes(run.config, state, keeps_time=runtime.is_master())
+        self._keeper = CheckpointManager(state, run.config, self._device, self._prepare_to_write, run.larger_is_better)
+        self._wishes = StopSignals(run.config, state, keeps_time=runtime.is_master())
         self._callbacks = state.callbacks = run.callbacks
         state.data = run.feed.state_dict
         state.stop_training = False
-        self._totals: Totals | None = None
+        self._totals: MetricSums | None = None
         self._step: TrainingStep | None = None
         self._saved_step = -1
         if run.uses_reports:
@@ -80,7 +80,7 @@ class Fit:
         self._profile = Profile(run.config.profile, self._device)
         self._put_into_training = put_into_training(state.model, *run.data.loss.modules)
 
-    def train(self) -> Wish | None:
+    def train(self) -> StopRequest | None:
         """Trains until the last epoch, or until a rank wishes to stop; returns why it stopped."""
         stopped, position = None, self._state.position
         with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ class Fit:
             # Once more: what a callback does to a model or a rate when training begins was done before.
             self._state.load_values(resumed.checkpoint, resumed.source)
             self._state.load_trained(resumed.checkpoint)
-            self._state.rates.go_on(self._run.schedule_steps(self._state.rates.warmup_steps))
+            self._state.rates.resume_from(self._run.schedule_steps(self._state.rates.warmup_steps))
             self._callbacks.load_state_dict(resumed.callbacks, resumed.source)
             self._ddp.load_compression_state(self._state.compression)
             self._state.stop_training |= resumed.stop_training
@@ -186,7 +186,7 @@ class Fit:
         reset_peak_memory(self._device)
         run.display.begin_epoch(epoch + 1, self._last_epoch, None if steps is None else steps - position.epoch_steps)
         before = position.samples
-        clock = Clock(self._device, profiles=bool(run.config.profile))
+        clock = StepTimer(self._device, profiles=bool(run.config.profile))
         measured, seconds, note = self._train(clock)
         if run.feed.is_over and not position.epoch_steps:
             self._totals = None
@@ -202,10 +202,10 @@ class Fit:
         self._state.forget_ranks()
         self._take_times(clock)
         self._record(measured, validation, seconds, rows, note)
-        heard = self._call("on_epoch_end", epoch, self._logs())
-        self._heed_end(heard)
+        received = self._call("on_epoch_end", epoch, self._logs())
+        self._heed_end(received)
         self._keeper.after_epoch()
-        wish = first_reason_to_stop(heard)
+        wish = first_reason_to_stop(received)
         if wish is not None:
             raise StoppedError(wish)
 
@@ -220,13 +220,13 @@ class Fit:
         self._callbacks.call(hook, *arguments)
         rates.follow_groups()
         facts = trained_facts(state.trained, state.optimizer)
-        heard, rank = self._wishes.agree(speaks=rates.now() != before or facts != trained)
+        received, rank = self._wishes.agree(speaks=rates.now() != before or facts != trained)
         if rank is not None:
             agree(facts)
             found = torch.tensor(rates.now(), dtype=torch.float64, device="cpu")
             dist.broadcast(found, rank, group=runtime.cpu_group())
             rates.set_all(found.tolist())
-        return heard
+        return received
 
     def _warn_of_forgotten(self) -> None:
         """Warns, once each, of parameters that the optimizer does not have: also of those that a callback unfreezes."""
@@ -235,7 +235,7 @@ class Fit:
             warn_of_forgotten(self._state.trained, [name for name in found if name not in self._forgotten])
         self._forgotten.update(found)
 
-    def _validate(self, rows: TriedRows) -> Evaluation:
+    def _validate(self, rows: CheckedData) -> Evaluation:
         """Evaluates the epoch; whoever resumes one that stops here validates first."""
         self._call("on_test_begin", {})
         found = evaluate_rows(
@@ -245,8 +245,8 @@ class Fit:
             give_up=lambda: self._wishes.want_to_stop,
             callbacks=self._callbacks,
         )
-        heard, gave_up = self._wishes.agree(speaks=found is None)
-        wish = first_reason_to_stop(heard)
+        received, gave_up = self._wishes.agree(speaks=found is None)
+        wish = first_reason_to_stop(received)
         if wish is not None and gave_up is not None:
             self._callbacks.call("on_test_end", {})
             raise StoppedError(wish)
@@ -254,7 +254,7 @@ class Fit:
         self._call("on_test_end", {name: found[name] for name in found.keys()})  # noqa: SIM118
         return found
 
-    def _train(self, clock: Clock) -> tuple[dict[str, float], float, str]:
+    def _train(self, clock: StepTimer) -> tuple[dict[str, float], float, str]:
         """Takes the steps of the epoch that are left; returns (numbers over all ranks, seconds, what else to say)."""
         began = time.perf_counter()
         run, position = self._run, self._state.position
@@ -263,16 +263,16 @@ class Fit:
         self._prepare(step)
         self._warn_of_forgotten()
 
-        def step_and_listen(share: Share) -> None:
+        def train_one_step(share: Share) -> None:
             self._callbacks.on_train_batch_begin(share.number)
-            heard = self._ddp.exchange_signals(self._wishes.own())
+            received = self._ddp.exchange_signals(self._wishes.own())
             step(share)
             position.samples += share.joined_rows
             position.step += 1
             position.epoch_steps += 1
             position.passes, position.batches, position.order = run.feed.read
             self._state.forget_ranks()
-            wishes = heard()
+            wishes = received()
             self._heed_end(wishes)
             self._callbacks.on_train_batch_end(share.number, step.totals.lazily)
             self._show(share, step.totals)
@@ -285,7 +285,7 @@ class Fit:
         # Epochs count from 1 for people; the order of samples is that of number 0 first.
         if not position.stopped:
             with memory_explained(), contextlib.closing(run.shares(position)) as shares, self._settled(step):
-                given = (clock.data.each(shares), step_and_listen, self._device)
+                given = (clock.data.each(shares), train_one_step, self._device)
                 run_epoch(*given, give_up=lambda: bool(position.stopped))
             position.passes, position.batches, position.order = run.feed.read
             position.stopped |= int(run.feed.is_over)
@@ -305,11 +305,11 @@ class Fit:
     def _heed_last_step(self, step: TrainingStep) -> None:
         """Does what ranks have wished in the last step of an epoch, where that is known only now."""
         if self._run.uses_reports:
-            wishes = self._ddp.heard()
+            wishes = self._ddp.received()
             self._heed_end(wishes)
             self._heed(wishes, step.totals)
 
-    def _make_step(self, clock: Clock) -> TrainingStep:
+    def _make_step(self, clock: StepTimer) -> TrainingStep:
         config, state = self._run.config, self._state
         return TrainingStep(
             self._ddp,
@@ -335,7 +335,7 @@ class Fit:
         scale = state.loss_scale
         return FiniteGuard(self._ddp, on_nonfinite, state.position, self._device, scale, ends=ends, waits=waits)
 
-    def _show(self, share: Share, totals: Totals) -> None:
+    def _show(self, share: Share, totals: MetricSums) -> None:
         """Shows how far the epoch is."""
         run = self._run
         run.display.step(share.joined_rows, totals.cheap_here)
@@ -351,22 +351,22 @@ class Fit:
         history = self._state.history
         return {name: values[-1] for name, values in history.history.items() if len(values) == len(history.epochs)}
 
-    def _heed_end(self, heard: Sequence[float]) -> None:
+    def _heed_end(self, received: Sequence[float]) -> None:
         """Makes this epoch the last one, where a callback on any rank wants it."""
-        if any(heard) and heard[Wish.COMPLETE] > 0:
+        if any(received) and received[StopRequest.COMPLETE] > 0:
             self._state.position.stopped = 1
 
-    def _heed(self, heard: Sequence[float], totals: Totals) -> None:
+    def _heed(self, received: Sequence[float], totals: MetricSums) -> None:
         """Does what any rank wishes."""
-        if not any(heard):
+        if not any(received):
             return
         self._settle()
         step = self._state.position.step
-        if heard[Wish.SAVE] > 0 and step > self._saved_step:
+        if received[StopRequest.SAVE] > 0 and step > self._saved_step:
             self._keeper.save_step(totals)
             self._wishes.saved()
             self._saved_step = step + int(self._run.uses_reports)  # what is heard then was wished before
-        wish = first_reason_to_stop(heard)
+        wish = first_reason_to_stop(received)
         if wish is not None:
             raise StoppedError(wish)
 
@@ -378,7 +378,7 @@ class Fit:
         if resumed is not None:
             resumed.hand_over(step.totals, self._device)
 
-    def _take_times(self, clock: Clock) -> None:
+    def _take_times(self, clock: StepTimer) -> None:
         """Notes where the time of the epoch's steps went, on all ranks."""
         clock.communicated(clock.data, self._run.feed.seconds_communicated())
         clock.communicated(clock.backward, self._ddp.seconds_communicated(waits=True))
@@ -413,7 +413,7 @@ class Fit:
 @contextlib.contextmanager
 def _telling(ddp: DistributedDataParallel) -> Iterator[None]:
     """As `telling`; after what fails on all alike, the group goes on, and the model is the same on all."""
-    with telling():
+    with ending_group_on_error():
         try:
             yield
         except BaseException as error:

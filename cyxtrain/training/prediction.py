@@ -15,12 +15,12 @@ from cyxtrain.data.batches.specs import example_of, form_of
 from cyxtrain.data.batches.structure import Tree, map_tree, num_rows, tensors
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.epoch import run_whole_batches
-from cyxtrain.training.inputs.plan import TriedRows
+from cyxtrain.training.inputs.plan import CheckedData
 from cyxtrain.training.step import PredictionStep
 from cyxtrain.world import runtime
 
 
-def predict_rows(model: nn.Module, rows: TriedRows, *, distributed: bool) -> Any:
+def predict_rows(model: nn.Module, rows: CheckedData, *, distributed: bool) -> Any:
     """Returns a model's output for all rows, in their order, on every rank: NumPy arrays where X is of such.
 
     Args:
@@ -38,7 +38,7 @@ def predict_rows(model: nn.Module, rows: TriedRows, *, distributed: bool) -> Any
     return map_tree(finish, output)
 
 
-def _gathered(rows: TriedRows, step: PredictionStep) -> Tree:
+def _gathered(rows: CheckedData, step: PredictionStep) -> Tree:
     gathered, batches = gather_rows(step.outputs)
     order = rows.source.in_order(batches)
     if order is None:

@@ -30,7 +30,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, brief, warn
 from cyxtrain.metrics.loss import Loss
-from cyxtrain.optim.learning_rates import Rates, scaling_of
+from cyxtrain.optim.learning_rates import LearningRates, scaling_of
 from cyxtrain.optim.precision import LossScale, make_loss_scale
 from cyxtrain.optim.schedules import check_scheduler_state, load_scheduler_state, scheduler_state
 from cyxtrain.progress.history import TrainingHistory
@@ -117,7 +117,7 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     trainer: int
-    rates: Rates
+    rates: LearningRates
     loss_scale: LossScale | None = None
     position: Position = field(default_factory=Position)
     history: TrainingHistory = field(default_factory=TrainingHistory)
@@ -171,7 +171,7 @@ class TrainingState:
             config: Of the fit.
             data: Digests of its data, as in `run`.
             effective_batch_size: Samples per step over all ranks.
-            lengths: Steps of the warm-up, steps of the fit and of its schedule, as `Rates.begin` takes them.
+            lengths: Steps of the warm-up, steps of the fit and of its schedule, as `LearningRates.begin` takes them.
             initial_epoch: Epochs that count as complete, or None: those that there were.
         """
         position = self.position
@@ -192,7 +192,7 @@ class TrainingState:
         self.rates.begin(scaling_of(config, effective), *lengths)
         self._begin_run(data)
 
-    def go_on(
+    def resume_from(
         self,
         state: CheckpointState,
         source: str,

@@ -26,14 +26,14 @@ from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
 from cyxtrain.metrics.metric import Metrics
-from cyxtrain.metrics.sums import Answers, Totals, answers_to
+from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.optim.clipping import Clip, multiply_gradients
-from cyxtrain.optim.fused_step import Stepping
-from cyxtrain.optim.learning_rates import Rates
+from cyxtrain.optim.fused_step import FusedStep
+from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
-from cyxtrain.progress.step_timer import Clock, Part
-from cyxtrain.training.inputs.empty_batches import WithoutRows
+from cyxtrain.progress.step_timer import Part, StepTimer
+from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
 from cyxtrain.world import runtime
@@ -66,22 +66,22 @@ class TrainingStep:
         ddp: DistributedDataParallel,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
-        rates: Rates,
+        rates: LearningRates,
         clip: Clip | None,
         guard: FiniteGuard,
         call: ModelCall,
         scale: LossScale | None,
         device: torch.device,
         metrics: Metrics,
-        clock: Clock,
+        clock: StepTimer,
         before_update: Callable[[int], object] | None,
         *,
         accumulates: bool,
-        without_rows: WithoutRows | None = None,
+        without_rows: EmptyBatch | None = None,
     ) -> None:
         self._ddp = ddp
         self._loss = loss
-        self._step_optimizer = Stepping(optimizer)
+        self._step_optimizer = FusedStep(optimizer)
         self._rates = rates
         self._clip = clip
         self._guard = guard
@@ -100,7 +100,7 @@ class TrainingStep:
         self._always_counts = not loss.weightings and not any(self._may_count_nothing)
         self._parameters = list(ddp.parameters())
         self._without_rows = without_rows
-        self.totals = Totals(1, device, loss, metrics)
+        self.totals = MetricSums(1, device, loss, metrics)
 
     def __call__(self, share: Share) -> None:
         """Zero, forward and backward of each micro-batch, unscale, finite?, clip, step, and the schedule's."""
@@ -253,7 +253,7 @@ class TrainingStep:
         # Without the graph, which several micro-batches would keep together.
         measures = bool(self.totals.metrics)
         said = (map_output(Tensor.detach, output), batch.answers, batch.rows) if measures else (None, None, 0)
-        return Result(loss, answers_to(output, batch.answers, self._loss), said)
+        return Result(loss, correct_of(output, batch.answers, self._loss), said)
 
     def _counted(self, loss: BatchLoss) -> list[tuple[int, float, BatchLoss]]:
         """Returns (number, factor, loss) of each loss that a micro-batch's loss adds up, if something in it counts.
@@ -403,7 +403,7 @@ class Result(NamedTuple):
     """What a micro-batch gave: its loss, and what the model said; (output, targets, rows) where somebody measures."""
 
     loss: BatchLoss
-    answers: Answers
+    answers: Correct
     said: tuple[Any, Any, int]
 
 
@@ -425,7 +425,7 @@ class EvaluationStep:
         self._model = model
         self._loss = loss
         self._call = call
-        self.totals = Totals(table_rows, device, loss, metrics)
+        self.totals = MetricSums(table_rows, device, loss, metrics)
 
     def __call__(self, batch: Batch) -> None:
         """Forward."""
@@ -433,7 +433,7 @@ class EvaluationStep:
             output = self._call.without_graph(self._model, batch)
             self._loss.check_shapes(output, batch.targets)
             loss = self._loss(output, batch)
-            self.totals.add(batch.number, loss, answers_to(output, batch.answers, self._loss))
+            self.totals.add(batch.number, loss, correct_of(output, batch.answers, self._loss))
             self.totals.metrics.add(output, batch.answers, batch.rows)
 
 

@@ -27,7 +27,7 @@ from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
 
-class Wish(enum.IntEnum):
+class StopRequest(enum.IntEnum):
     """What a rank can wish, by its place among the signals."""
 
     TERMINATE = 0
@@ -42,16 +42,16 @@ class Wish(enum.IntEnum):
     """A checkpoint is due by the clock."""
 
 
-assert len(Wish) == NUM_SIGNALS
+assert len(StopRequest) == NUM_SIGNALS
 REASONS = {
-    Wish.TERMINATE: "SIGTERM has come",
-    Wish.INTERRUPT: "Ctrl-C has come",
-    Wish.FINISH: "max_time_seconds is over",
+    StopRequest.TERMINATE: "SIGTERM has come",
+    StopRequest.INTERRUPT: "Ctrl-C has come",
+    StopRequest.FINISH: "max_time_seconds is over",
 }
 """Why a fit stops before its end, for people."""
-_SIGNALS = {signal.SIGINT: Wish.INTERRUPT, signal.SIGTERM: Wish.TERMINATE}
+_SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 if sys.platform == "win32":
-    _SIGNALS[signal.SIGBREAK] = Wish.TERMINATE  # what the launcher sends there
+    _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
 _PATIENCE_SECONDS = 8.0
 """After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
 
@@ -66,15 +66,15 @@ class StoppedError(Exception):
         wish: Why.
     """
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, wish: StopRequest) -> None:
         super().__init__(wish.name)
         self.wish = wish
 
 
-_NO_WISH = [0.0] * len(Wish)
+_NO_WISH = [0.0] * len(StopRequest)
 
 
-class Wishes:
+class StopSignals:
     """What this rank wishes, while a fit runs.
 
     Args:
@@ -85,7 +85,7 @@ class Wishes:
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
         self._state = state
-        self._wished: set[Wish] = set()
+        self._wished: set[StopRequest] = set()
         limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
         self._ends = None if limit is None else time.monotonic() + limit
         self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
@@ -97,13 +97,13 @@ class Wishes:
         if self._ends is not None or self._save_seconds is not None:
             self._look_at_the_clock(time.monotonic())
         if self._state.stop_training:
-            self._wished.add(Wish.COMPLETE)
-        return [float(wish in self._wished) for wish in Wish] if self._wished else list(_NO_WISH)
+            self._wished.add(StopRequest.COMPLETE)
+        return [float(wish in self._wished) for wish in StopRequest] if self._wished else list(_NO_WISH)
 
     def saved(self) -> None:
         """A checkpoint has been made: the next one is due later."""
         self._saved = time.monotonic()
-        self._wished.discard(Wish.SAVE)
+        self._wished.discard(StopRequest.SAVE)
 
     def heeded(self) -> None:
         """The fit stops for what any rank wishes: no wish is left to fulfil."""
@@ -125,8 +125,8 @@ class Wishes:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         numbers = torch.tensor([*self.own(), float(world_size - rank) if speaks else 0.0], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
-        *heard, first = numbers.tolist()
-        return heard, world_size - int(first) if first else None
+        *received, first = numbers.tolist()
+        return received, world_size - int(first) if first else None
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
@@ -172,9 +172,9 @@ class Wishes:
 
     def _look_at_the_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:
-            self._wished.add(Wish.FINISH)
+            self._wished.add(StopRequest.FINISH)
         if self._save_seconds is not None and now - self._saved >= self._save_seconds:
-            self._wished.add(Wish.SAVE)
+            self._wished.add(StopRequest.SAVE)
 
 
 @contextlib.contextmanager
@@ -190,8 +190,8 @@ def _second_ctrl_c_heard() -> Iterator[None]:
 
     def listen() -> None:
         with reader:
-            while heard := reader.recv(64):
-                if signal.SIGINT in heard and not ended.wait(_HANDLER_SECONDS):
+            while received := reader.recv(64):
+                if signal.SIGINT in received and not ended.wait(_HANDLER_SECONDS):
                     runtime.tell(KeyboardInterrupt(), in_training=True)
 
     threading.Thread(target=listen, name="cyxtrain-ctrl-c", daemon=True).start()
@@ -203,25 +203,28 @@ def _second_ctrl_c_heard() -> Iterator[None]:
         writer.close()
 
 
-def first_reason_to_stop(heard: Sequence[float]) -> Wish | None:
+def first_reason_to_stop(received: Sequence[float]) -> StopRequest | None:
     """Returns the weightiest wish to stop before the end that any rank has; None: nobody has one."""
-    return next((wish for wish in (Wish.TERMINATE, Wish.INTERRUPT, Wish.FINISH) if heard[wish] > 0), None)
+    return next(
+        (wish for wish in (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH) if received[wish] > 0),
+        None,
+    )
 
 
-def leave_for(wish: Wish | None) -> None:
+def leave_for(wish: StopRequest | None) -> None:
     """Does what a wish means for the program, after the fit has stopped for it: nothing where it shall go on.
 
     Raises:
         SystemExit: After SIGTERM, with the code that a shell gives it.
         KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
     """
-    if wish is Wish.TERMINATE:
+    if wish is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
-    if wish is Wish.INTERRUPT and not runtime.is_interactive():
+    if wish is StopRequest.INTERRUPT and not runtime.is_interactive():
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(wish: Wish, position: Position, config: DistributedTrainingConfig) -> str:
+def explain_stop(wish: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
     """Returns where a fit has stopped before its end, why, and what is left of it."""
     kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"

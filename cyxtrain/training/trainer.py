@@ -21,12 +21,12 @@ from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice
-from cyxtrain.data.sources.source import Opened
+from cyxtrain.data.sources.source import TrainingData
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import named
-from cyxtrain.notebook.run_in_workers import by_workers
-from cyxtrain.optim.learning_rates import Rates, check_rates
+from cyxtrain.notebook.run_in_workers import run_in_workers
+from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
@@ -35,11 +35,11 @@ from cyxtrain.progress.header import explain
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows
-from cyxtrain.training.fit_loop import Fit
+from cyxtrain.training.fit_loop import FitLoop
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
-from cyxtrain.training.inputs.plan import LossLike, Run, TriedRows, plan_fit, plan_rows, warn_of_data
+from cyxtrain.training.inputs.plan import CheckedData, FitPlan, LossLike, plan_fit, plan_rows, warn_of_data
 from cyxtrain.training.inputs.training_data import open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
@@ -47,12 +47,12 @@ from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.prediction import predict_rows
 from cyxtrain.training.resuming.numerics import arithmetic
-from cyxtrain.training.resuming.resume import begin_or_go_on
+from cyxtrain.training.resuming.resume import start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import explain_stop, leave_for
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
-from cyxtrain.world.agreement import agree_on, on_master, telling
+from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
 
 _numbers = itertools.count(1)
 """A program that is started again makes the same trainers in the same order."""
@@ -123,9 +123,9 @@ class DistributedTrainer:
         self._metrics = named(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
-        rates = Rates(self.optimizer, make_scheduler(scheduler, self.optimizer))
+        rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
         self._state = TrainingState(self.model, self.optimizer, next(_numbers), rates, loss=loss)
-        self._fit: Fit | None = None
+        self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class DistributedTrainer:
         """
         self._recomputed = layers_of(self.model, layers)
 
-    @by_workers
+    @run_in_workers
     def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
         """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
 
@@ -243,9 +243,9 @@ class DistributedTrainer:
         arguments, opened = open_fit(lambda: self._parsed(data, keywords), self._loss, self.epoch)
         run, everyone = agree_on(lambda: self._plan(arguments, opened))
         run.take_facts(everyone)
-        with telling():
+        with ending_group_on_error():
             warn_of_data(everyone)
-            resumed, says = begin_or_go_on(self._state, run, arithmetic(self.model, run, self.ddp_config))
+            resumed, says = start_or_resume(self._state, run, arithmetic(self.model, run, self.ddp_config))
             if run.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
@@ -261,7 +261,7 @@ class DistributedTrainer:
                 stack.enter_context(wrapper.suspended())
             try:
                 run.display.header([*explain(self._state, run, self.ddp_config), *says])
-                self._fit = Fit(self._state, run, ddp, resumed)
+                self._fit = FitLoop(self._state, run, ddp, resumed)
                 stopped = self._fit.train()
             finally:
                 self._fit = None
@@ -277,7 +277,7 @@ class DistributedTrainer:
         return self._state.history
 
     @names_checked
-    @by_workers
+    @run_in_workers
     def evaluate(
         self,
         X: Any,  # noqa: N803
@@ -311,7 +311,7 @@ class DistributedTrainer:
         return evaluation
 
     @names_checked
-    @by_workers
+    @run_in_workers
     def predict(
         self,
         X: Any,  # noqa: N803
@@ -344,10 +344,10 @@ class DistributedTrainer:
 
     def _rows(
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
-    ) -> TriedRows:
+    ) -> CheckedData:
         """Returns rows for the model, agreed over ranks where they share the work."""
 
-        def plan() -> tuple[TriedRows, dict[str, Any]]:
+        def plan() -> tuple[CheckedData, dict[str, Any]]:
             given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
             return plan_rows(*given, {} if predicting else self._metrics, predicting=predicting)
 
@@ -444,7 +444,7 @@ class DistributedTrainer:
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
-    def _plan(self, arguments: FitArguments, opened: Opened) -> tuple[Run, dict[str, Any]]:
+    def _plan(self, arguments: FitArguments, opened: TrainingData) -> tuple[FitPlan, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]

@@ -157,10 +157,10 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """Asks what is left to end; kills it when the grace is over, or at the next request."""
-        heard = len(self._requests)
+        received = len(self._requests)
         interrupted = self._requests[:1] == [signal.SIGINT]
         self._tell(Stop.INTERRUPT if interrupted else Stop.TERMINATE)
-        self._wait(ASKED_SECONDS if heard else GRACE_SECONDS, lambda: len(self._requests) > heard)
+        self._wait(ASKED_SECONDS if received else GRACE_SECONDS, lambda: len(self._requests) > received)
         self._tell(Stop.KILL)
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:

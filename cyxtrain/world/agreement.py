@@ -69,7 +69,7 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
 
 
 @contextlib.contextmanager
-def telling() -> Iterator[None]:
+def ending_group_on_error() -> Iterator[None]:
     """Within, what fails on this rank alone ends the group: the others would wait for it.
 
     Raises:

@@ -21,8 +21,8 @@ from cyxtrain.ring.backend import TORCHS_WORLD
 from cyxtrain.ring.rendezvous import pytorch_store
 from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
 from cyxtrain.ring.rendezvous.listen import own_address
-from cyxtrain.ring.rendezvous.membership import RollCall
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.membership import Membership
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store import reach_store, serve_store
 from cyxtrain.ring.rendezvous.store_client import StoreLostError, root_of
 from cyxtrain.ring.wire.link import Deadline
@@ -211,7 +211,7 @@ def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadl
 def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
     """Makes Gloo's group the default one; returns its store."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    roll = RollCall(
+    roll = Membership(
         dist.PrefixStore("roll", store),
         rank,
         range(world_size),
@@ -220,7 +220,7 @@ def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOption
         secret=options.secret_bytes,
     )
     with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
-        roll.answer(Entry(world_size))
+        roll.answer(RankRecord(world_size))
         roll.table()
     store = _pytorchs_store(store, config, deadline)
     try:

@@ -42,7 +42,7 @@ _joined: Joined | None = None
 """How this process joined; of no meaning once the default group is another."""
 
 
-class _Beside(NamedTuple):
+class _SideRing(NamedTuple):
     """A ring beside a default group such as NCCL's.
 
     `aborting`: ends the default group when the ring fails; `carries_cpu`: whether CPU tensors go over the ring.
@@ -54,7 +54,7 @@ class _Beside(NamedTuple):
     carries_cpu: bool
 
 
-_beside: _Beside | None = None
+_beside: _SideRing | None = None
 """The ring beside the default group, if there is one."""
 _asked: DistributedConfig | None = None
 """With what `init` was called last, until `finalize`: to join anew is to do it again."""
@@ -140,7 +140,7 @@ def _join() -> None:
     except RendezvousError as error:
         raise process_env.with_disagreement(error, config) from error.__cause__
     group, beside = _joined.group, _joined.cpu_group
-    _beside = None if beside is group else _put_beside(group, beside)
+    _beside = None if beside is group else _add_side_ring(group, beside)
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # anew, so that it runs before what was registered earlier
 
@@ -160,11 +160,11 @@ def _adopt(config: DistributedConfig | None) -> None:
     if "cpu" in backends and len({*backends.values()}) == 1:
         return
     milliseconds = (config or DistributedConfig()).collective_timeout_ms
-    _beside = _put_beside(world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)))
+    _beside = _add_side_ring(world, dist.new_group(backend="ring", timeout=timedelta(milliseconds=milliseconds)))
 
 
-def _put_beside(group: Any, ring: Any) -> _Beside:
-    return _Beside(group, ring, AbortOnFailure(ring), "cpu" not in consensus.backends_of())
+def _add_side_ring(group: Any, ring: Any) -> _SideRing:
+    return _SideRing(group, ring, AbortOnFailure(ring), "cpu" not in consensus.backends_of())
 
 
 def join_if_nobody_has() -> None:

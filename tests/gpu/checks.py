@@ -175,7 +175,7 @@ class Stops(cx.callbacks.Callback):
             self.lines.update(told)
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def received(self) -> Iterator[None]:
         """Within, PyTorch's warnings of synchronizing operations are counted by the package's line."""
 
         def hear(message: Any, *_: Any, **__: Any) -> None:
@@ -196,7 +196,7 @@ def stops() -> None:
         rows = make_rows(16 * STEPS)
         for what, data in {"arrays": rows, "DataLoader": (DataLoader(OwnDataset(*rows), batch_size=16),)}.items():
             counted = Stops()
-            with counted.heard():
+            with counted.received():
                 train(make_model(), *data, callbacks=[counted])
             per_step = sum(counted.lines.values()) / (STEPS - 1 - FIRST)
             lines = ", ".join(f"{line} {count}" for line, count in counted.lines.most_common(6))

@@ -103,7 +103,7 @@ def look_at_archive(file: BinaryIO, name: str) -> None:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
 
 
-def read_entry(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
+def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
     """Returns the content of one entry, checked; of the others only the sizes are looked at.
 
     Raises:

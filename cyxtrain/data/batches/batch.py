@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import Early, Mover, PendingRows, one_ahead
+from cyxtrain.data.batches.prefetch import DeviceCopier, Early, PendingRows, one_ahead
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
@@ -62,7 +62,7 @@ class Share(ABC):
         next: The share of the next step, if its rows may be fetched before this step is complete.
     """
 
-    def __init__(self, number: int, joined_rows: int, mover: Mover) -> None:
+    def __init__(self, number: int, joined_rows: int, mover: DeviceCopier) -> None:
         self.number = number
         self.joined_rows = joined_rows
         self.next: Share | None = None
@@ -134,7 +134,12 @@ class GatheredShare(Share):
     """
 
     def __init__(
-        self, number: int, pieces: list[Indices], joined_rows: int, gather: Callable[[Indices], Rows], mover: Mover
+        self,
+        number: int,
+        pieces: list[Indices],
+        joined_rows: int,
+        gather: Callable[[Indices], Rows],
+        mover: DeviceCopier,
     ) -> None:
         super().__init__(number, joined_rows, mover)
         self._gather = gather
@@ -158,7 +163,7 @@ class GatheredShare(Share):
         return [str(indices[row]) for row in rows]
 
 
-def placed(batches: Iterator[tuple[int, Rows]], mover: Mover, *, ahead: bool = True) -> Iterator[Batch]:
+def placed(batches: Iterator[tuple[int, Rows]], mover: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
     """Yield batches as the model takes them; on an accelerator, each after the next one's copy has begun.
 
     Args:

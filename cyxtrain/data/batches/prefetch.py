@@ -92,7 +92,7 @@ class PendingRows(NamedTuple):
     event: torch.Event | None
 
 
-class Mover:
+class DeviceCopier:
     """Bring rows to the CPU that computes, when the model needs them.
 
     Args:
@@ -121,13 +121,13 @@ class Mover:
         return self.place(pending.rows)
 
 
-class Prefetcher(Mover):
+class Prefetcher(DeviceCopier):
     """Copy rows to an accelerator from pinned memory, on a side stream, while the current stream computes.
 
     Rows that are on an accelerator already stay on the current stream, which may have gathered them; so do conversions.
 
     Args:
-        placement: As `Mover`, on an accelerator.
+        placement: As `DeviceCopier`, on an accelerator.
     """
 
     is_ahead = True
@@ -139,11 +139,11 @@ class Prefetcher(Mover):
         self._reached: collections.deque[torch.Event] = collections.deque()
 
     def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """As `Mover`; a tensor on the CPU is copied to pinned memory."""
+        """As `DeviceCopier`; a tensor on the CPU is copied to pinned memory."""
         return _pinned(tensor, memory_format) if tensor.is_cpu else super().own(tensor, memory_format)
 
     def send(self, rows: Rows) -> PendingRows:
-        """As `Mover`. The host waits only where it is more than `_MAX_IN_FLIGHT` batches ahead."""
+        """As `DeviceCopier`. The host waits only where it is more than `_MAX_IN_FLIGHT` batches ahead."""
         while len(self._reached) > _MAX_IN_FLIGHT:
             self._reached.popleft().synchronize()
         if not any(tensor.is_cpu for tensor in rows.tensors()):
@@ -161,7 +161,7 @@ class Prefetcher(Mover):
             return PendingRows(rows.mapped(copy), copied, self._stream.record_event())
 
     def receive(self, pending: PendingRows) -> Rows:
-        """As `Mover`: the current stream may use them."""
+        """As `DeviceCopier`: the current stream may use them."""
         current = torch.accelerator.current_stream(self._device)
         if pending.event is not None:
             current.wait_event(pending.event)
@@ -171,9 +171,9 @@ class Prefetcher(Mover):
         return self.place(pending.rows)
 
 
-def make_mover(placement: Placement) -> Mover:
+def make_copier(placement: Placement) -> DeviceCopier:
     """Return what brings rows to where the model computes."""
-    return (Prefetcher if accelerator.has_side_streams(placement.device) else Mover)(placement)
+    return (Prefetcher if accelerator.has_side_streams(placement.device) else DeviceCopier)(placement)
 
 
 def _pinned(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:

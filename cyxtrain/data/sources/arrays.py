@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, placed, share_of_batches
-from cyxtrain.data.batches.prefetch import Placement, make_mover
+from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import (
     NAMES,
     SAMPLED_ROWS,
@@ -135,7 +135,7 @@ class ArraySource(Source):
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         """As `Source`: neighbouring batches."""
         first, end = share_of_batches(len(self), batch_size, rank, world_size)
-        mover = make_mover(placement)
+        mover = make_copier(placement)
         own = functools.partial(mover.own, memory_format=torch.contiguous_format)
         starts = ((number, number * batch_size) for number in range(first, end))
         return placed(((number, self.slice(start, start + batch_size, own)) for number, start in starts), mover)

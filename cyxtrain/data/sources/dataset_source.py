@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, Share, placed, share_of_batches
 from cyxtrain.data.batches.collate import as_batch, left_out
-from cyxtrain.data.batches.prefetch import Mover, Placement, make_mover
+from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import NumberedFeed, Place, check_steps
@@ -151,7 +151,7 @@ class LoadedSource(FetchedSource):
         own = batches[first:end]
         fetched = self._to_evaluate.fetch([_keyed_rows(order, places, self.seed, _TO_EVALUATE) for places in own])
         rows = (self.rows(found, len(places)) for places, found in zip(own, fetched, strict=True))
-        return placed(enumerate(rows, first), make_mover(placement))
+        return placed(enumerate(rows, first), make_copier(placement))
 
     def table_rows(self, batch_size: int) -> int:
         """Returns how many batches there are."""
@@ -218,10 +218,10 @@ class LoadedFeed(NumberedFeed):
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
         self._batch_size = source.batch_size or config.batch_size
-        self.go_on(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
+        self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
         check_steps(self.steps_per_epoch, self._rows, self.effective_batch_size)
 
-    def go_on(self, effective_batch_size: int) -> None:
+    def resume_from(self, effective_batch_size: int) -> None:
         """As `Feed`."""
         self.effective_batch_size = effective_batch_size
         most = -(-effective_batch_size // self._world_size)
@@ -286,7 +286,7 @@ class LoadedFeed(NumberedFeed):
 
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
         """As `Feed`; the last share of a pass does not know the first of the next, whose order is not drawn before."""
-        source, numbers, mover = self._source, itertools.count(place.steps), make_mover(placement)
+        source, numbers, mover = self._source, itertools.count(place.steps), make_copier(placement)
 
         def given(number: int, dealing: Dealing, steps: range) -> Iterator[tuple[Share, tuple[int, int]]]:
             order = self._open(number, place)
@@ -403,7 +403,7 @@ class LoadedShare(Share):
         pieces: Sequence[Indices],
         fetched: Iterator[Any],
         source: LoadedSource,
-        mover: Mover,
+        mover: DeviceCopier,
     ) -> None:
         super().__init__(number, joined_rows, mover)
         self._pieces = pieces

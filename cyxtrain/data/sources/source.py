@@ -179,7 +179,7 @@ class FetchedSource(Source):
         return found
 
 
-class Opened(NamedTuple):
+class TrainingData(NamedTuple):
     """What a call is given: rows, and those for validation."""
 
     training: Source

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, Share, placed
-from cyxtrain.data.batches.prefetch import Early, Mover, Placement, make_mover
+from cyxtrain.data.batches.prefetch import DeviceCopier, Early, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.specs import dtypes_of, example_of, form_of
 from cyxtrain.data.batches.structure import num_rows
@@ -153,7 +153,7 @@ class StreamSource(FetchedSource):
 
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
         """As `Source`: each world_size-th batch where they are dealt, else all. Numbers are all 0."""
-        mover = make_mover(placement)
+        mover = make_copier(placement)
 
         def own() -> Iterator[tuple[int, Rows]]:
             batches = self.begin(0)
@@ -245,7 +245,7 @@ class StreamFeed(Feed):
         """As `Feed`."""
         return -(-self._batches_per_step // self._world_size)
 
-    def go_on(self, effective_batch_size: int) -> None:
+    def resume_from(self, effective_batch_size: int) -> None:
         """As `Feed`: with as many batches per step as before, where they are dealt; else each rank takes its own."""
         if self._source.is_dealt:
             self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
@@ -287,7 +287,7 @@ class StreamFeed(Feed):
         if self._pass is None and self._next == (0, 0):
             self._next = (place.passes, place.batches)
             self._gave = place.batches > 0
-        number, mover, ahead = place.steps, make_mover(placement), not self._source.reads_once
+        number, mover, ahead = place.steps, make_copier(placement), not self._source.reads_once
         take = functools.partial(self._take, mover)
         share = StreamShare(number, take, mover)
         while end is None or number < end:
@@ -321,7 +321,7 @@ class StreamFeed(Feed):
             where = f"after {counted(steps, 'step')} of epoch {place.epoch + 1}"
             warn(f"X is over {where}: it gives its batches once. The fit ends here.")
 
-    def _take(self, mover: Mover) -> tuple[list[Rows], int]:
+    def _take(self, mover: DeviceCopier) -> tuple[list[Rows], int]:
         """Returns this rank's batches of the next step, and how many batches have been read for it."""
         batches = self._go_on()
         if self._source.is_dealt:
@@ -361,7 +361,7 @@ class StreamShare(Share):
         mover: As `Share`.
     """
 
-    def __init__(self, number: int, take: Callable[[], tuple[list[Rows], int]], mover: Mover) -> None:
+    def __init__(self, number: int, take: Callable[[], tuple[list[Rows], int]], mover: DeviceCopier) -> None:
         super().__init__(number, 0, mover)
         self._take = take
         self._taken: Early[tuple[list[Rows], int]] | None = None

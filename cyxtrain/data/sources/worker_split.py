@@ -53,7 +53,7 @@ def _noticing(info: Any) -> list[str]:
     asked: list[str] = []
     kind: type = type(info)
 
-    class Noticing(kind):  # type: ignore[misc]
+    class ChangeDetector(kind):  # type: ignore[misc]
         """As PyTorch's, and notes what is read."""
 
         __slots__ = ()  # so that an object of PyTorch's may become one
@@ -63,5 +63,5 @@ def _noticing(info: Any) -> list[str]:
                 asked.append(name)
             return super().__getattribute__(name)
 
-    object.__setattr__(info, "__class__", Noticing)
+    object.__setattr__(info, "__class__", ChangeDetector)
     return asked

@@ -154,7 +154,7 @@ def _batches(tensors: Sequence[Tensor], kind: Callable[[Tensor], object]) -> Ite
             yield batch
 
 
-class SharedBuffers:
+class SharedGradientBuffer:
     """The buffers of a module, made the same on all ranks before each step.
 
     On CPUs ranks compare them all, and send what differs. On an accelerator that would stop the host in each step:

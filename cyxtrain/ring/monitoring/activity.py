@@ -15,7 +15,7 @@ from cyxtrain.ring.wire.frames import Numbered
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
-class Doing:
+class CurrentActivity:
     """What the thread does that used a group last.
 
     Attributes:

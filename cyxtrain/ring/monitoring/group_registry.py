@@ -13,7 +13,7 @@ from cyxtrain.errors import CyxtrainError
 _LOOK_SECONDS = 0.001
 
 
-class Sibling(Protocol):
+class RegisteredMember(Protocol):
     """A group."""
 
     def loss(self, since: float) -> CyxtrainError | None:
@@ -23,13 +23,13 @@ class Sibling(Protocol):
         """Lets go of every connection without a word."""
 
 
-class Siblings:
+class GroupRegistry:
     """The groups of one world in this process, for as long as somebody holds them."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakSet[Sibling] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[RegisteredMember] = weakref.WeakSet()
 
-    def add(self, group: Sibling) -> None:
+    def add(self, group: RegisteredMember) -> None:
         """Takes note of a group."""
         self._groups.add(group)
         _alive.add(group)
@@ -52,7 +52,7 @@ class Siblings:
         return loss
 
 
-_alive: weakref.WeakSet[Sibling] = weakref.WeakSet()
+_alive: weakref.WeakSet[RegisteredMember] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:

@@ -15,7 +15,7 @@ never."""
 GONE_SECONDS = 0.5
 
 
-class Pulse:
+class Heartbeat:
     """The signs of life of all other ranks.
 
     Args:
@@ -33,7 +33,7 @@ class Pulse:
         self._since: dict[int, float] = {}
         self._states: dict[int, State] = {}
 
-    def heard(self, peer: int, now: float) -> None:
+    def received(self, peer: int, now: float) -> None:
         """A rank has said something."""
         self._heard[peer] = now
         self._states.pop(peer, None)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError, PeerLostError, error_from_facts, reported
-from cyxtrain.ring.monitoring.heartbeat import Pulse, lost
-from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, Waits
-from cyxtrain.ring.rendezvous.accept import Door
+from cyxtrain.ring.monitoring.heartbeat import Heartbeat, lost
+from cyxtrain.ring.monitoring.wait_graph import MESSAGES, NOBODY, WaitGraph
+from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     Control,
@@ -48,7 +48,7 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 """By number: Python raises some of them as TimeoutError, which is also what its own timeouts raise."""
 
 
-class Watch:
+class PeerMonitor:
     """Hears and tells why a group ends.
 
     Attributes:
@@ -72,8 +72,8 @@ class Watch:
         self,
         rank: int,
         controls: dict[int, socket.socket],
-        pulse: Pulse,
-        door: Door,
+        pulse: Heartbeat,
+        door: Acceptor,
         selector: selectors.BaseSelector,
         heartbeat_timeout_seconds: float,
         stop_links: Callable[[], None],
@@ -95,7 +95,7 @@ class Watch:
         self._failure: CyxtrainError | None = None
         self._on_failure: Callable[[], None] | None = None
         self._departed: dict[int, int] = {}
-        self._waits = Waits(rank)
+        self._waits = WaitGraph(rank)
         self._heard = {peer: bytearray() for peer in controls}
         self._deaf: set[int] = set()
         self._leaving = False
@@ -286,17 +286,17 @@ class Watch:
 
     def _hear(self, peer: int) -> None:
         """Takes what a peer says."""
-        heard, sock, broken = self._heard[peer], self._controls[peer], None
+        received, sock, broken = self._heard[peer], self._controls[peer], None
         try:
             part = sock.recv(65536)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             part, broken = b"", error
-        heard += part
-        self._pulse.heard(peer, time.monotonic())
+        received += part
+        self._pulse.received(peer, time.monotonic())
         try:
-            while (frame := take_control_frame(heard, self._checksums)) is not None:
+            while (frame := take_control_frame(received, self._checksums)) is not None:
                 self._take(peer, *frame)
         except DamagedError:
             self.fail(damaged(peer, self.rank, "what is said beside the ring"))

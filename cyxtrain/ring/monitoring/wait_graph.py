@@ -37,7 +37,7 @@ class _Wait:
     asked: float | None = None
 
 
-class Waits:
+class WaitGraph:
     """What this rank waits for, and what it was told that others wait for.
 
     Args:

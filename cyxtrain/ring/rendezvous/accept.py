@@ -83,11 +83,11 @@ class _Stranger:
     address: str
     until: float
     listener: Listener
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     count: int = 0
 
 
-class Door:
+class Acceptor:
     """Takes connections at a listener, and hands over those of members.
 
     Args:
@@ -197,9 +197,9 @@ class Door:
             self._turn_away(sock, error.strerror or "it broke")
             return
         stranger.count += len(part)
-        stranger.heard += part
+        stranger.received += part
         try:
-            while (body := take_message(stranger.heard)) is not None:
+            while (body := take_message(stranger.received)) is not None:
                 if self._answer(sock, stranger, body):
                     return
         except NoProofError as error:

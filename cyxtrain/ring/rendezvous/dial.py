@@ -21,8 +21,8 @@ from cyxtrain.ring.rendezvous.handshake import (
     place_of,
     take_message,
 )
-from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, RollCall
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, Membership
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.link import Deadline, Poller
 
 _EXPLAIN_SECONDS = 0.1
@@ -45,7 +45,7 @@ class ClosedError(Exception):
 
 
 def call(
-    entry: Entry, peer: int, who: str, claim: Claim, key: bytes, roll: RollCall, *, near: bool = False
+    entry: RankRecord, peer: int, who: str, claim: Claim, key: bytes, roll: Membership, *, near: bool = False
 ) -> socket.socket:
     """Connects to a rank.
 
@@ -98,13 +98,13 @@ def call(
             ) from None
 
 
-def knock(entry: Entry, claim: Claim, key: bytes) -> None:
+def knock(entry: RankRecord, claim: Claim, key: bytes) -> None:
     """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
     with contextlib.suppress(OSError, HandshakeError, RefusedError, ClosedError):
         call_once(socket_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
 
 
-def socket_address(entry: Entry, *, near: bool) -> tuple[int, Any]:
+def socket_address(entry: RankRecord, *, near: bool) -> tuple[int, Any]:
     """Returns the family and the address of the socket at which a rank listens."""
     if near:
         return socket.AF_UNIX, unix_address(entry.unix)
@@ -157,11 +157,11 @@ def introduce(sock: socket.socket, claim: Claim, key: bytes, deadline: Deadline,
     Args and errors are those of `call_once`; `sock` is connected and non-blocking, and stays open where it fails.
     """
     caller = Caller(claim, key)
-    heard = bytearray()
+    received = bytearray()
     _send(sock, caller.hello(), proven=False)
-    answer = _hear(sock, heard, deadline, look, proven=False)
+    answer = _hear(sock, received, deadline, look, proven=False)
     _send(sock, caller.prove(answer), proven=True)
-    caller.conclude(_hear(sock, heard, deadline, look, proven=True))
+    caller.conclude(_hear(sock, received, deadline, look, proven=True))
 
 
 def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
@@ -173,10 +173,10 @@ def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
 
 
 def _hear(
-    sock: socket.socket, heard: bytearray, deadline: Deadline, look: Callable[[], None], *, proven: bool
+    sock: socket.socket, received: bytearray, deadline: Deadline, look: Callable[[], None], *, proven: bool
 ) -> bytes:
     """Returns the body of the next message."""
-    while (body := take_message(heard)) is None:
+    while (body := take_message(received)) is None:
         _wait(sock, deadline, look)
         try:
             part = sock.recv(MAX_BYTES)
@@ -186,7 +186,7 @@ def _hear(
             part = b""
         if not part:
             raise ClosedError(proven)
-        heard += part
+        received += part
     return body
 
 
@@ -200,7 +200,7 @@ def _wait(sock: socket.socket, deadline: Deadline, look: Callable[[], None], *, 
             raise TimeoutError(errno.ETIMEDOUT, "timed out: no answer before the deadline")
 
 
-def _hear_why(roll: RollCall) -> None:
+def _hear_why(roll: Membership) -> None:
     """Gives whoever knows why the meeting fails a moment to say so."""
     patience = Deadline(min(_EXPLAIN_SECONDS, roll.deadline.left()))
     while not patience.passed():

@@ -105,24 +105,24 @@ def message(facts: dict[str, Any]) -> bytes:
     return _PREFIX.pack(_MAGIC, len(body)) + body
 
 
-def take_message(heard: bytearray) -> bytes | None:
+def take_message(received: bytearray) -> bytes | None:
     """Takes the first message's body out of what has been heard; None where it is not whole yet.
 
     Raises:
         HandshakeError: The bytes are no message, or announce one that is too long.
     """
-    if not _MAGIC.startswith(heard[: len(_MAGIC)]):
+    if not _MAGIC.startswith(received[: len(_MAGIC)]):
         raise HandshakeError("it does not speak this protocol")
-    if len(heard) < _PREFIX.size:
+    if len(received) < _PREFIX.size:
         return None
-    _, length = _PREFIX.unpack_from(heard)
+    _, length = _PREFIX.unpack_from(received)
     if length > _MESSAGE_MAX_BYTES:
         raise HandshakeError(f"it announced {length} bytes")
     end = _PREFIX.size + length
-    if len(heard) < end:
+    if len(received) < end:
         return None
-    body = bytes(heard[_PREFIX.size : end])
-    del heard[:end]
+    body = bytes(received[_PREFIX.size : end])
+    del received[:end]
     return body
 
 

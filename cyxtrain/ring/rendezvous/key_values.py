@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cyxtrain.ring.rendezvous.accept import Door
+from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.handshake import Claim
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
 from cyxtrain.ring.wire.link import Deadline
@@ -127,7 +127,7 @@ class KeyValueServer:
         self._wake, woken = socket.socketpair()
         self._woken = woken
         self._selector.register(woken, selectors.EVENT_READ)
-        self._door = Door([listener], "the store of rank 0", key, self._judge, self._admit, self._selector)
+        self._door = Acceptor([listener], "the store of rank 0", key, self._judge, self._admit, self._selector)
         self._ends = False
         self._thread = threading.Thread(target=self._serve, name="cyxtrain-store-server", daemon=True)
         self._thread.start()
@@ -266,12 +266,12 @@ class Connection:
             try:
                 self._socket.settimeout(self._seconds)
                 self._socket.sendall(_frame(question))
-                heard = bytearray()
-                while (body := _take(heard)) is None:
+                received = bytearray()
+                while (body := _take(received)) is None:
                     part = self._socket.recv(_READ_BYTES)
                     if not part:
                         raise ConnectionError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-                    heard += part
+                    received += part
                 found = json_object(body)
             except (OSError, FrameError) as error:
                 self._socket.close()  # an answer that comes later must not be taken for that to another question
@@ -392,22 +392,22 @@ def _frame(facts: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _take(heard: bytearray) -> bytes | None:
+def _take(received: bytearray) -> bytes | None:
     """Takes the first frame's body out of what has been heard; None where it is not whole yet.
 
     Raises:
         FrameError: It announces one that is too long.
     """
-    if len(heard) < _LENGTH.size:
+    if len(received) < _LENGTH.size:
         return None
-    (length,) = _LENGTH.unpack_from(heard)
+    (length,) = _LENGTH.unpack_from(received)
     if length > _MAX_FRAME_BYTES:
         raise FrameError(f"it announced {length} bytes")
     end = _LENGTH.size + length
-    if len(heard) < end:
+    if len(received) < end:
         return None
-    body = bytes(heard[_LENGTH.size : end])
-    del heard[:end]
+    body = bytes(received[_LENGTH.size : end])
+    del received[:end]
     return body
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.distributed import Store
 
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
-from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.monitoring.process_state import State, state_of
-from cyxtrain.ring.rendezvous.record import Entry, misfit, not_ours
-from cyxtrain.ring.rendezvous.store_client import Board, StoreLostError, root_of
+from cyxtrain.ring.rendezvous.record import RankRecord, misfit, not_ours
+from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError, root_of
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import Deadline
 
@@ -41,11 +41,11 @@ class RankTakenError(RendezvousError):
         first: What its rank 0 said of itself.
     """
 
-    holder: Entry | None = None
-    first: Entry | None = None
+    holder: RankRecord | None = None
+    first: RankRecord | None = None
 
 
-class RollCall:
+class Membership:
     """One rank's part in a roll call.
 
     Ranks may meet at the same store again, each as often as the others.
@@ -71,7 +71,7 @@ class RollCall:
         rank: int,
         names: Sequence[int],
         deadline: Deadline,
-        siblings: Siblings | None = None,
+        siblings: GroupRegistry | None = None,
         *,
         waits_for_next_store: bool = False,
         secret: bytes | None = None,
@@ -79,17 +79,17 @@ class RollCall:
     ) -> None:
         self.deadline = deadline
         group = f"{generation} {' '.join(map(str, names))}"
-        self.board = Board(store, f"rank {names[rank]}", deadline, secret, group)
+        self.board = StoreClient(store, f"rank {names[rank]}", deadline, secret, group)
         self._rank = rank
         self._names = names
         self._unproven: Mapping[int, int] = getattr(root_of(store), "unproven", {})
-        self._siblings = siblings or Siblings()
+        self._siblings = siblings or GroupRegistry()
         self._has_secret = secret is not None
         self._waits = waits_for_next_store
         self._life = 0
         self._told = False
-        self._own = Entry(len(names))
-        self._here: dict[int, Entry] = {}
+        self._own = RankRecord(len(names))
+        self._here: dict[int, RankRecord] = {}
         self._written: dict[str, str] = {}
         self._check_written = Deadline(0.0)
 
@@ -145,7 +145,7 @@ class RollCall:
             if self._rank == 0:
                 self.board.delete(f"{self._life - 2}/verdict")
 
-    def answer(self, entry: Entry) -> None:
+    def answer(self, entry: RankRecord) -> None:
         """Says that this rank is here.
 
         Raises:
@@ -154,7 +154,7 @@ class RollCall:
         self._own = entry
         self._write(self._entry_key(self._rank), entry.to_json())
 
-    def table(self) -> list[Entry]:
+    def table(self) -> list[RankRecord]:
         """Waits until all ranks have answered, and returns what they said, by rank.
 
         Raises:
@@ -263,12 +263,12 @@ class RollCall:
                     self._check_fits(self._names[rank], entry)
                     self._here[rank] = entry
 
-    def _entry_of(self, rank: int) -> Entry | None:
+    def _entry_of(self, rank: int) -> RankRecord | None:
         """Returns what a rank has said of itself; None: nothing yet."""
         text = self.board.get(self._entry_key(rank))
-        return None if text is None else Entry.from_json(text)
+        return None if text is None else RankRecord.from_json(text)
 
-    def _check_fits(self, name: int, entry: Entry) -> None:
+    def _check_fits(self, name: int, entry: RankRecord) -> None:
         reason = misfit(name, entry, self._names[self._rank], self._own)
         if reason:
             raise RendezvousError(reason, rank=name)

@@ -24,7 +24,7 @@ def _token() -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankRecord:
     """What a rank says of itself at the store, for the others to read.
 
     Attributes:
@@ -75,7 +75,7 @@ class Entry:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Entry:
+    def from_json(cls, text: str | bytes) -> RankRecord:
         """Reads an entry; of one of another protocol only what this one knows.
 
         Raises:
@@ -83,7 +83,7 @@ class Entry:
         """
         try:
             facts = json_object(text.encode() if isinstance(text, str) else text)
-            entry: Entry = made(cls, facts | {"process": made(Process, facts["process"])})
+            entry: RankRecord = made(cls, facts | {"process": made(Process, facts["process"])})
             for field in dataclasses.fields(entry):
                 _check_range(field.name, getattr(entry, field.name))
             if not 0 <= entry.process.pid < 2**31:
@@ -146,7 +146,7 @@ def not_ours(error: Exception) -> RendezvousError:
     )
 
 
-def misfit(name: int, theirs: Entry, own_name: int, ours: Entry) -> str:
+def misfit(name: int, theirs: RankRecord, own_name: int, ours: RankRecord) -> str:
     """Returns why two ranks cannot be in one group; "" where they can."""
     if theirs.protocol != ours.protocol:
         return (

@@ -28,14 +28,14 @@ from cyxtrain.config import RingOptions
 from cyxtrain.environment.cpu import count_usable_cores
 from cyxtrain.errors import CyxtrainError, RendezvousError
 from cyxtrain.ring.collective_thread import room_for_ranks
-from cyxtrain.ring.monitoring.group_registry import Siblings
+from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.monitoring.process_state import this_process
-from cyxtrain.ring.rendezvous.accept import Door
+from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import call, knock
 from cyxtrain.ring.rendezvous.handshake import PAIRED, Claim, Role
 from cyxtrain.ring.rendezvous.listen import listen, listen_near
-from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, RankTakenError, RollCall, ended, naps
-from cyxtrain.ring.rendezvous.record import Entry, misfit
+from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, Membership, RankTakenError, ended, naps
+from cyxtrain.ring.rendezvous.record import RankRecord, misfit
 from cyxtrain.ring.rendezvous.table_check import agree
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
 from cyxtrain.ring.wire.checksums import Checksums
@@ -64,10 +64,10 @@ class Meeting:
         checksums: Of what travels between the ranks, once they have proven who they are; None: not yet.
     """
 
-    table: list[Entry] = field(default_factory=list)
+    table: list[RankRecord] = field(default_factory=list)
     listener: socket.socket | None = None
     near: socket.socket | None = None
-    door: Door | None = None
+    door: Acceptor | None = None
     selector: selectors.BaseSelector | None = None
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PAIRED})
     readers: list[set[int]] = field(default_factory=list)
@@ -110,7 +110,7 @@ def meet(
     timeout_seconds: float,
     options: RingOptions,
     generation: int = 0,
-    siblings: Siblings | None = None,
+    siblings: GroupRegistry | None = None,
 ) -> Meeting:
     """Connects this rank with all others.
 
@@ -132,7 +132,7 @@ def meet(
     if len(names) == 1:
         return meeting  # a world of one binds no port
     deadline = Deadline(timeout_seconds)
-    roll = RollCall(
+    roll = Membership(
         store,
         rank,
         names,
@@ -147,7 +147,7 @@ def meet(
         with roll.taking_part():
             meeting.listener = listen(names[rank], store)
             meeting.near = listen_near(options.transport)
-            roll.answer(own_entry(rank, len(names), meeting, options))
+            roll.answer(own_record(rank, len(names), meeting, options))
             meeting.table = roll.table()
             _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
     except RankTakenError as taken:
@@ -183,14 +183,14 @@ class _Members:
         self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in PAIRED}
         self._failure: RendezvousError | None = None
 
-    def gather(self, roll: RollCall) -> None:
+    def gather(self, roll: Membership) -> None:
         """Opens the door to the higher ranks, connects to the lower ones, and waits until all are here."""
         meeting = self._meeting
         assert meeting.listener is not None
         meeting.selector = selectors.DefaultSelector()
         name = f"rank {self._names[self._rank]}"
         listeners = [listener for listener in (meeting.listener, meeting.near) if listener is not None]
-        meeting.door = Door(listeners, name, self._key, self._judge, self._admit, meeting.selector)
+        meeting.door = Acceptor(listeners, name, self._key, self._judge, self._admit, meeting.selector)
         for peer in range(self._rank):
             for role in PAIRED:
                 meeting.sockets[role][peer] = self._call(peer, role, roll)
@@ -208,7 +208,7 @@ class _Members:
             with contextlib.suppress(KeyError):
                 meeting.selector.unregister(sock)
 
-    def _await_the_others(self, roll: RollCall) -> list[int]:
+    def _await_the_others(self, roll: Membership) -> list[int]:
         """Waits until all are connected with all: if one ends before, who is done must not leave with the cause.
 
         Returns:
@@ -254,7 +254,7 @@ class _Members:
                 )
         return readable
 
-    def _wait(self, seconds: float, roll: RollCall) -> None:
+    def _wait(self, seconds: float, roll: Membership) -> None:
         """Serves the door for a moment; raises what has gone wrong."""
         assert self._meeting.door is not None
         assert self._meeting.selector is not None
@@ -267,7 +267,7 @@ class _Members:
         if roll.deadline.passed():
             raise self._missing(roll)
 
-    def _call(self, peer: int, role: Role, roll: RollCall) -> socket.socket:
+    def _call(self, peer: int, role: Role, roll: Membership) -> socket.socket:
         who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role, to_rank=peer)
         table = self._meeting.table
         # What is said beside the data stays on TCP, whose kernel timers it needs.
@@ -283,9 +283,9 @@ class _Members:
             return f"it means to call rank {claim.to_rank}, and has reached rank {own.rank}"
         if claim.rank >= claim.world_size:
             return f"there is no rank {claim.rank} in a world of {claim.world_size}"
-        theirs = Entry(claim.world_size, checksums=claim.checksums, protocol=claim.protocol)
+        theirs = RankRecord(claim.world_size, checksums=claim.checksums, protocol=claim.protocol)
         caller = self._names[claim.rank] if claim.rank < len(self._names) else claim.rank
-        reason = misfit(caller, theirs, name, Entry(own.world_size, checksums=own.checksums))
+        reason = misfit(caller, theirs, name, RankRecord(own.world_size, checksums=own.checksums))
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason
@@ -317,7 +317,7 @@ class _Members:
 
         selector.register(sock, selectors.EVENT_READ, look)
 
-    def _missing(self, roll: RollCall) -> RendezvousError:
+    def _missing(self, roll: Membership) -> RendezvousError:
         missing = sorted({peer for peer, _ in self._awaited})
         if not missing:
             unmet = roll.unmet()
@@ -344,12 +344,12 @@ class _Members:
         )
 
 
-def _key(options: RingOptions, first: Entry) -> bytes:
+def _key(options: RingOptions, first: RankRecord) -> bytes:
     """Returns the secret of the run: the environment's, else the one that rank 0 made."""
     return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
 
-def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> Entry:
+def own_record(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> RankRecord:
     """Returns what a rank says of itself.
 
     Args:
@@ -361,7 +361,7 @@ def own_entry(rank: int, world_size: int, meeting: Meeting, options: RingOptions
     assert meeting.listener is not None
     host, port = meeting.listener.getsockname()[:2]
     near = b"" if meeting.near is None else os.fsencode(meeting.near.getsockname())
-    return Entry(
+    return RankRecord(
         world_size=world_size,
         process=this_process(str(host)),
         host=str(host),

@@ -33,7 +33,7 @@ class StoreLostError(RendezvousError):
     """The store has gone while ranks were meeting; another one may open in its place."""
 
 
-class Board:
+class StoreClient:
     """The keys of one meeting.
 
     Args:

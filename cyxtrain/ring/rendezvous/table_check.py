@@ -13,7 +13,7 @@ from typing import Any
 
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, ended
-from cyxtrain.ring.rendezvous.record import Entry
+from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
 from cyxtrain.ring.wire.link import Deadline, Poller
@@ -26,7 +26,7 @@ _DIGEST_CHARACTERS = 16
 def agree(
     rank: int,
     names: Sequence[int],
-    table: Sequence[Entry],
+    table: Sequence[RankRecord],
     reads: Iterable[int],
     sockets: Mapping[int, socket.socket],
     checksums: Checksums,
@@ -61,12 +61,12 @@ def agree(
             sock.sendall(_LENGTH.pack(len(body)) + body + checksums.of(body))
     readers = [set(reads) for _ in names]
     for peer, sock in sorted(sockets.items()):
-        heard = _hear(sock, names[peer], deadline)
-        if checksums.of(heard[:-SUM_BYTES]) != heard[-SUM_BYTES:]:
+        received = _hear(sock, names[peer], deadline)
+        if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
             raise damaged(names[peer], names[rank], "the agreement on how to talk")
         told: dict[str, Any] = {}
         with contextlib.suppress(FrameError):
-            told = json_object(heard[:-SUM_BYTES])
+            told = json_object(received[:-SUM_BYTES])
         differing = [name for name in own if told.get(name) != own[name]]
         if differing:
             raise RendezvousError(
@@ -79,10 +79,10 @@ def agree(
     return readers
 
 
-def _digests(table: Sequence[Entry]) -> dict[str, str]:
+def _digests(table: Sequence[RankRecord]) -> dict[str, str]:
     """Returns a digest of each field, over all ranks."""
     columns: dict[str, Any] = {
-        field.name: [_plain(getattr(entry, field.name)) for entry in table] for field in dataclasses.fields(Entry)
+        field.name: [_plain(getattr(entry, field.name)) for entry in table] for field in dataclasses.fields(RankRecord)
     }
     return {
         name: hashlib.sha256(json.dumps(column).encode()).hexdigest()[:_DIGEST_CHARACTERS]
@@ -96,8 +96,8 @@ def _plain(value: Any) -> Any:
 
 def _hear(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
     """Returns what a rank says, and its checksum; reads not a byte more."""
-    heard, end, poller = bytearray(), _LENGTH.size, Poller()
-    while len(heard) < end:
+    received, end, poller = bytearray(), _LENGTH.size, Poller()
+    while len(received) < end:
         if not poller.wait([sock], [], deadline, LOOK_SECONDS):
             if deadline.passed():
                 raise RendezvousError(
@@ -107,14 +107,14 @@ def _hear(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
                 )
             continue
         try:
-            part = sock.recv(end - len(heard))
+            part = sock.recv(end - len(received))
         except BlockingIOError:
             continue
         except OSError:
             part = b""
         if not part:
             raise ended(name)
-        heard += part
-        if end == len(heard) == _LENGTH.size:
-            end += min(_LENGTH.unpack(heard)[0], _MAX_BYTES) + SUM_BYTES
-    return bytes(heard[_LENGTH.size :])
+        received += part
+        if end == len(received) == _LENGTH.size:
+            end += min(_LENGTH.unpack(received)[0], _MAX_BYTES) + SUM_BYTES
+    return bytes(received[_LENGTH.size :])

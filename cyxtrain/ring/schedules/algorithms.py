@@ -23,7 +23,7 @@ FEW_RANKS = 8
 """Up to so many ranks more messages in fewer rounds are quicker."""
 
 
-class Then(enum.IntEnum):
+class OnReceive(enum.IntEnum):
     """What is done with what arrives."""
 
     REPLACE = 0
@@ -42,10 +42,10 @@ class Transfer(NamedTuple):
     send: Span
     receive_from: int | None
     receive: Span
-    then: Then = Then.REPLACE
+    then: OnReceive = OnReceive.REPLACE
 
 
-class Fold(NamedTuple):
+class ReadReduce(NamedTuple):
     """One step of one rank: `span` of all sources is combined in their order, and with what is there last.
 
     Only for ranks that can read each other's memory.
@@ -55,7 +55,7 @@ class Fold(NamedTuple):
     span: Span
 
 
-class Tell(NamedTuple):
+class Multicast(NamedTuple):
     """One step of one rank: it sends the same few bytes to several, and then receives a few from each of several.
 
     What is sent fits into the buffers of sockets: no send waits for another rank.
@@ -73,8 +73,8 @@ class Tell(NamedTuple):
     receive: tuple[Span, ...]
 
 
-SILENCE = Tell((), NOTHING, (), ())
-Step = Transfer | Fold | Tell
+SILENCE = Multicast((), NOTHING, (), ())
+Step = Transfer | ReadReduce | Multicast
 
 
 @functools.lru_cache(maxsize=256)
@@ -123,9 +123,9 @@ def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[T
     first = () if behind is None else (behind,)
     last = tuple(other for other in others if other != behind)
     return [
-        Tell(others, NOTHING, first, (NOTHING,) * len(first)),
+        Multicast(others, NOTHING, first, (NOTHING,) * len(first)),
         *transfers,
-        Tell((), NOTHING, last, (NOTHING,) * len(last)),
+        Multicast((), NOTHING, last, (NOTHING,) * len(last)),
     ]
 
 
@@ -153,65 +153,65 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     whole = (0, count)
     power, pairs = _power_and_pairs(world_size)
     if rank < 2 * pairs and rank % 2:
-        return [Transfer(rank - 1, whole, None, NOTHING, Then.EXCHANGE), Transfer(None, NOTHING, rank - 1, whole)]
+        return [Transfer(rank - 1, whole, None, NOTHING, OnReceive.EXCHANGE), Transfer(None, NOTHING, rank - 1, whole)]
     schedule = []
     if rank < 2 * pairs:
-        schedule.append(Transfer(None, NOTHING, rank + 1, whole, Then.EXCHANGE))
+        schedule.append(Transfer(None, NOTHING, rank + 1, whole, OnReceive.EXCHANGE))
     place = rank // 2 if rank < 2 * pairs else rank - pairs
     distance = 1
     while distance < power:
         other = place ^ distance
         peer = 2 * other if other < pairs else other + pairs
-        schedule.append(Transfer(peer, whole, peer, whole, Then.EXCHANGE))
+        schedule.append(Transfer(peer, whole, peer, whole, OnReceive.EXCHANGE))
         distance *= 2
     if rank < 2 * pairs:
         schedule.append(Transfer(rank + 1, whole, None, NOTHING))
     return schedule
 
 
-def telling(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Tell:
+def ending_group_on_error(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
     """Brings the span `send` of every rank's source to `receive[r]` of the target on all others, directly.
 
     For very few elements. Cost: N - 1 frames, in one round.
     """
     others = tuple(_others(rank, world_size))
-    return Tell(others, send, others, tuple(receive[other] for other in others))
+    return Multicast(others, send, others, tuple(receive[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
-def telling_all(rank: int, world_size: int, count: int) -> Tell:
+def telling_all(rank: int, world_size: int, count: int) -> Multicast:
     """Brings the source of every rank to a row of the target on all others. Cost: as `telling`."""
-    return telling(rank, world_size, (0, count), even_spans(count, world_size))
+    return ending_group_on_error(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.lru_cache(maxsize=256)
-def collecting(rank: int, world_size: int, count: int) -> Tell:
+def collecting(rank: int, world_size: int, count: int) -> Multicast:
     """Brings the source of every rank to a row of the target on rank 0, directly.
 
     For very few elements. Cost: one frame of each other rank.
     """
     if rank != 0:
-        return Tell((0,), (0, count), (), ())
+        return Multicast((0,), (0, count), (), ())
     others, rows = tuple(_others(rank, world_size)), even_spans(count, world_size)
-    return Tell((), NOTHING, others, tuple(rows[other] for other in others))
+    return Multicast((), NOTHING, others, tuple(rows[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
-def spreading(rank: int, world_size: int, count: int) -> Tell:
+def spreading(rank: int, world_size: int, count: int) -> Multicast:
     """Brings the source of rank 0 to the target of all others, directly. For very few elements. Cost: N - 1 frames."""
     if rank != 0:
-        return Tell((), NOTHING, (0,), ((0, count),))
-    return Tell(tuple(_others(rank, world_size)), (0, count), (), ())
+        return Multicast((), NOTHING, (0,), ((0, count),))
+    return Multicast(tuple(_others(rank, world_size)), (0, count), (), ())
 
 
 @functools.lru_cache(maxsize=256)
-def telling_of(rank: int, world_size: int, count: int, src: int) -> Tell:
+def telling_of(rank: int, world_size: int, count: int, src: int) -> Multicast:
     """Brings the source of `src` to all others. Every rank hears of every other, so that nobody leaves too early.
 
     For very few elements. Cost: N - 1 frames, in one round; all are empty but those of `src`.
     """
     spans = [(0, count) if other == src else NOTHING for other in range(world_size)]
-    return telling(rank, world_size, spans[rank], spans)
+    return ending_group_on_error(rank, world_size, spans[rank], spans)
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
-    return [*offers, Fold(tuple(others), spans[rank])]
+    return [*offers, ReadReduce(tuple(others), spans[rank])]
 
 
 @functools.lru_cache(maxsize=256)
@@ -269,8 +269,8 @@ def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
     if world_size > FEW_RANKS:
         return [*agreement(rank, world_size), *transfers]
     last = tuple(other for other in others if other != src)
-    hears = Tell((), NOTHING, last, (NOTHING,) * len(last))
-    return [*transfers, hears] if rank == src else [Tell(others, NOTHING, (), ()), *transfers, hears]
+    hears = Multicast((), NOTHING, last, (NOTHING,) * len(last))
+    return [*transfers, hears] if rank == src else [Multicast(others, NOTHING, (), ()), *transfers, hears]
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,7 +283,11 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
     ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
     return [
         Transfer(
-            ahead, spans[(rank - 1 - step) % world_size], behind, spans[(rank - 2 - step) % world_size], Then.COMBINE
+            ahead,
+            spans[(rank - 1 - step) % world_size],
+            behind,
+            spans[(rank - 2 - step) % world_size],
+            OnReceive.COMBINE,
         )
         for step in range(world_size - 1)
     ]

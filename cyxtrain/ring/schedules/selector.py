@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import SILENCE, Spans, Step, Tell
+from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Spans, Step
 from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
@@ -26,7 +26,7 @@ def few(world_size: int, count: int, item_bytes: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Routes:
+class AlgorithmSelector:
     """The schedules of one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Routes:
         """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""
         return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def meeting(self, count: int) -> tuple[Tell, Tell]:
+    def meeting(self, count: int) -> tuple[Multicast, Multicast]:
         """Returns how very few elements of all ranks come to those who sum them, and then how the sum comes to others.
 
         Where ranks share cores rank 0 alone sums: a core has less to do then, and sooner comes to whom all wait for.
@@ -91,7 +91,7 @@ class Routes:
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Brings `spans[r]` of every rank r to all."""
         if self.tells_all(max(end - first for first, end in spans), item_bytes):
-            return [algorithms.telling(self.rank, self.world_size, spans[self.rank], spans)]
+            return [algorithms.ending_group_on_error(self.rank, self.world_size, spans[self.rank], spans)]
         if self.are_read(spans, item_bytes):
             return algorithms.gathering(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)

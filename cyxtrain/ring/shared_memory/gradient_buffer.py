@@ -11,11 +11,11 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.ring.collective_arguments import timeout_of
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.shared_memory.row_reduction import RowReduction
-from cyxtrain.ring.shared_memory.segment import make_common_memory
+from cyxtrain.ring.shared_memory.segment import make_shared_memory
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import added_by_numpy
 from cyxtrain.ring.wire.payload import lasting
-from cyxtrain.ring.wire.persistent import Announcement, Exchange
+from cyxtrain.ring.wire.persistent import Exchange, PersistentHeader
 from cyxtrain.ring.work import CallOptions, collective
 
 
@@ -33,7 +33,7 @@ class SharedMean:
         tensor: This rank's elements. While a reduction is under way nobody touches them.
     """
 
-    def __init__(self, group: Group, announcement: Announcement, reduction: RowReduction) -> None:
+    def __init__(self, group: Group, announcement: PersistentHeader, reduction: RowReduction) -> None:
         self._group = group
         self._announcement = announcement
         self._reduction = reduction
@@ -54,7 +54,7 @@ class SharedMean:
     def all_reduce(self, opts: CallOptions) -> Any:
         """Averages over ranks, as torch.distributed.all_reduce does with AVG, and returns PyTorch's work.
 
-        Cost: two meetings of all, see `Announcement`; each reads and writes its part of everybody's elements once.
+        Cost: two meetings of all, see `PersistentHeader`; each reads and writes its part of everybody's elements once.
         """
         self._group.take_rounds(self._announcement, self._rounds(), timeout_of(opts))
         return [self.tensor]
@@ -83,7 +83,7 @@ def make_shared_means(group: Group, kinds: Sequence[tuple[int, torch.dtype]]) ->
     """
     ready = group.ready
     sizes = [count * dtype.itemsize for count, dtype in kinds]
-    common = make_common_memory(group, sizes) if ready.may_share_memory and any(sizes) else None
+    common = make_shared_memory(group, sizes) if ready.may_share_memory and any(sizes) else None
     if common is None:
         return [None for _ in kinds]
     means: list[SharedMean | None] = []

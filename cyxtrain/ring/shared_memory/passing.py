@@ -17,10 +17,10 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from cyxtrain.ring.shared_memory.row_reduction import RowReduction
-from cyxtrain.ring.shared_memory.segment import CommonMemory, make_common_memory
+from cyxtrain.ring.shared_memory.segment import SharedMemorySegment, make_shared_memory
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import added_by_numpy
-from cyxtrain.ring.wire.persistent import Announcement, Exchange, ReadyReductions, keep
+from cyxtrain.ring.wire.persistent import Exchange, PersistentHeader, PersistentOps, keep
 from cyxtrain.ring.wire.transfers import SHORT_BYTES
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LONGEST_BYTES = 4 << 20
 """Up to this size all of it stays in a cache, or nearly; beyond, two copies more take longer than the kernel."""
 
 
-class Passage:
+class SharedMemoryReduce:
     """An all_reduce of some shape, dtype and reduction. Cost: two copies of all bytes, and that of a `SharedMean`.
 
     Args:
@@ -38,7 +38,7 @@ class Passage:
         reduction: Of the rows of all ranks.
     """
 
-    def __init__(self, announcement: Announcement, reduction: RowReduction) -> None:
+    def __init__(self, announcement: PersistentHeader, reduction: RowReduction) -> None:
         self.announcement = announcement
         self._reduction = reduction
         self._own = memoryview(reduction.own).cast("B")
@@ -50,20 +50,20 @@ class Passage:
         memory[:] = self._own
 
 
-class Passages:
+class SharedMemoryReductions:
     """The all_reduces of one group that pass through memory in common; it is made after the first that could have.
 
     Args:
         ready: Of the group.
     """
 
-    def __init__(self, ready: ReadyReductions) -> None:
+    def __init__(self, ready: PersistentOps) -> None:
         self._ready = ready
-        self._memory: CommonMemory | None = None
+        self._memory: SharedMemorySegment | None = None
         self._was_tried = False
-        self._passages: dict[tuple[torch.dtype, torch.Size, Reduction], Passage] = {}
+        self._passages: dict[tuple[torch.dtype, torch.Size, Reduction], SharedMemoryReduce] = {}
 
-    def of(self, tensor: Tensor, reduction: Reduction) -> Passage | None:
+    def of(self, tensor: Tensor, reduction: Reduction) -> SharedMemoryReduce | None:
         """Returns how this tensor passes; None: it does not, on any rank.
 
         It follows from what all ranks must have alike: not from how the tensor of this one lies in memory.
@@ -82,7 +82,7 @@ class Passages:
         """Makes the memory, once, after an all_reduce that could have passed: all ranks come here together then."""
         if not self._was_tried and self._array_of(tensor, reduction) is not None:
             self._was_tried = True
-            self._memory = make_common_memory(group, [LONGEST_BYTES], timeout)
+            self._memory = make_shared_memory(group, [LONGEST_BYTES], timeout)
 
     def _array_of(self, tensor: Tensor, reduction: Reduction) -> type[np.number[Any]] | None:
         """Returns NumPy's type of the elements of a tensor that may pass; None: it may not."""
@@ -92,7 +92,7 @@ class Passages:
             return None  # whole numbers are divided otherwise
         return added_by_numpy(reduction, tensor.dtype) if self._ready.may_share_memory else None
 
-    def _prepared(self, tensor: Tensor, reduction: Reduction, memory: CommonMemory) -> Passage | None:
+    def _prepared(self, tensor: Tensor, reduction: Reduction, memory: SharedMemorySegment) -> SharedMemoryReduce | None:
         array = self._array_of(tensor, reduction)
         if array is None:
             return None
@@ -100,4 +100,4 @@ class Passages:
         assert announcement is not None  # memory in common is only where there is one
         what = xxh3_64_intdigest(announcement.identity()) >> 1  # a word has a sign
         rows, words = memory.rows(0, array, tensor.numel()), memory.words(0)
-        return Passage(announcement, RowReduction(announcement, self._ready.routes, rows, words, what))
+        return SharedMemoryReduce(announcement, RowReduction(announcement, self._ready.routes, rows, words, what))

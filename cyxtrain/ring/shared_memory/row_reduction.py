@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from cyxtrain.ring.schedules.algorithms import chunks, ring_order, tree
-from cyxtrain.ring.schedules.selector import Routes, few
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, few
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import silent_numpy
 from cyxtrain.ring.wire.payload import is_finite, lasting
-from cyxtrain.ring.wire.persistent import SAYS, Announcement, Exchange, show
+from cyxtrain.ring.wire.persistent import SAYS, Exchange, PersistentHeader, show
 
 _PIECE_BYTES = 1 << 18
 """What is reduced at once: the same elements of a few ranks stay in a processor's second cache."""
@@ -34,7 +34,7 @@ class RowReduction:
         announcement: Of no bytes.
         routes: Of this rank.
         rows: By rank, its elements.
-        words: By rank, where it shows how far it is (`Sign`).
+        words: By rank, where it shows how far it is (`ProgressCounter`).
         what: Tells this reduction from others that show their progress in the same words.
         looks: Whether each rank is to say of its part of the result whether it is finite.
 
@@ -46,8 +46,8 @@ class RowReduction:
 
     def __init__(
         self,
-        announcement: Announcement,
-        routes: Routes,
+        announcement: PersistentHeader,
+        routes: AlgorithmSelector,
         rows: Sequence[Any],
         words: Sequence[memoryview],
         what: int = 0,

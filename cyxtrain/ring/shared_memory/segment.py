@@ -33,7 +33,7 @@ _mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 """The memory of this process that others have too, and the descriptor of the file that it is."""
 
 
-class CommonMemory:
+class SharedMemorySegment:
     """Memory that all ranks have in common: of each rank its places, and words to show how far it is with each.
 
     Args:
@@ -57,7 +57,9 @@ class CommonMemory:
         return [memory[start : start + _SIGN_BYTES].cast("q") for start in starts]
 
 
-def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | None = None) -> CommonMemory | None:
+def make_shared_memory(
+    group: Group, sizes: Sequence[int], timeout: timedelta | None = None
+) -> SharedMemorySegment | None:
     """Returns memory that all ranks have in common, zeros; all ranks call it.
 
     None, on every rank: not all can have it, or there is no room.
@@ -81,7 +83,7 @@ def make_common_memory(group: Group, sizes: Sequence[int], timeout: timedelta | 
             found = _open(facts, group.rank * stride, stride, group.world_size)
         everywhere = torch.tensor([int(found is not None)], device="cpu")
         group.all_reduce(everywhere, Reduction.MIN, timeout)  # and nobody closes the file before all have it
-    return CommonMemory(found, places) if found is not None and everywhere.item() else None
+    return SharedMemorySegment(found, places) if found is not None and everywhere.item() else None
 
 
 def _pages(size: int) -> int:

@@ -19,8 +19,8 @@ from functools import partial
 from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.monitoring.monitor import Watch
-from cyxtrain.ring.schedules.algorithms import NOTHING, Fold, Span, Step, Tell, Then, Transfer
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Step, Transfer
 from cyxtrain.ring.shared_memory.peer_read import LargePages
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
@@ -37,11 +37,11 @@ from cyxtrain.ring.wire.frames import (
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.messages import Mailbox
-from cyxtrain.ring.wire.persistent import Announcement, Hearing, Rounds, Sign
+from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     SHORT_BYTES,
-    Begins,
     Buffers,
+    HeaderCache,
     Incoming,
     OtherBytes,
     Outgoing,
@@ -70,7 +70,7 @@ _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
 
-_Arriving = Incoming | ShortIncoming | Hearing | Sign
+_Arriving = Incoming | ShortIncoming | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -78,11 +78,11 @@ class _Call(NamedTuple):
 
     operation: Operation
     deadline: Deadline
-    begins: Begins
+    begins: HeaderCache
     buffers: Buffers
 
 
-class Mesh:
+class Executor:
     """The links of one rank to all others, and the running of schedules over them.
 
     Args:
@@ -95,7 +95,9 @@ class Mesh:
         spins: Whether it looks again and again before it sleeps; not while another thread wants Python's lock.
     """
 
-    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: Watch, checksums: Checksums | None) -> None:
+    def __init__(
+        self, links: dict[int, Link], mailbox: Mailbox, watch: PeerMonitor, checksums: Checksums | None
+    ) -> None:
         self._checksums = checksums
         self._rank = watch.rank
         self._links = links
@@ -132,7 +134,7 @@ class Mesh:
         """
         self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
 
-    def take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         """Does an operation that is kept ready, and has its number.
 
         Args:
@@ -169,18 +171,18 @@ class Mesh:
     ) -> None:
         if self._is_read:
             self._pages.note(buffers.source)
-        call = _Call(operation, deadline, Begins(operation.identity()), buffers)
+        call = _Call(operation, deadline, HeaderCache(operation.identity()), buffers)
         for step in schedule:
             if isinstance(step, Transfer):
                 self._transfer(step, call)
-            elif isinstance(step, Tell):
+            elif isinstance(step, Multicast):
                 self._tell(step, call)
             else:
                 self._fold(step, call)
         if not more and (self._offered or self._read):
             self._settle(call)
 
-    def _take_rounds(self, announcement: Announcement, rounds: Rounds, timeout: timedelta) -> None:
+    def _take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         deadline, head = None, b""
         for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
             if deadline is None:  # often there is nothing to be told or heard
@@ -191,7 +193,7 @@ class Mesh:
                     self._drive(outgoing, None, announcement, deadline)
             for hearing in hears:
                 hearing.expect(head)
-                spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, Sign) else _SPIN_SECONDS
+                spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, ProgressCounter) else _SPIN_SECONDS
                 self._drive(None, hearing, announcement, deadline, spin_seconds)
 
     def _fail(self, error: CyxtrainError, operation: Numbered) -> CyxtrainError:
@@ -212,20 +214,20 @@ class Mesh:
                 self._offered.add(to)
         if source is not None:
             first, end = transfer.receive
-            if transfer.then is Then.REPLACE and (end - first) * item <= SHORT_BYTES:
+            if transfer.then is OnReceive.REPLACE and (end - first) * item <= SHORT_BYTES:
                 incoming = self._short(source, transfer.receive, call)
             else:
                 incoming = self._incoming(source, transfer.receive, transfer.then, call)
                 if incoming.offered:
                     self._read.add(source)
         self._drive(outgoing, incoming, *call[:2])
-        if transfer.then is Then.EXCHANGE and isinstance(incoming, Incoming):
+        if transfer.then is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
             incoming.combine(theirs_first=incoming.link.rank < self._rank)
 
-    def _fold(self, fold: Fold, call: _Call) -> None:
+    def _fold(self, fold: ReadReduce, call: _Call) -> None:
         offers = []
         for source in fold.sources:
-            offers.append(self._incoming(source, fold.span, Then.FOLD, call))
+            offers.append(self._incoming(source, fold.span, OnReceive.FOLD, call))
             self._drive(None, offers[-1], *call[:2])
         fold_in(offers, fold.span, call.buffers)
         self._read.update(fold.sources)
@@ -243,7 +245,7 @@ class Mesh:
         for peer in offered:
             self._drive(None, self._short(peer, NOTHING, call), *call[:2], spin_seconds)
 
-    def _tell(self, tell: Tell, call: _Call) -> None:
+    def _tell(self, tell: Multicast, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
         if tell.to:
             payload = source[tell.send[0] * item : tell.send[1] * item]
@@ -262,7 +264,7 @@ class Mesh:
         begin = call.begins[len(into)]
         return ShortIncoming(self._links[source], begin, into, self._landing, checksums=self._checksums)
 
-    def _incoming(self, source: int, span: Span, then: Then, call: _Call) -> Incoming:
+    def _incoming(self, source: int, span: Span, then: OnReceive, call: _Call) -> Incoming:
         link = self._links[source]
         return Incoming(link, call.begins, span, then, call.buffers, self._landing, checksums=self._checksums)
 
@@ -329,10 +331,10 @@ class Mesh:
         is ahead by a call has done this one.
         """
         identity, began = operation.identity(), time.monotonic()
-        if isinstance(incoming, Sign):
+        if isinstance(incoming, ProgressCounter):
             self._ask(incoming, operation, deadline)
         for link in self._links.values():
-            if incoming is not None and link is incoming.link and not isinstance(incoming, Sign):
+            if incoming is not None and link is incoming.link and not isinstance(incoming, ProgressCounter):
                 continue
             found = link.peek(HEADER_BYTES)
             if len(found) < HEADER_BYTES or found.startswith(identity):
@@ -351,7 +353,7 @@ class Mesh:
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
-        if isinstance(incoming, Sign):
+        if isinstance(incoming, ProgressCounter):
             return self._nap_until(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
         readers: list[Pollable] = [incoming.link] if incoming else []
         writers: list[Pollable] = [outgoing.link] if outgoing else []
@@ -361,7 +363,7 @@ class Mesh:
             readers, writers = readers + more_readers, writers + more_writers
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
-    def _nap_until(self, sign: Sign, until: Deadline, deadline: Deadline) -> bool:
+    def _nap_until(self, sign: ProgressCounter, until: Deadline, deadline: Deadline) -> bool:
         """Returns whether a rank shows what is waited for, before a while is over; messages move meanwhile."""
         began = time.monotonic()
         while not sign.advance():
@@ -377,7 +379,7 @@ class Mesh:
                 return False
         return True
 
-    def _ask(self, sign: Sign, operation: Numbered, deadline: Deadline) -> None:
+    def _ask(self, sign: ProgressCounter, operation: Numbered, deadline: Deadline) -> None:
         """Asks a rank that shows nothing, once: if it is in another collective it finds out now."""
         question = sign.question(operation.sequence)
         if question is not None:

@@ -348,7 +348,7 @@ def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) ->
     return head + checksums.of(head) + body
 
 
-def take_control_frame(heard: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
+def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
     """Takes the first frame out of what has been heard; None where it is not whole yet.
 
     Returns:
@@ -357,20 +357,20 @@ def take_control_frame(heard: bytearray, checksums: Checksums) -> tuple[Control,
     Raises:
         FrameError: The bytes are no control frame, are damaged, or announce a body that is too long.
     """
-    if len(heard) < CONTROL_HEADER_BYTES:
+    if len(received) < CONTROL_HEADER_BYTES:
         return None
-    magic, version, kind, length, body_sum = _CONTROL.unpack_from(heard)
-    if is_damaged(heard[:CONTROL_HEADER_BYTES], checksums):
+    magic, version, kind, length, body_sum = _CONTROL.unpack_from(received)
+    if is_damaged(received[:CONTROL_HEADER_BYTES], checksums):
         raise DamagedError("the header of a control frame is damaged")
     if magic != _MAGIC or version != PROTOCOL_VERSION:
         raise FrameError("the bytes are not a control frame of cyxtrain's ring")
     if length > CONTROL_MAX_BYTES or kind not in iter(Control):
         raise FrameError("a control frame is too long, or of an unknown kind")
     end = CONTROL_HEADER_BYTES + length
-    if len(heard) < end:
+    if len(received) < end:
         return None
-    body = bytes(heard[CONTROL_HEADER_BYTES:end])
-    del heard[:end]
+    body = bytes(received[CONTROL_HEADER_BYTES:end])
+    del received[:end]
     if checksums.of(body) != body_sum:
         raise DamagedError("the body of a control frame is damaged")
     facts = json_object(body)

@@ -169,7 +169,7 @@ class Combiner:
         reduction: How.
         flat: One-dimensional; changed in place.
         scratch: Where things arrive.
-        quick: Whether NumPy may do it, as `Routes.sums_alike` says.
+        quick: Whether NumPy may do it, as `AlgorithmSelector.sums_alike` says.
 
     Attributes:
         memory: The bytes of `flat`.

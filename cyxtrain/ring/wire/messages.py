@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.monitoring.monitor import Watch
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -111,7 +111,7 @@ class Mailbox:
         checksums: Those of the group; None: frames carry none.
     """
 
-    def __init__(self, links: dict[int, Link], watch: Watch, checksums: Checksums | None) -> None:
+    def __init__(self, links: dict[int, Link], watch: PeerMonitor, checksums: Checksums | None) -> None:
         self._checksums = checksums
         self._links = links
         self._watch = watch

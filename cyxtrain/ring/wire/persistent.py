@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Tell
-from cyxtrain.ring.schedules.selector import Routes
+from cyxtrain.ring.schedules.algorithms import Multicast
+from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.peer_read import address_of
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -48,7 +48,7 @@ def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> None:
     kept[key] = value
 
 
-class ReadyReductions:
+class PersistentOps:
     """What opens the reductions of one group that are kept ready; and the small ones, by shape, dtype and reduction.
 
     Args:
@@ -57,7 +57,7 @@ class ReadyReductions:
         generation: Of the group.
     """
 
-    def __init__(self, links: Mapping[int, Link], routes: Routes, generation: int) -> None:
+    def __init__(self, links: Mapping[int, Link], routes: AlgorithmSelector, generation: int) -> None:
         self.routes = routes
         self.numbers = itertools.count()
         """Of memory that all ranks have in common: the same on each, as all ask for it together."""
@@ -106,7 +106,7 @@ class ReadyReductions:
         shape: tuple[int, ...],
         payload_bytes: int,
         root: int = NO_ROOT,
-    ) -> Announcement | None:
+    ) -> PersistentHeader | None:
         """Returns what opens an all_reduce that is kept ready, or None.
 
         Args:
@@ -119,7 +119,7 @@ class ReadyReductions:
         if not self.announces:
             return None
         operation = Operation(Kind.ALL_REDUCE, 0, reduction, dtype_code(dtype), shape, root, self._generation)
-        return Announcement(operation, self._links, self.routes, payload_bytes)
+        return PersistentHeader(operation, self._links, self.routes, payload_bytes)
 
 
 class Exchange(NamedTuple):
@@ -131,14 +131,14 @@ class Exchange(NamedTuple):
     """
 
     tells: tuple[Link, ...]
-    hears: tuple[Hearing | Sign, ...]
+    hears: tuple[ExpectedFrame | ProgressCounter, ...]
 
 
 Rounds = Iterable[Exchange]
 """What a rank does in an operation that is kept ready: it gives way for each exchange with others."""
 
 
-class Announcement:
+class PersistentHeader:
     """What ranks tell each other in an operation that is kept ready, a frame of few bytes, and how it reaches all.
 
     Cost: each tells all others, in one round; where ranks share cores each tells rank 0, and rank 0 all others.
@@ -157,7 +157,9 @@ class Announcement:
         payload_bytes: Of each frame.
     """
 
-    def __init__(self, operation: Operation, links: Mapping[int, Link], routes: Routes, payload_bytes: int) -> None:
+    def __init__(
+        self, operation: Operation, links: Mapping[int, Link], routes: AlgorithmSelector, payload_bytes: int
+    ) -> None:
         self._unnumbered = operation
         self.reduction = operation.reduction
         self.payload_bytes = payload_bytes
@@ -165,16 +167,16 @@ class Announcement:
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=None)
         self.frame = _room_for_frame(payload_bytes)
         self.frame[:HEADER_BYTES] = head
-        self.hearings: dict[int, Hearing] = {}
+        self.hearings: dict[int, ExpectedFrame] = {}
         self.collecting, self.spreading = (self._exchange(tell, links) for tell in routes.meeting(1))
 
-    def _exchange(self, tell: Tell, links: Mapping[int, Link]) -> Exchange:
+    def _exchange(self, tell: Multicast, links: Mapping[int, Link]) -> Exchange:
         """Returns a half of a meeting, with room for what is told in it."""
-        hears = {other: Hearing(links[other], self.payload_bytes) for other in tell.hears}
+        hears = {other: ExpectedFrame(links[other], self.payload_bytes) for other in tell.hears}
         self.hearings.update(hears)
         return Exchange(tuple(links[other] for other in tell.to), tuple(hears.values()))
 
-    def sign(self, rank: int, peer: int, words: Sequence[memoryview]) -> Sign:
+    def sign(self, rank: int, peer: int, words: Sequence[memoryview]) -> ProgressCounter:
         """Returns what shows this rank how far another one is.
 
         Args:
@@ -182,7 +184,7 @@ class Announcement:
             peer: That one.
             words: By rank, what it shows: `SIGN_WORDS` words of 8 bytes.
         """
-        return Sign(words[peer], words[rank], rank, peer, self.hearings[peer], self.frame)
+        return ProgressCounter(words[peer], words[rank], rank, peer, self.hearings[peer], self.frame)
 
     @property
     def meeting(self) -> tuple[Exchange, Exchange]:
@@ -217,7 +219,7 @@ class SmallReduction:
         array: NumPy's type of the elements.
     """
 
-    def __init__(self, announcement: Announcement, routes: Routes, array: type[np.number[Any]]) -> None:
+    def __init__(self, announcement: PersistentHeader, routes: AlgorithmSelector, array: type[np.number[Any]]) -> None:
         self.announcement = announcement
         self._averages = announcement.reduction is Reduction.AVG
         self._world_size = routes.world_size
@@ -242,7 +244,7 @@ class SmallReduction:
             divide(tensor.detach(), self._world_size)
 
 
-class Hearing:
+class ExpectedFrame:
     """What one other rank tells: the frame that must come.
 
     Args:
@@ -280,7 +282,7 @@ class Hearing:
         return count > 0
 
 
-class Sign:
+class ProgressCounter:
     """How far one other rank is in what both do in memory that they have in common, as it shows there.
 
     Nothing comes from it, so whoever waits long for it to begin asks: with a frame, which it takes when it is through,
@@ -306,7 +308,7 @@ class Sign:
         own: memoryview,
         rank: int,
         peer: int,
-        hearing: Hearing,
+        hearing: ExpectedFrame,
         frame: memoryview,
     ) -> None:
         self.link = hearing.link

@@ -8,15 +8,15 @@ from typing import Protocol
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Fold, Spans, Step
-from cyxtrain.ring.schedules.selector import Routes, few
+from cyxtrain.ring.schedules.algorithms import ReadReduce, Spans, Step
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, few
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide, silent_numpy
 from cyxtrain.ring.wire.transfers import Buffers
 
 
 class Runner(Protocol):
-    """Runs a schedule of the operation, as `Mesh.run` does."""
+    """Runs a schedule of the operation, as `Executor.run` does."""
 
     def __call__(self, schedule: Sequence[Step], buffers: Buffers, *, more: bool = False) -> None:
         """Does this rank's part."""
@@ -35,7 +35,13 @@ class Reducing:
     """
 
     def __init__(
-        self, reduction: Reduction, flat: Tensor, combiner: Combiner, scratch: Scratch, routes: Routes, run: Runner
+        self,
+        reduction: Reduction,
+        flat: Tensor,
+        combiner: Combiner,
+        scratch: Scratch,
+        routes: AlgorithmSelector,
+        run: Runner,
     ) -> None:
         self._flat = flat
         self._memory = combiner.memory
@@ -92,7 +98,7 @@ class Reducing:
             spans: By rank, in elements of the source.
         """
         *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
-        assert isinstance(fold, Fold)
+        assert isinstance(fold, ReadReduce)
         buffers = self._buffers()._replace(source=source)
         with silent_numpy():
             self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)

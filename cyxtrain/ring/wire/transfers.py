@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import Span, Then
+from cyxtrain.ring.schedules.algorithms import OnReceive, Span
 from cyxtrain.ring.shared_memory.peer_read import address_of
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
@@ -62,7 +62,7 @@ class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never sho
         self.rank = rank
 
 
-class Begins(dict[int, bytes]):
+class HeaderCache(dict[int, bytes]):
     """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
 
     def __init__(self, identity: bytes) -> None:
@@ -74,9 +74,9 @@ class Begins(dict[int, bytes]):
         return begin
 
 
-def is_offered(readable: bool, payload_bytes: int, then: Then) -> bool:
+def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
     """Returns whether a payload stays where it is: both sides must know without a word."""
-    return readable and payload_bytes >= OFFER_BYTES and then is not Then.EXCHANGE
+    return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
 
 
 def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
@@ -115,7 +115,7 @@ class Outgoing:
 
 
 def begin_sending(
-    link: Link, begins: Begins, payload: memoryview, *, offered: bool, checksums: Checksums | None
+    link: Link, begins: HeaderCache, payload: memoryview, *, offered: bool, checksums: Checksums | None
 ) -> Outgoing | None:
     """Begins to send a frame; returns what is left of it.
 
@@ -210,9 +210,9 @@ class Incoming:
     def __init__(
         self,
         link: Link,
-        begins: Begins,
+        begins: HeaderCache,
         span: Span,
-        then: Then,
+        then: OnReceive,
         buffers: Buffers,
         landing: memoryview,
         *,
@@ -264,7 +264,7 @@ class Incoming:
             check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
-            if self._then is Then.FOLD:
+            if self._then is OnReceive.FOLD:
                 self.done = True
             elif not self.offered:
                 self._took(count - missing)
@@ -290,7 +290,7 @@ class Incoming:
         if count < len(self._room):
             self._room = self._room[count:]
             return
-        if self._then is Then.COMBINE:
+        if self._then is OnReceive.COMBINE:
             self.combine()
         if self._end < self._total:
             self._begin_piece(self._end)

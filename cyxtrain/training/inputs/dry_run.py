@@ -33,7 +33,7 @@ from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
 from cyxtrain.training.model.placement import remedy_for_devices
-from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime
 
 _ROWS = 2
@@ -229,7 +229,7 @@ class DryRun:
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
         owners = [self._model, *self._loss.functions, *self._metrics.values()]
-        kept = untouched(owners, self._placement.device, copies=self._is_of_fit)
+        kept = snapshot(owners, self._placement.device, copies=self._is_of_fit)
         with kept, gathering_alone() as self._loss.gathers:
             yield
 

@@ -21,10 +21,10 @@ from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import modes_kept, put_into_training
-from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.training.model.snapshot import snapshot
 
 
-class WithoutRows:
+class EmptyBatch:
     """A forward of a model and its loss on a batch without rows, whose backward makes no gradients but zeros.
 
     It computes in full precision: with autocast SyncBatchNorm sends float32 for rows of 16 bits, but sends an empty
@@ -72,7 +72,7 @@ class WithoutRows:
         """
         loss = self._loss
         trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
-        kept = untouched([model, *loss.functions], self._device, copies=True)
+        kept = snapshot([model, *loss.functions], self._device, copies=True)
         dtypes: set[torch.dtype] = set()
         with kept, torch.enable_grad(), gathering_alone(), contextlib.ExitStack() as stack:
             put_into_training(model, *loss.modules)

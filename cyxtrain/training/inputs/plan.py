@@ -20,7 +20,7 @@ from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.sources.source import Opened, Source
+from cyxtrain.data.sources.source import Source, TrainingData
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
@@ -38,7 +38,7 @@ from cyxtrain.training.inputs.checks import (
     check_targets,
 )
 from cyxtrain.training.inputs.dry_run import DryRun
-from cyxtrain.training.inputs.empty_batches import WithoutRows
+from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
 from cyxtrain.training.inputs.training_data import about
 from cyxtrain.training.model.compile import compiles_by_layer
@@ -54,7 +54,7 @@ LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
 
 @dataclass
-class TriedRows:
+class CheckedData:
     """Rows that the model and the loss have been tried on, and how they come to the model.
 
     Attributes:
@@ -77,7 +77,7 @@ class TriedRows:
 
 
 @dataclass
-class Run:
+class FitPlan:
     """One call of `fit`.
 
     `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
@@ -90,8 +90,8 @@ class Run:
     """
 
     config: DistributedTrainingConfig
-    data: TriedRows
-    validation: TriedRows | None
+    data: CheckedData
+    validation: CheckedData | None
     feed: Feed
     display: Display
     resume: str | None
@@ -103,7 +103,7 @@ class Run:
     uses_reports: bool = False
     attempt: int = 0
     devices: str = ""
-    without_rows: WithoutRows | None = None
+    without_rows: EmptyBatch | None = None
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -221,7 +221,7 @@ class Run:
         validation = "" if self.validation is None else self.validation.source.digest()
         return {"data": self.data.source.digest(), "validation": validation}
 
-    def go_on(self, state: TrainingState, world_size: int) -> None:
+    def resume_from(self, state: TrainingState, world_size: int) -> None:
         """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with.
 
         Args:
@@ -232,7 +232,7 @@ class Run:
             ConfigError: This many ranks cannot go on from there.
         """
         self.feed.check_world(world_size, place_of(state.position))
-        self.feed.go_on(state.position.effective_batch_size)
+        self.feed.resume_from(state.position.effective_batch_size)
         history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
         if history.samples_per_second and rows is not None:
             self.training_rows = rows * len(history.epochs)
@@ -265,9 +265,9 @@ def plan_fit(
     optimizer: torch.optim.Optimizer,
     device: str | torch.device,
     metrics: Mapping[str, Any],
-    opened: Opened,
+    opened: TrainingData,
     epoch: int,
-) -> tuple[Run, dict[str, Any]]:
+) -> tuple[FitPlan, dict[str, Any]]:
     """Returns what this rank is asked to do, and what must be the same on every rank.
 
     Args:
@@ -309,7 +309,7 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
     ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
-    run = Run(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    run = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
     _check_best(run)
     return run, facts
 
@@ -347,7 +347,7 @@ def _facts(
     }
 
 
-def _check_best(run: Run) -> None:
+def _check_best(run: FitPlan) -> None:
     best = run.config.keep_best
     if best is None:
         return
@@ -396,7 +396,7 @@ def plan_rows(
     metrics: Mapping[str, Any],
     *,
     predicting: bool,
-) -> tuple[TriedRows, dict[str, Any]]:
+) -> tuple[CheckedData, dict[str, Any]]:
     """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
 
     What is not given is as in the latest fit, whose config it is.
@@ -442,7 +442,7 @@ def _tried(
     predicting: bool = False,
     trains_on: Rows | None = None,
     is_of_fit: bool = True,
-) -> TriedRows:
+) -> CheckedData:
     """Returns rows that the model and the loss have been tried on; `trains_on`: a micro-batch of training."""
     loss = Loss(loss_fn)
     if not predicting:
@@ -461,4 +461,4 @@ def _tried(
     else:
         counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
         measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
-    return TriedRows(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)
+    return CheckedData(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)

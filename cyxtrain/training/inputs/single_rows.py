@@ -12,14 +12,14 @@ from cyxtrain.data.sharding import UnevenStep
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel import gathering_alone
-from cyxtrain.training.inputs.empty_batches import WithoutRows
-from cyxtrain.training.inputs.plan import Run, TriedRows
+from cyxtrain.training.inputs.empty_batches import EmptyBatch
+from cyxtrain.training.inputs.plan import CheckedData, FitPlan
 from cyxtrain.training.model.modes import put_into_training
-from cyxtrain.training.model.snapshot import untouched
+from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime
 
 
-def check_single_rows(model: nn.Module, run: Run) -> None:
+def check_single_rows(model: nn.Module, run: FitPlan) -> None:
     """Refuse a model with batch norm where it would be trained on a single row, such as that of the last step.
 
     Whether its batch norm can take one is asked of the model: images have many values per channel. All ranks come to
@@ -56,11 +56,11 @@ def check_single_rows(model: nn.Module, run: Run) -> None:
     )
 
 
-def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: TriedRows) -> bool:
+def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: CheckedData) -> bool:
     """Return whether a batch norm in training mode gets a single value per channel of a row."""
     found: list[int] = []
     with (
-        untouched([model], data.placement.device, copies=True),
+        snapshot([model], data.placement.device, copies=True),
         torch.no_grad(),
         gathering_alone(),
         contextlib.ExitStack() as stack,
@@ -78,7 +78,7 @@ def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: Tried
     return 1 in found
 
 
-def part_without_rows(model: nn.Module, run: Run) -> WithoutRows | None:
+def part_without_rows(model: nn.Module, run: FitPlan) -> EmptyBatch | None:
     """Return what a rank that has run out of rows computes; None: no rank does, or its model has no such layers.
 
     Args:
@@ -93,14 +93,14 @@ def part_without_rows(model: nn.Module, run: Run) -> WithoutRows | None:
     if uneven is None:
         return None
     data = run.data
-    part = WithoutRows(data.source, data.placement, data.call, data.loss)
+    part = EmptyBatch(data.source, data.placement, data.call, data.loss)
     problem = part.problem(model, layers)
     if problem:
         raise ConfigError(f"{_described(uneven, run)}, and the model cannot compute on no rows: {problem}")
     return part
 
 
-def _described(uneven: UnevenStep, run: Run) -> str:
+def _described(uneven: UnevenStep, run: FitPlan) -> str:
     needs = "SyncBatchNorm needs all ranks in each forward"
     if not uneven.counts:
         return f"{needs}, ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"

@@ -10,7 +10,7 @@ from typing import Any
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.open import open_source
-from cyxtrain.data.sources.source import Opened, Source
+from cyxtrain.data.sources.source import Source, TrainingData
 from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
@@ -23,7 +23,7 @@ _NAMES = ("training", "validation")
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
-def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Opened]:
+def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, TrainingData]:
     """Returns what a fit is asked for, and its data. All ranks call it.
 
     Args:
@@ -35,7 +35,7 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
         ConfigError: What cannot work, on any rank.
     """
 
-    def opened() -> tuple[tuple[FitArguments, Opened], dict[str, Any]]:
+    def opened() -> tuple[tuple[FitArguments, TrainingData], dict[str, Any]]:
         arguments = parse()
         found = _open(arguments, loss_fn, epoch)
         return (arguments, found), {**config_facts(arguments.config), **_openings(found)}
@@ -67,9 +67,9 @@ def open_rows(
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
-    def opened() -> tuple[Opened, dict[str, Any]]:
+    def opened() -> tuple[TrainingData, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        found = Opened(open_source(inputs, targets, weights, asked, 0, trains=False), None)
+        found = TrainingData(open_source(inputs, targets, weights, asked, 0, trains=False), None)
         brings = found.training.batch_size
         if brings is not None and batch_size not in (None, brings):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {brings}: leave batch_size out.")
@@ -94,7 +94,7 @@ def marked() -> Iterator[None]:
         raise on_all_ranks(error) from error.__cause__
 
 
-def _openings(found: Opened) -> dict[str, Any]:
+def _openings(found: TrainingData) -> dict[str, Any]:
     """Returns what the ranks show each other, of which the kind must be the same."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
@@ -103,14 +103,14 @@ def _openings(found: Opened) -> dict[str, Any]:
     return facts
 
 
-def _meet(found: Opened, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
+def _meet(found: TrainingData, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
             with about(name):
                 source.meet([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
-def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
+def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
     """Returns the data of a fit, on this rank: the last rows are for validation, where a fraction is asked for."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
@@ -138,7 +138,7 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Opened:
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
-    return Opened(source, validation)
+    return TrainingData(source, validation)
 
 
 def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None:

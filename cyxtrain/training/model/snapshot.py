@@ -23,7 +23,7 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 
 
 @contextlib.contextmanager
-def untouched(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
+def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
     """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
 
     Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and

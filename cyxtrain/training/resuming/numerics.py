@@ -11,11 +11,11 @@ from torch import nn
 
 from cyxtrain.config import DDPConfig
 from cyxtrain.optim.precision import float32_products
-from cyxtrain.training.inputs.plan import Run
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 
 
-def arithmetic(model: nn.Module, run: Run, ddp_config: DDPConfig) -> dict[str, Any]:
+def arithmetic(model: nn.Module, run: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
     """Returns the arithmetic in use, by what people call it: JSON values."""
     device = run.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})

@@ -21,9 +21,9 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
-from cyxtrain.metrics.sums import Totals
+from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
-from cyxtrain.training.inputs.plan import Run
+from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
 from cyxtrain.training.resuming.numerics import differences
 from cyxtrain.training.resuming.resume_diff import as_in_checkpoint, done_otherwise, put_back, what_is_set
@@ -74,7 +74,7 @@ class Resumed:
         """Whether a callback had asked for the end, and the ranks had not heard of it yet."""
         return any(each.get("stop") is True for each in self.ranks)
 
-    def hand_over(self, totals: Totals, device: torch.device) -> None:
+    def hand_over(self, totals: MetricSums, device: torch.device) -> None:
         """Gives this rank its generators, where there are as many ranks as there were, and its sums of the epoch.
 
         Raises:
@@ -88,9 +88,9 @@ class Resumed:
             if len(self.ranks) == world_size:
                 set_generators(self.ranks[rank]["generators"], device)
                 totals.go_on_from(tables[rank])
-                totals.metrics.take_in([self.ranks[rank].get("metrics", {})])
+                totals.metrics.merge([self.ranks[rank].get("metrics", {})])
                 return
-            totals.metrics.take_in([each.get("metrics", {}) for each in self.ranks[rank::world_size]])
+            totals.metrics.merge([each.get("metrics", {}) for each in self.ranks[rank::world_size]])
             if rank == 0:
                 # Added up once: which rank has counted what makes no difference to the result but in its last bits.
                 totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
@@ -100,7 +100,7 @@ class Resumed:
             ) from error
 
 
-def find_checkpoint(run: Run, state: TrainingState) -> tuple[CheckpointState, str] | None:
+def find_checkpoint(run: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
     A program that runs again makes all its calls of `fit` again. Each goes on from its own newest checkpoint, also
@@ -137,8 +137,8 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
     return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
 
 
-def begin_or_go_on(
-    state: TrainingState, run: Run, arithmetic: dict[str, Any]
+def start_or_resume(
+    state: TrainingState, run: FitPlan, arithmetic: dict[str, Any]
 ) -> tuple[Resumed | None, list[tuple[str, str]]]:
     """Goes to where a fit begins: where the model is, or where a checkpoint was made. All ranks call it.
 
@@ -163,7 +163,7 @@ def begin_or_go_on(
 
 
 def _begin_or_go_on(
-    state: TrainingState, run: Run, arithmetic: dict[str, Any]
+    state: TrainingState, run: FitPlan, arithmetic: dict[str, Any]
 ) -> tuple[Resumed | None, list[tuple[str, str]]]:
     is_named = run.resume not in (None, AUTO)
     found = find_checkpoint(run, state)
@@ -182,7 +182,7 @@ def _begin_or_go_on(
     check_same_fit(checkpoint, name, run.config, data, run.feed.effective_batch_size)
     given, asked, trained = what_is_set(state, run.config), run.config, _trained(state)
     run.config = as_in_checkpoint(asked, checkpoint.config)
-    state.go_on(checkpoint, source, run.config, data, is_new_run=is_named)
+    state.resume_from(checkpoint, source, run.config, data, is_new_run=is_named)
     if is_named:
         state.complete_fits = max(0, state.position.fits - 1)
     with taking_over(source):
@@ -191,7 +191,7 @@ def _begin_or_go_on(
         left = run.initial_epoch + run.config.epochs - state.position.first_epoch
         run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
     says = put_back(given, what_is_set(state, run.config)) + _changed(trained, _trained(state))
-    stretched = state.rates.go_on(run.schedule_steps(state.rates.warmup_steps))
+    stretched = state.rates.resume_from(run.schedule_steps(state.rates.warmup_steps))
     if not run.is_over(state.position):
         says += [("schedule", stretched)] if stretched else []
         to_come = run.schedule_steps(state.rates.warmup_steps_left, state.position)
@@ -221,7 +221,7 @@ def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> lis
 
 
 def _check_schedule(
-    run: Run, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
+    run: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
 ) -> None:
     """Refuses a schedule that would raise, and warns of one that is not as long as the fit.
 
@@ -237,19 +237,19 @@ def _check_schedule(
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
-def _go_on_in_data(run: Run, state: TrainingState, checkpoint: CheckpointState) -> None:
-    run.go_on(state, checkpoint.world_size)
+def _go_on_in_data(run: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
+    run.resume_from(state, checkpoint.world_size)
     run.feed.load_state_dict(checkpoint.others.get("data", {}))
     _check_batch_norm(state, run)
 
 
-def _check_batch_norm(state: TrainingState, run: Run) -> None:
+def _check_batch_norm(state: TrainingState, run: FitPlan) -> None:
     """Refuse rows that batch norm cannot be trained on, once it is known how many each rank has in a step."""
     check_single_rows(state.model, run)
     run.without_rows = part_without_rows(state.model, run)
 
 
-def _warn_of_warmup(run: Run) -> None:
+def _warn_of_warmup(run: FitPlan) -> None:
     if run.all_steps is not None and run.warmup_steps > run.all_steps and runtime.is_master():
         warn(
             f"warmup_steps={run.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
@@ -257,7 +257,7 @@ def _warn_of_warmup(run: Run) -> None:
         )
 
 
-def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
+def _where(name: str, state: TrainingState, run: FitPlan, ranks: int) -> str:
     """Returns from which checkpoint a fit goes on, how many ranks made it, and whether anything is left of it."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
@@ -272,7 +272,7 @@ def _where(name: str, state: TrainingState, run: Run, ranks: int) -> str:
     return text if not run.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
 
 
-def _say_what_is_there(run: Run, state: TrainingState) -> list[tuple[str, str]]:
+def _say_what_is_there(run: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
     """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
     config = run.config
     if not runtime.is_master():
