@@ -43,7 +43,7 @@ def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
         "link.py",
         "frames.py",
         "algorithms.py",
-        "routes.py",
+        "selector.py",
         "rendezvous/handshake.py",
         "monitoring/monitor.py",
     ):
