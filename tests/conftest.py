@@ -49,7 +49,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.fixture(scope="session")
 def fakegpu_folder() -> Path:
-    """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see tests/stand_in."""
+    """Where the stand-in for a GPU has been built: `run_on_stand_in(fakegpu_folder, ...)`; see stand_in."""
     from stand_in import fakegpu
 
     if reason := fakegpu.why_not():

@@ -1,7 +1,7 @@
 """PyTorch's private names that cyxtrain uses, and what happens in a version without one of them.
 
-Nothing else in cyxtrain names them (tests/test_torch_compat.py lists the few that a hot path reads by itself). Where
-PyTorch has a public name from some version on, that is taken.
+Nothing else in cyxtrain names them (tests/compat/test_torch_compat.py lists the few that a hot path reads by itself).
+Where PyTorch has a public name from some version on, that is taken.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.gpu                        # one GPU; PyTorch 2.11 or newer, NumPy, pytest and this repository
     python -m tests.gpu --only stops speed     # some of the steps
-    python -m tests.gpu --device fakegpu       # what can run without a card, on the stand-in of tests/stand_in
+    python -m tests.gpu --device fakegpu       # what can run without a card, on the stand-in of tests/support/stand_in
 
 Each step is a process with a time limit of its own, so that one that hangs or crashes costs no more than itself. At the
 end there is a table on the terminal, and gpu.json, gpu.md and each step's output in a folder (`--out`; by default $OUT,
@@ -80,7 +80,7 @@ def steps_for(device: str) -> list[Step]:
     """Returns the steps, in the order in which they run."""
     is_real = device == "cuda"
     backend = "nccl" if is_real else "cpu"
-    tests = {name: str(ROOT / "tests" / f"test_{name}.py") for name in ("ring_cuda", "cuda", "contract")}
+    tests = {name: str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in ("ring_cuda", "cuda", "contract")}
     speed = ("--steps", "20", "--warm", "5", "--rounds", "2", "--precisions", "bf16", "--models")
     tiny = ("--tiny", "--precisions", "float32")
     benchmark = str(ROOT / "benchmarks" / "gpu_vs_loop.py")
@@ -93,8 +93,8 @@ def steps_for(device: str) -> list[Step]:
         check("features", "bfloat16, compiled models, checkpoints, default device", 120),
         ranks("two_ranks", "two ranks on one GPU", 60, backend),
         ranks("failing_rank", "a rank that raises in step 3", 60, backend),
-        Step("ring_cuda", "tests/test_ring_cuda.py", 120, (*_PYTEST, "-x", tests["ring_cuda"])),
-        Step("cuda", "tests/test_cuda.py", 150, (*_PYTEST, tests["cuda"])),
+        Step("ring_cuda", "tests/ring/test_ring_cuda.py", 120, (*_PYTEST, "-x", tests["ring_cuda"])),
+        Step("cuda", "tests/integration/fit/test_cuda.py", 150, (*_PYTEST, tests["cuda"])),
         Step("collectives", "every collective over NCCL", 60, (*_PYTEST, tests["contract"], "-k", "nccl and 1")),
         Step("speed", "fit against loops", 150, (benchmark, *((*speed, "gpt2", "resnet50") if is_real else tiny))),
     ]

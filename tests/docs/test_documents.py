@@ -1,0 +1,200 @@
+"""What the documents say is what the code has, and no file tells where it was written."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from pages import DOCS, ROOT, read_page
+from worlds import TESTS
+
+import cyxtrain as cx
+
+DOCUMENTS = [ROOT / "README.md", *DOCS]
+README = DOCUMENTS[0].read_text(encoding="utf-8")
+FOLDERS = (".ci", ".github", "benchmarks", "configs", "cyxtrain", "docs", "examples", "tests")
+
+
+def blocks(language, document=DOCUMENTS[0]):
+    """The fenced blocks of a document in one language, in order; README's, unless it is another's."""
+    return [block.text for block in read_page(document).blocks if block.language == language and block.is_run]
+
+
+def blocks_of_all(language):
+    """Those of all documents, each with its place as the name of its test."""
+    found = [(path, block) for path in DOCUMENTS for block in read_page(path).blocks if block.language == language]
+    return [pytest.param(block.text, id=f"{path.name}:{block.line}") for path, block in found if block.is_run]
+
+
+def project_files(*folders):
+    """Every text file in some folders of the project, or in all of it: (path, text)."""
+    paths = [path for folder in folders or FOLDERS for path in (ROOT / folder).rglob("*")]
+    if not folders:
+        paths += ROOT.iterdir()
+    for path in sorted(paths):
+        if (
+            path.is_file()
+            and not {"__pycache__", "_build"}.intersection(path.parts)
+            and b"\0" not in (data := path.read_bytes())
+        ):
+            yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
+
+
+def public_objects(tree):
+    """The public objects that a program uses, as (name, the object that has it): `cx.init`, `trainer.fit`."""
+    kinds = {"cx": cx, "trainer": cx.DistributedTrainer}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
+            yield node.attr, kinds[node.value.id]
+
+
+def test_readme_begins_with_the_two_commands():
+    commands = [block.strip() for block in blocks("sh")[:2]]
+    assert commands == [
+        "pip install . && ./launch_distributed.sh 2 python examples/train_digits.py",
+        "pip install '.[test]' && pytest",
+    ]
+
+
+def test_continuous_integration_reads_the_commands_from_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "readme_block 1" in script
+    assert "readme_block 2" in script
+    assert "examples/train_digits.py" not in script
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
+def test_continuous_integration_is_a_script_that_bash_understands():
+    subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=True)
+
+
+def test_workflow_on_github_runs_the_commands_of_readme():
+    # YAML 1.1 reads the key "on" as true.
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    assert set(workflow[True]) == {"push", "pull_request", "schedule", "workflow_dispatch"}
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    tests = blocks("sh")[1].strip()
+    by_version = "tests/compat/test_torch_versions.py"
+    assert commands == {
+        "linux": [".ci/run"],
+        "others": [tests],
+        "nightly": [f"{tests.replace('[test]', '[nightly]')} -m nightly --ignore {by_version}"],
+        "versions": [f"{tests} -m nightly {by_version} -k ${{{{ matrix.torch }}}}"],
+    }
+    assert all("timeout-minutes" in job for job in jobs.values())
+    assert {"windows-latest", "macos-latest"} == set(jobs["others"]["strategy"]["matrix"]["os"])
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
+
+
+@pytest.mark.parametrize("program", blocks_of_all("python"))
+def test_programs_in_documents_use_public_names(program):
+    tree = ast.parse(program)
+    for name, owner in public_objects(tree):
+        names = (
+            cx.__all__
+            if owner is cx
+            else [*dir(owner), *re.findall(r"^    (\w+):", inspect.getdoc(owner), re.MULTILINE)]
+        )
+        assert name in names, f"{name!r} is not public in {owner.__name__}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cyxtrain"):
+            for alias in node.names:
+                assert hasattr(importlib.import_module(node.module), alias.name)
+
+
+@pytest.mark.parametrize("text", blocks_of_all("yaml"))
+def test_settings_in_documents_make_an_experiment(text, tmp_path):
+    (tmp_path / "experiment.yaml").write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "configs" / "base.yaml", tmp_path)
+    if "model" in yaml.safe_load(text):  # else it is a base of others
+        cx.Experiment.from_file(tmp_path / "experiment.yaml")
+
+
+def test_first_program_in_readme_is_fifteen_lines():
+    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+def error_table():
+    """The rows of the tables of errors, in README or another document: (error, what it says)."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    return sorted(set(re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', text, flags=re.MULTILINE)))
+
+
+def test_errors_in_documents_are_those_that_exist():
+    exist = {name for name in cx.__all__ if name.endswith("Error")} - {"CyxtrainError"}
+    assert {error for error, _ in error_table()} == exist
+
+
+@pytest.mark.parametrize(("error", "words"), error_table())
+def test_errors_in_documents_say_what_they_say(error, words):
+    # Long messages are written as several strings, one after the other.
+    package = "".join(re.sub(r'"\s+f?"', "", text) for _, text in project_files("cyxtrain"))
+    assert words in package, f"no {error} says {words!r} any more"
+
+
+def test_files_that_documents_name_exist():
+    for document in (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:benchmarks|cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+        for name in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text):
+            assert (document.parent / name).exists(), f"{document.name} leads to {name}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_names_in_documents_are_public(path):
+    for name in re.findall(r"\bcx\.((?:callbacks\.|datasets\.)?\w+)", path.read_text(encoding="utf-8")):
+        owner, _, last = name.rpartition(".")
+        module = getattr(cx, owner) if owner else cx
+        assert hasattr(module, last), f"{path.name}: there is no cx.{name}"
+
+
+def test_the_contents_name_every_page():
+    contents = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[.+\]\((\w+\.md)\): ", contents, flags=re.MULTILINE)
+    assert sorted([*listed, "index.md"]) == [path.name for path in DOCS]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
+def test_settings_come_with_a_reason_on_each_line(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert "#" in line or line.endswith(":"), f"{path.name}: no reason for {line!r}"
+
+
+def test_examples_begin_with_what_they_show_and_how_to_run_them():
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert docstring, path.name
+        assert path.relative_to(ROOT).as_posix() in docstring, path.name
+        assert "Expect" in docstring, path.name
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on():
+    path_of_machine = re.compile(r"(?<![\w.$}])/(?:root|work|farm|opt)\b")
+    found = [str(path) for path, text in project_files() if path_of_machine.search(text)]
+    assert found == []
+
+
+def test_package_unpickles_nothing():
+    pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
+    found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
+    assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its workers, which prove who they are
+
+
+def test_what_runs_by_night_are_tests():
+    lines = (TESTS / "by_night.txt").read_text(encoding="utf-8").splitlines()
+    files = {path.name: path for path in TESTS.rglob("test_*.py")}
+    for line in lines[1:]:
+        file, _, name = line.partition("::")
+        text = files[file].read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in text, line

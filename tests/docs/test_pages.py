@@ -1,0 +1,145 @@
+"""The pages that explain: what they name is there, and what they quote is what the code says and sends."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
+from cyxtrain.ring.rendezvous import accept
+from cyxtrain.ring.schedules import algorithms, selector
+from cyxtrain.ring.wire import executor, frames, link, transfers
+from cyxtrain.ring.wire.frames import Control, Kind, Operation, Reduction, dtype_code, expected_header, header
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("how_it_works", "ring", "exactness", "faults")
+FOLDERS = (ROOT, ROOT / "cyxtrain", ROOT / "docs")
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def prose(name):
+    """A page without its programs."""
+    return re.sub(r"^```.*?^```$", "", page(name), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_exist(name):
+    named = re.findall(r"`([\w/]+(?:/|\.(?:py|md|svg)))`", prose(name)) + re.findall(r"!\[.*?\]\((.*?)\)", page(name))
+    assert len(named) > 3
+    places = [*FOLDERS, *(path for path in (ROOT / "cyxtrain").rglob("*") if path.is_dir())]
+    missing = [each for each in named if not any((place / each).exists() for place in places)]
+    assert missing == []
+
+
+def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
+    for name in (
+        "link.py",
+        "frames.py",
+        "algorithms.py",
+        "selector.py",
+        "rendezvous/handshake.py",
+        "monitoring/monitor.py",
+    ):
+        assert f"`{name}`" in page("ring")
+
+
+def said_by_the_package():
+    """All texts of the package; long ones are written as several strings, one after the other."""
+    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "cyxtrain").rglob("*.py")))
+    return "".join(re.sub(r"[\"']\s+f?[\"']", "", source) for source in sources)
+
+
+def test_messages_on_the_page_of_faults_are_what_the_package_says():
+    package = said_by_the_package()
+    tables = "".join(line + "\n" for line in prose("faults").splitlines() if line.startswith("| "))
+    quoted = set(re.findall(r'"([^"]+)"', re.sub(r"`[^`]*`", "", tables)))
+    assert len(quoted) > 40
+    assert {words for words in quoted if words not in package} == set()
+
+
+def fields_of_header():
+    """The table of a data frame's header: (first byte, end, field, type)."""
+    table = page("ring").partition("A data frame")[2].partition("```")[0]
+    rows = re.findall(r"^\| (\d+)(?:-(\d+))? \| (\w+) \| (.+?) \|", table, flags=re.MULTILINE)
+    return [(int(first), int(last or first) + 1, field, kind) for first, last, field, kind in rows]
+
+
+def test_the_table_of_a_header_covers_every_byte_with_its_type():
+    fields = fields_of_header()
+    sizes = {"2 bytes": 2, "u8": 1, "u32": 4, "i64": 8, "u64": 8, "6 x u64": 48}
+    assert [first for first, *_ in fields] == [0, *(end for _, end, *_ in fields)][:-1]
+    assert fields[-1][1] == frames.HEADER_BYTES
+    assert all(end - first == sizes[kind] for first, end, _, kind in fields)
+    known = next(first for first, _, field, _ in fields if field == "address")
+    assert known == frames.EXPECTED_BYTES
+    assert f"first {known} bytes" in page("ring")
+    assert f"header of {frames.HEADER_BYTES} bytes" in page("ring")
+
+
+PLAIN = Operation(Kind.ALL_REDUCE, 1, Reduction.SUM, dtype_code(torch.float32), (2, 3), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("generation", PLAIN._replace(generation=7)),
+        ("operation", PLAIN._replace(kind=Kind.BROADCAST)),
+        ("reduction", PLAIN._replace(reduction=Reduction.MAX)),
+        ("dtype", PLAIN._replace(dtype=dtype_code(torch.int64))),
+        ("root", PLAIN._replace(root=5)),
+        ("shape", PLAIN._replace(shape=(2, 4))),
+        ("sequence", PLAIN._replace(sequence=9)),
+    ],
+)
+def test_each_field_of_a_header_is_where_the_table_says(field, changed):
+    plain, other = (
+        header(expected_header(each.identity(), 0), memoryview(b""), checksums=None) for each in (PLAIN, changed)
+    )
+    first, end = next((first, end) for first, end, name, _ in fields_of_header() if name == field)
+    different = [number for number in range(len(plain)) if plain[number] != other[number]]
+    assert different
+    assert first <= min(different) <= max(different) < end
+
+
+def test_numbers_of_operations_reductions_and_kinds_are_those_of_the_code():
+    text = page("ring")
+    for kinds, lowers in ((Kind, True), (Reduction, False), (Control, True)):
+        names = [f"{each.value} {each.name.lower() if lowers or not each else each.name}" for each in kinds]
+        assert ", ".join(names) in text, names
+
+
+def test_the_table_of_a_control_frame_covers_its_header():
+    table = page("ring").partition("A control frame")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (\d+)(?:-(\d+))? \|", table, flags=re.MULTILINE)
+    assert [int(first) for first, _ in rows] == [0, *(int(last or first) + 1 for first, last in rows)][:-1]
+    assert int(rows[-1][1]) + 1 == frames.CONTROL_HEADER_BYTES == struct.calcsize(">2sBBI8s8s")
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "theirs"),
+    [
+        ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (transfers.SHORT_BYTES, algorithms.FEW_RANKS)),
+        ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
+        ("of 128 KiB and more", 128 * KIB, transfers.OFFER_BYTES),
+        ("in segments of 1 MiB", 1024 * KIB, transfers.SEGMENT_BYTES),
+        ("one of 256 at a time", 256, accept._MAX_STRANGERS),
+        ("Stopped for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),
+        ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),
+        ("acknowledged for 4.5 s", 4500, link._CONTROL_OPTIONS["TCP_USER_TIMEOUT"]),
+        ("waited for half a second", 0.5, executor._LONG_SECONDS),
+        ("After 30 s whoever waits", 30, wait_graph.WARN_SECONDS),
+    ],
+)
+def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, theirs):
+    assert words in " ".join(page("ring").split()), words
+    assert ours == theirs

@@ -1,0 +1,141 @@
+"""Whole fits on a stand-in for a GPU: no devices are mixed, the bits are a CPU's, and host stops have bounds.
+
+A fit on the stand-in is compared with the same fit on the CPU, in the same processes. A step stops the host where it
+waits for what the device computes: a GPU then idles while Python runs the optimizer and asks for the next batch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stand_in import fakegpu
+from stand_in.running import run_command, run_on_stand_in
+from stand_in_fits import CASES, fits
+from worlds import TESTS
+
+DAILY = (
+    *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
+    *("accumulation, ignored targets", "adagrad", "bf16", "fp16", "bfloat16 parameters", "skipped rows", "checkpoints"),
+)
+"""The others run by night."""
+BOUND = (0.1, 0.1)
+"""Host stops per step, alone and on two ranks with several buckets."""
+BOUNDS = {
+    # PyTorch's kernels skip a step on the device only where they are fused: the others ask whether it was finite.
+    "rmsprop": (1.0, 1.0),
+    "adagrad": (1.0, 1.0),
+    "adam not fused": (1.0, 1.0),
+    # The next loss scale, the averaged weights and the next row to leave out follow from whether the step was taken.
+    "fp16": (1.0, 1.0),
+    "EMA": (1.0, 1.0),
+    "skipped rows": (1.8, 1.8),
+    "powersgd": (1.0, 2.0),
+}
+"""Where they are more."""
+
+
+def look_at_the_device() -> list[Any]:
+    values = torch.arange(3.0, device=fakegpu.NAME)
+    with fakegpu.counting() as stops:
+        total = values.sum().item()
+    return [str(torch.accelerator.current_accelerator()), total == 3.0, [kind for kind, _ in stops]]
+
+
+def test_a_process_has_the_device_once_it_imports_torch(fakegpu_folder):
+    assert run_on_stand_in(fakegpu_folder, 1, look_at_the_device) == [[fakegpu.NAME, True, ["item SYNC"]]]
+
+
+def test_a_program_has_the_device_when_the_launcher_starts_it(fakegpu_folder, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import torch\nprint(torch.ones(1, device='fakegpu').device)")
+    command = [sys.executable, "-m", "cyxtrain", "launch", "-n", "2", "--", sys.executable, str(program)]
+    assert run_command(fakegpu_folder, command).count("fakegpu:0") == 2
+
+
+# --- whole fits -----------------------------------------------------------------------------------------------------
+
+
+def found_by(folder: Any, names: tuple[str, ...]) -> dict[int, list[dict[str, Any]]]:
+    """By world size and rank what each case came to, on both devices. Two ranks talk by the stand-in for NCCL."""
+    devices = [fakegpu.NAME, "cpu"]
+    alone = run_on_stand_in(folder, 1, fits, list(names), devices, "ring", seconds=300.0)
+    return {1: alone, 2: run_on_stand_in(folder, 2, fits, list(names), devices, seconds=300.0)}
+
+
+def stops_of(found: dict[str, Any]) -> Counter[str]:
+    """Returns host stops per step by kind and place; copies within the ring are by design."""
+    stops = {what: count for what, count in found["stops"].items() if "SYNC" in what and " ring/" not in what}
+    return Counter(stops)
+
+
+def check(found: list[dict[str, Any]], name: str) -> None:
+    """Looks at one case of one world: on each rank what it came to on both devices."""
+    case = CASES[name]
+    for rank, results in enumerate(found):
+        on_device, on_cpu = results[name][fakegpu.NAME], results[name]["cpu"]
+        for result in (on_device, on_cpu):
+            assert "error" not in result, f"{name}, rank {rank}:\n{result['error']}"
+        assert on_device["devices"] == [fakegpu.NAME]
+        assert len(set(on_device["bits"])) == 1, "a resumed fit came to other parameters"
+        if not case.close:
+            assert on_device["bits"] == on_cpu["bits"]
+        np.testing.assert_allclose(on_device["losses"], on_cpu["losses"], rtol=case.close)
+        bound = BOUNDS.get(name, BOUND)[len(found) - 1]
+        stops = stops_of(on_device)
+        assert sum(stops.values()) <= bound, f"{name}, {len(found)} ranks, stops per step: {dict(stops)}"
+    assert len({each[name][fakegpu.NAME]["bits"][0] for each in found}) == 1, "ranks differ"
+
+
+@pytest.fixture(scope="module")
+def found(fakegpu_folder):
+    return found_by(fakegpu_folder, DAILY)
+
+
+@pytest.fixture(scope="module")
+def found_by_night(fakegpu_folder):
+    return found_by(fakegpu_folder, tuple(name for name in CASES if name not in DAILY))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", DAILY)
+def test_a_fit_has_the_bits_of_a_cpu_and_seldom_stops_the_host(found, name, world_size):
+    check(found[world_size], name)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in DAILY])
+def test_more_fits_have_the_bits_of_a_cpu_and_seldom_stop_the_host(found_by_night, name, world_size):
+    check(found_by_night[world_size], name)
+
+
+def test_bounds_are_of_cases_that_there_are():
+    assert set(BOUNDS) <= set(CASES)
+    assert set(DAILY) <= set(CASES)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_what_cuda_must_do_the_stand_in_does(fakegpu_folder):
+    """Those of test_cuda.py that need NCCL, Triton or what PyTorch has for CUDA alone are skipped there."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(TESTS / "integration" / "fit" / "test_cuda.py"),
+    ]
+    printed = run_command(fakegpu_folder, command, env={"CYXTRAIN_TEST_GPU": fakegpu.NAME}, seconds=500.0)
+    passed = re.search(r"(\d+) passed", printed.splitlines()[-1])
+    assert passed is not None, printed
+    assert int(passed[1]) >= 20, printed

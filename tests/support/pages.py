@@ -1,0 +1,137 @@
+"""The pages of the documents, and their code blocks. `page_runs.py` runs them.
+
+How a page says what shall happen to a block:
+
+- Blocks of `python` run from top to bottom in one namespace, in an empty folder, as a world of one. A page with the
+  line `<!-- ranks: 2 -->` also runs on two ranks.
+- A block of `python` or `yaml` whose first line is a comment with a file name (`# train.py`, `# digits.yaml`) is
+  written there instead, before anything runs.
+- Blocks of `sh` are run by bash in that folder, by night. After the line `<!-- hosts -->` each line is the command of
+  one host: all are started at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
+- `text` after the line `<!-- prints -->` is what the block before it prints: each line, in this order, perhaps with
+  others between (`...` says so, also at either end of a line). Decimals need to agree only roughly, samples per second
+  and seconds not at all.
+- `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed. `<!-- by night: why -->` before
+  one that takes long: it runs with the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+_MARK = re.compile(r"<!-- (.*?) -->")
+_FILE = re.compile(r"# ([\w./-]+\.[a-z]+)")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        line: Of its first line, from 1.
+        language: What stands after the fence.
+        text: What stands in it.
+        marks: The comments before it, such as "not run: why".
+    """
+
+    line: int
+    language: str
+    text: str
+    marks: tuple[str, ...]
+
+    @property
+    def is_run(self) -> bool:
+        return not any(mark.startswith("not run") for mark in self.marks)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.language == "sh" or any(mark.startswith("by night") for mark in self.marks)
+
+    @property
+    def file(self) -> str | None:
+        """The file that it is written to, where it has a name."""
+        found = _FILE.fullmatch(self.text.partition("\n")[0].strip())
+        return found[1] if found and self.language in ("python", "yaml") and self.is_run else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page and its blocks."""
+
+    path: Path
+    text: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def runs_on_two_ranks(self) -> bool:
+        return "<!-- ranks: 2 -->" in self.text
+
+
+def read_page(path: Path) -> Page:
+    """Reads a page."""
+    text = path.read_text(encoding="utf-8")
+    blocks, marks = [], []
+    lines = iter(enumerate(text.splitlines(), start=1))
+    for number, line in lines:
+        fence = re.fullmatch(r"( *)(`{3,})(.*)", line)
+        if fence:
+            indent, ticks, language = fence.groups()
+            inside = [each.removeprefix(indent) for _, each in itertools.takewhile(ends_not(indent + ticks), lines)]
+            blocks.append(Block(number + 1, language.strip(), "".join(f"{each}\n" for each in inside), tuple(marks)))
+            marks = []
+        elif line.strip():
+            found = _MARK.fullmatch(line.strip())
+            marks = [*marks, found[1]] if found else []
+    return Page(path, text, tuple(blocks))
+
+
+def ends_not(fence: str):
+    """Whether a line is within a block."""
+    return lambda line: line[1].rstrip() != fence
+
+
+# --- what a page prints ---------------------------------------------------------------------------------------------
+
+
+def check_prints(page: Page, outputs: dict[int, str]) -> None:
+    """Looks whether blocks have printed what the page says; of those that have not been run nothing is known.
+
+    Args:
+        page: With its blocks.
+        outputs: What blocks have printed, by their number.
+    """
+    for number, block in enumerate(page.blocks):
+        if "prints" in block.marks and number - 1 in outputs:
+            printed = iter(outputs[number - 1].splitlines())
+            for line in filter(lambda text: text not in ("", "..."), map(str.strip, block.text.splitlines())):
+                found = any(is_like(line, each) for each in printed)
+                where = f"{page.path.name}:{block.line}"
+                assert found, f"{where}: {line!r} is not printed, or not there:\n{outputs[number - 1]}"
+
+
+def is_like(expected: str, line: str) -> bool:
+    """Whether what is expected stands in a line, but for speeds, times and the last digits of decimals."""
+    expected, line = (" ".join(_unclocked(text).split()) for text in (expected, line))
+    expected = expected.removeprefix("... ").removesuffix(" ...")
+    pattern = r"([\d.,e+-]+|nan|inf)".join(re.escape(part) for part in _NUMBER.split(expected))
+    found = re.search(rf"(?<![\w.]){pattern}(?!\w)", line)
+    return found is not None and all(map(_is_near, _NUMBER.findall(expected), found.groups()))
+
+
+def _unclocked(text: str) -> str:
+    return re.sub(r"[\d.,]+( samples/s| s\b)", r"?\1", text)
+
+
+def _is_near(expected: str, found: str) -> bool:
+    """Whether a number is the expected one; decimals depend on the processor in their last digits."""
+    if "." not in expected or not _NUMBER.fullmatch(found):
+        return expected == found
+    return math.isclose(float(expected.replace(",", "")), float(found.replace(",", "")), rel_tol=0.05, abs_tol=0.02)
