@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_unchanged_installed import PYTEST, ROOT, installed, run
+from installed import PYTEST, ROOT, installed, run
 from worlds import TESTS
 
 import cyxtrain

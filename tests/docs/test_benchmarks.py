@@ -5,43 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
+import checkpoint
+import collective_ranks
+import ddp_step
+import fit_ranks
+import launches
+import limits
+import old_vs_new
 import pytest
+import raw_ranks
+import ring_vs_gloo
+import save_ranks
+import saving_ways
 import torch
 import worlds
+from benchmark_runs import BENCHMARKS, run_benchmark
+from text_tables import Table
 
 import cyxtrain as cx
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import checkpoint  # noqa: E402
-import collective_ranks  # noqa: E402
-import ddp_step  # noqa: E402
-import fit_ranks  # noqa: E402
-import launches  # noqa: E402
-import limits  # noqa: E402
-import old_vs_new  # noqa: E402
-import raw_ranks  # noqa: E402
-import ring_vs_gloo  # noqa: E402
-import save_ranks  # noqa: E402
-import saving_ways  # noqa: E402
-from text_tables import Table  # noqa: E402
-
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def run_benchmark(name, folder, *arguments):
-    """Runs a benchmark as a user does; returns what it printed, and its JSON."""
-    file = folder / "results.json"
-    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--json", str(file)]
-    ended = subprocess.run(command, env=worlds.child_environment(), capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout, json.loads(file.read_text("utf-8"))
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import fit_vs_peers
 import pytest
 import torch
-from test_benchmarks import run_benchmark
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import fit_vs_peers
+from benchmark_runs import run_benchmark
 from fit_vs_peers import HAND, OURS, TUNED
 from fit_work import MODELS, make_data
 

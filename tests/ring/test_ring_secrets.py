@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from joined_ranks import join, own_rank
 from meetings import LATE, SECRET, board_of, meet, meet_all, say_entry
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from strangers import CLAIM, connect, hear_all, say, shake_hands
-from test_joining import join, own_rank
 from worlds import wait_until
 
 from cyxtrain.config import RingOptions

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from deep_model import make_deep
 from fitting import adam, flat, make_model, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
-from test_recomputing import make_deep
 from torch import Tensor, nn
 
 import cyxtrain as cx

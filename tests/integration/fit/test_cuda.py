@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import device_losses
 import numpy as np
+import placement_runs
 import pytest
-import test_device_losses as device_losses
-import test_placement
 import torch
 import torch.distributed as dist
+from failing_step import FailsInStep3
 from fitting import fingerprint, flat, make_model, make_rows, one_process, seeded
-from test_aborting import FailsInStep3
 from torch import nn
 from worlds import run_processes
 
@@ -385,7 +385,7 @@ def test_ranks_of_nccl_end_with_the_error_of_the_one_that_failed(how, words):
 
 def test_state_checkpoints_generators_and_the_default_device_are_where_they_have_to_be(tmp_path):
     environment = {"DISTRIBUTED_BACKEND": "cpu"}
-    [result] = run_processes(1, test_placement.all_alone, str(tmp_path), GPU, env=environment, seconds=200.0)
+    [result] = run_processes(1, placement_runs.all_alone, str(tmp_path), GPU, env=environment, seconds=200.0)
     found = result.value
     for on_cpu, on_gpu in (*found["optimizers"].values(), found["default device"]):
         np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-2, atol=1e-3)
@@ -397,7 +397,7 @@ def test_state_checkpoints_generators_and_the_default_device_are_where_they_have
 
 def test_ranks_compare_and_share_tensors_on_a_gpu():
     environment = {"DISTRIBUTED_BACKEND": "cpu"}
-    for result in run_processes(2, test_placement.all_in_world, GPU, env=environment, seconds=100.0):
+    for result in run_processes(2, placement_runs.all_in_world, GPU, env=environment, seconds=100.0):
         found = result.value
         assert (found["equal"], found["mixed"], found["buffers"]) == ("", "", [[], []])
         assert "differ from each other in large, small" in found["flipped"]

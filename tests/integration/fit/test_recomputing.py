@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fingerprint, make_rows, one_process, run_world, seeded
+from deep_model import Block, make_deep
+from fitting import fingerprint, make_rows, one_process, run_world
 from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
@@ -14,37 +15,6 @@ import cyxtrain as cx
 from cyxtrain.training.model.recompute import layers_of, recomputed
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-
-
-class Block(nn.Module):
-    """Has all that may go wrong when it is run twice: randomness, and running means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3)
-        self.runs = 0
-
-    def forward(self, x):
-        self.runs += 1
-        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def make_deep() -> Deep:
-    with seeded():
-        return Deep()
 
 
 def fit(recompute: bool, settings: dict[str, Any]) -> Any:

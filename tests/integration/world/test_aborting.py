@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import fake_nccl
 import pytest
 import torch
 import torch.distributed as dist
+from failing_step import FailsInStep3
 from fitting import make_model, make_rows
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 from torch import nn
@@ -20,21 +18,6 @@ from cyxtrain.world import runtime
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 X, Y = make_rows(48)
-
-
-class FailsInStep3(cx.callbacks.Callback):
-    """Ends the last rank in its third step: by an error of its own, or by SIGKILL."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 2 and cx.get_rank() == cx.get_world_size() - 1:
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "raises":
-                raise KeyError("broken in step 3")
 
 
 def fit(how, tells):

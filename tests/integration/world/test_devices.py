@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device_collectives import every_collective
 from fitting import fingerprint, make_model, make_rows, one_process
 from stand_in import fakegpu
 from stand_in.running import run_on_stand_in
-from test_ring_cuda import every_collective
 from worlds import run_processes, start_processes
 
 import cyxtrain as cx

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from joined_ranks import join, own_rank
 from rank_processes import environment, on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
 from worlds import child_environment, free_port, wait_until
 
@@ -24,23 +25,6 @@ from cyxtrain.world import join as joining
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 LATE = 0.5  # seconds after the deadline that an error may come
-
-
-def own_rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def join(seconds=2.0, **fields):
-    """Joins the world, and returns the seconds that it took or that its failure took."""
-    began = time.monotonic()
-    try:
-        with cx.init(cx.DistributedConfig(timeout_ms=int(1000 * seconds), **fields)):
-            total = torch.ones(1)
-            cx.all_reduce(total)
-            assert total.item() == cx.get_world_size()
-    except cx.RendezvousError as error:
-        return type(error).__name__, str(error), error.rank, time.monotonic() - began
-    return "joined", "", None, time.monotonic() - began
 
 
 def join_three_times(backend):

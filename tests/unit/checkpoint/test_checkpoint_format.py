@@ -183,7 +183,9 @@ def test_extra_state_in_json_types_is_kept_in_its_place():
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, b"bytes", 1j, np.zeros(2), torch.float32, [torch.zeros(1)]], ids=str
+    "value",
+    [object(), {1, 2}, b"bytes", 1j, np.zeros(2), torch.float32, [torch.zeros(1)]],
+    ids=lambda each: type(each).__name__,
 )
 def test_extra_state_that_is_not_json_is_refused_by_name(value):
     with pytest.raises(CheckpointError, match=r"'head\._extra_state"):

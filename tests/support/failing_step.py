@@ -1,0 +1,25 @@
+"""A callback that ends a rank in its third step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
+
+import cyxtrain as cx
+
+
+class FailsInStep3(cx.callbacks.Callback):
+    """Ends the last rank in its third step: by an error of its own, or by SIGKILL."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and cx.get_rank() == cx.get_world_size() - 1:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise KeyError("broken in step 3")

@@ -1,0 +1,28 @@
+"""Join a world, and report how that ended and how long it took."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from rank_processes import environment, on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
+
+import cyxtrain as cx
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def join(seconds=2.0, **fields):
+    """Joins the world, and returns the seconds that it took or that its failure took."""
+    began = time.monotonic()
+    try:
+        with cx.init(cx.DistributedConfig(timeout_ms=int(1000 * seconds), **fields)):
+            total = torch.ones(1)
+            cx.all_reduce(total)
+            assert total.item() == cx.get_world_size()
+    except cx.RendezvousError as error:
+        return type(error).__name__, str(error), error.rank, time.monotonic() - began
+    return "joined", "", None, time.monotonic() - began
