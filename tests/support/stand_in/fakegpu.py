@@ -70,8 +70,8 @@ def environment(folder: Path) -> dict[str, str]:
 
     `folder` is what `built` returned. PYTHONPATH is this process's own, after the folders of the tests.
     """
-    root = Path(__file__).parents[2]
-    path = [str(folder), str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    support = Path(__file__).parents[1]
+    path = [str(folder), str(support.parents[1]), str(support), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
