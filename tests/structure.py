@@ -6,7 +6,6 @@ Counts come from the source text; frames come from a fit on one rank, and a back
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 PACKAGE = "cyxtrain"
 
 
-@functools.cache
 def modules(root: Path) -> dict[str, Path]:
     """Return the file of every module of the package, by its dotted name."""
     found = {}
@@ -28,7 +26,6 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-@functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return which modules of the package each of them imports, in functions and for types too."""
     known = modules(root)

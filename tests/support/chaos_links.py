@@ -30,7 +30,13 @@ _ABORT = struct.pack("ii", 1, 0)
 class _Flow:
     """One direction of a link: what was read from `source` and is to be sent to `target`."""
 
-    def __init__(self, connection: Connection, source: socket.socket, target: socket.socket, link: Sequence) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        source: socket.socket,
+        target: socket.socket,
+        link: tuple[int | None, int | None, str | None],
+    ) -> None:
         self.source = source
         self.target = target
         self.rank, self.peer, self.role = link

@@ -77,7 +77,12 @@ def run_world(
         group: RingProcessGroup | None = None
         try:
             group = RingProcessGroup(
-                store, rank, world_size, timedelta(seconds=20), join_timeout=timedelta(seconds=join_seconds), **more
+                store,
+                rank,
+                world_size,
+                timedelta(seconds=20),
+                join_timeout=timedelta(seconds=join_seconds),
+                options=over_tcp,
             )
             results[rank] = program(group, scale)
         except Exception as error:
@@ -88,7 +93,7 @@ def run_world(
             _last_words(group, rank, results, ended)
             group.shutdown()
 
-    more = {"options": dataclasses.replace(options or RingOptions(secret="known"), transport="tcp")}
+    over_tcp = dataclasses.replace(options or RingOptions(secret="known"), transport="tcp")
     with Proxy(world_size, plan) as proxy:
         store = proxy.store(dist.HashStore())
         join_threads(

@@ -238,6 +238,7 @@ def isend_and_irecv(s: Setting) -> None:
     rooms = {(rank, tag): s.room() for rank in others for tag in (2, 1)}
     receives = [dist.irecv(room, rank, tag=tag) for (rank, tag), room in rooms.items()]
     for work in (*reversed(receives), *sends):
+        assert work is not None
         work.wait()
     for (rank, tag), room in rooms.items():
         s.moved(room, s.given(rank, tag))

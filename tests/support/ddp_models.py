@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
@@ -49,12 +50,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+def assert_close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = EXACT["rtol"], atol: float = EXACT["atol"]
+) -> None:
     assert list(found) == list(expected)
     for name in expected:
-        torch.testing.assert_close(
-            found[name], expected[name], **(tolerance or EXACT), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        msg = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol, msg=msg)
 
 
 def assert_same_on_all_ranks(tensors: dict[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from fitting import seeded
 from rank_processes import rank_server  # noqa: F401 - a fixture
-from torch import nn
+from torch import Tensor, nn
 
 
 class Block(nn.Module):
@@ -16,9 +16,10 @@ class Block(nn.Module):
         self.linear, self.norm, self.dropout = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3)
         self.runs = 0
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+        output: Tensor = x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+        return output
 
 
 class Deep(nn.Module):
@@ -27,11 +28,12 @@ class Deep(nn.Module):
         self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        output: Tensor = self.last(x)
+        return output
 
 
 def make_deep() -> Deep:

@@ -41,5 +41,6 @@ def _results(mine: torch.Tensor, rank: int, n: int) -> dict[str, torch.Tensor]:
     results["message"] = torch.zeros_like(mine)
     works = [dist.isend(mine, (rank + 1) % n), dist.irecv(results["message"], (rank - 1) % n)]
     for work in works:
+        assert work is not None
         work.wait()
     return results

@@ -9,12 +9,14 @@ import signal
 import socket
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import strangers
 
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor import examine, measure, pairs
 from cyxtrain.launch import bench
+from cyxtrain.ring.rendezvous.dial import socket_address
 
 
 def said_by(function: Callable[..., int], *arguments: Any) -> dict[str, Any]:
@@ -40,16 +42,20 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             nobody = probe.getsockname()
-        entry_of, visit = pairs.socket_address, pairs.StreamPasses._visit
+        visit = pairs.StreamPasses._visit
 
         def visit_blindly(self: pairs.StreamPasses, other: int, number: int) -> Any:
-            here = self._arrivals[other].entry
-            pairs.socket_address = lambda entry, *, near: (
-                (socket.AF_INET, nobody) if other == peer and entry is here and not near else entry_of(entry, near=near)
-            )
-            return visit(self, other, number)
+            theirs = self._arrivals[other].entry
 
-        pairs.StreamPasses._visit = visit_blindly
+            def address_of(entry: Any, *, near: bool) -> tuple[int, Any]:
+                if other == peer and entry is theirs and not near:
+                    return socket.AF_INET, nobody
+                return socket_address(entry, near=near)
+
+            with mock.patch.object(pairs, "socket_address", address_of):
+                return visit(self, other, number)
+
+        mock.patch.object(pairs.StreamPasses, "_visit", visit_blindly).start()
     return examine_here(1.0)
 
 
@@ -63,13 +69,18 @@ def examine_and_die(rank: int) -> dict[str, Any]:
 def examine_and_stop(rank: int) -> dict[str, Any]:
     """One rank stops before it tries anybody."""
     if int(os.environ["RANK"]) == rank:
-        pairs.StreamPasses.make = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+
+        def stop(passes: pairs.StreamPasses) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        mock.patch.object(pairs.StreamPasses, "make", stop).start()
     return examine_here()
 
 
 def examine_among_strangers() -> dict[str, Any]:
     """Before the ranks call each other, and while they do, somebody says all sorts of things to each port."""
-    make, left = pairs.StreamPasses.make, []
+    make = pairs.StreamPasses.make
+    left: list[socket.socket] = []
 
     def make_among_strangers(self: pairs.StreamPasses) -> None:
         for arrival in self._arrivals.values():
@@ -78,7 +89,7 @@ def examine_among_strangers() -> dict[str, Any]:
                 strangers.say(left[-1], words)
         make(self)
 
-    pairs.StreamPasses.make = make_among_strangers
+    mock.patch.object(pairs.StreamPasses, "make", make_among_strangers).start()
     try:
         return examine_here()
     finally:

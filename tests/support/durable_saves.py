@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import random
@@ -44,7 +45,8 @@ class Inline:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
         return done
@@ -127,7 +129,7 @@ def kill_at_each_call(folder: str, every: int) -> list[tuple[int, list[str], boo
 def _save_inline(path: Path, step: int) -> None:
     writer = Writer(CheckpointFolder(path))
     writer._pool.shutdown()
-    writer._pool = Inline()  # type: ignore[assignment]
+    writer._pool = Inline()  # type: ignore[assignment]  # it has all that the writer calls
     save(writer, step, 300)
 
 
@@ -167,7 +169,7 @@ def kill_while_saving(folder: str, kills: int, seed: int) -> list[tuple[int, int
     draw, path, found = random.Random(seed), Path(folder), []
     last = 0
     for _ in range(kills):
-        done = _killed_after(draw, lambda told, first=last + 1: _save_for_ever(path, first, told))
+        done = _killed_after(draw, functools.partial(_save_for_ever, path, last + 1))
         returned = done[-1] if done else last
         last = newest(path)
         found.append((returned, last))

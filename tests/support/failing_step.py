@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
@@ -17,7 +18,7 @@ class FailsInStep3(cx.callbacks.Callback):
         super().__init__()
         self.how = how
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 2 and cx.get_rank() == cx.get_world_size() - 1:
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -4,13 +4,16 @@ As NCCL's kernels, its collectives notice neither an error nor the end of anothe
 numbers; and to destroy it is to wait for what was begun. It exchanges tensors through the store.
 """
 
+# PyTorch's own annotations of what is overridden here differ from version to version.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,18 +23,19 @@ from torch import Tensor
 
 import cyxtrain as cx
 from cyxtrain.environment import torch_compat
-from cyxtrain.ring.backend import PyTorchGroup
+from cyxtrain.ring.backend import PyTorchGroup  # type: ignore[attr-defined]  # the ring does not export it
 from cyxtrain.world import devices, join
+from cyxtrain.world.runtime import World
 
 NAME = "fakenccl"
-_OPERATIONS = {
+_OPERATIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, int], Tensor]] = {
     dist.ReduceOp.SUM: torch.Tensor.sum,
     dist.ReduceOp.AVG: torch.Tensor.mean,
     dist.ReduceOp.MAX: torch.Tensor.amax,
 }
 
 
-class Named(torch_compat.Backend):  # type: ignore[misc]
+class Named(torch_compat.Backend):  # type: ignore[misc]  # Any: older versions of PyTorch have none
     """What PyTorch from 2.14 on asks for in C++; the calls of Python reach `FakeNCCL` directly."""
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
@@ -77,7 +81,7 @@ class FakeNCCL(PyTorchGroup):
         if self.aborted.is_set():
             raise dist.DistBackendError("communicator was aborted")
         keys = [f"{self._calls}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._place], pickle.dumps(tensor.detach().clone()))
+        self._store.set(keys[self._place], pickle.dumps(tensor.detach().clone()))  # type: ignore[arg-type]  # the stub omits bytes
         self.begun.append(FakeWork(self, keys, finish))
         return self.begun[-1]
 
@@ -146,7 +150,7 @@ def _create(options: Any, _: Any) -> FakeNCCL:
 
 
 @contextlib.contextmanager
-def joined(*, tells: bool) -> Iterator[cx.distributed.World]:
+def joined(*, tells: bool) -> Iterator[World]:
     """Within, this process is a rank of a world that takes this backend for NCCL."""
     FakeNCCL.tells = tells
     if NAME not in dist.Backend.backend_list:

@@ -13,7 +13,7 @@ config = dist.DistributedConfig.from_environment()
 config.master_addr = "127.0.0.1"
 config.backend = dist.BackendType.CPU
 config.timeout_ms = 30000
-assert config.rank is None or config.rank < config.world_size
+assert config.rank is None or config.rank < (config.world_size or 0)
 
 # --- Processes ---
 dist.init(config)

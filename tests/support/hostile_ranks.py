@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from worlds import wait_until
 
 import cyxtrain as cx
 from cyxtrain.ring.rendezvous import dial, rendezvous
+from cyxtrain.ring.rendezvous.listen import listen
 from cyxtrain.ring.wire.transfers import SHORT_BYTES
 
 SECONDS = 60.0
@@ -92,14 +94,13 @@ def join_and_train(path: str) -> dict[str, Any]:
 
 def _tell_port(folder: Folder, rank: int) -> None:
     """Tells strangers where this rank listens."""
-    listen = rendezvous.listen
 
     def listen_and_tell(*args: Any) -> Any:
         listener = listen(*args)
         folder.tell(f"port{rank}", str(listener.getsockname()[1]))
         return listener
 
-    rendezvous.listen = listen_and_tell
+    mock.patch.object(rendezvous, "listen", listen_and_tell).start()
 
 
 def _tell_what_is_said(folder: Folder, rank: int) -> None:
@@ -125,7 +126,7 @@ def _hold_back(folder: Folder) -> None:
         folder.hear("gather")
         gather(*args)
 
-    rendezvous._Members.gather = gather_when_allowed  # type: ignore[method-assign]
+    mock.patch.object(rendezvous._Members, "gather", gather_when_allowed).start()
 
 
 def _train(folder: Folder) -> dict[str, Any]:

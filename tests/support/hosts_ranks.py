@@ -14,6 +14,7 @@ from torch import nn
 from worlds import wait_until
 
 import cyxtrain as cx
+from cyxtrain.ring import RingProcessGroup
 
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 WARM_UP = 3
@@ -40,7 +41,10 @@ def idle_until_error(seconds: float) -> dict[str, Any]:
     cx.init()
     cx.barrier()
     say("at work")
-    watch = dist.group.WORLD._group._ring.watch
+    world = dist.group.WORLD
+    assert isinstance(world, RingProcessGroup)
+    assert world._group._ring is not None
+    watch = world._group._ring.watch
     wait_until(lambda: watch.failure is not None, seconds)
     at = time.monotonic()
     try:

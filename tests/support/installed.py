@@ -38,7 +38,7 @@ def run(*command: object, seconds: float, folder: Path, **variables: str) -> str
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command[1:], output)
+        raise subprocess.CalledProcessError(process.returncode, [str(part) for part in command[1:]], output)
     return output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 from rank_processes import environment, on_ranks, rank_server, run_processes, run_ranks, values  # noqa: F401 - a fixture
@@ -15,8 +16,8 @@ def own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def join(seconds=2.0, **fields):
-    """Joins the world, and returns the seconds that it took or that its failure took."""
+def join(seconds: float = 2.0, **fields: Any) -> tuple[str, str, int | None, float]:
+    """Join the world; return the type, text and rank of the error ("joined" if none), and the seconds until then."""
     began = time.monotonic()
     try:
         with cx.init(cx.DistributedConfig(timeout_ms=int(1000 * seconds), **fields)):

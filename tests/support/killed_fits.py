@@ -15,7 +15,6 @@ from fitting import CLASSES, FEATURES, fingerprint, make_rows, seeded
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.checkpoint import files
 
 ROWS, BATCH, EPOCHS = 55, 5, 3
 
@@ -55,7 +54,8 @@ class Model(nn.Module):
         elif self.validates:
             self.validates = False
             self.before("validation")
-        return self.layers(rows)
+        scores: torch.Tensor = self.layers(rows)
+        return scores
 
 
 class HeaderCache(cx.callbacks.Callback):
@@ -81,15 +81,16 @@ def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
 
     def before(where: str) -> None:
         counts[where] += 1
-        is_now = moment is not None and (where, counts[where]) == (moment.where, moment.count)
-        if is_now and where == "save" and cx.is_master():  # the only one that saves
+        if moment is None or (where, counts[where]) != (moment.where, moment.count):
+            return
+        if where == "save" and cx.is_master():  # the only one that saves
             for victim in sorted(moment.victims, reverse=True):
                 os.kill(processes[victim], signal.SIGKILL)
-        elif is_now and where != "save" and cx.get_rank() in moment.victims:
+        elif where != "save" and cx.get_rank() in moment.victims:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for name in ("fsync", "replace"):
-        setattr(files.os, name, _called_first(getattr(files.os, name), lambda: before("save")))
+        setattr(os, name, _called_first(getattr(os, name), lambda: before("save")))
     with seeded():
         model = Model(before)
     # Where a process begins must not matter.

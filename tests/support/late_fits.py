@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 NAN = {"row": 3 * BATCH + 5, "warmup_steps": 6}
 """The data of step 4 are bad, on the second of two ranks."""
-SMALL = {"bucket_size_mb": 0.001}
+SMALL: dict[str, Any] = {"bucket_size_mb": 0.001}
 QUICK: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name} for name in ("adam", "adamw", "sgd", "plain sgd")},
     "several buckets": {"ddp": SMALL},
@@ -103,7 +103,8 @@ class Skipping(Plain):
 
     def forward(self, rows: Tensor) -> Tensor:
         if bool((rows[:, 0] == MARK).any().item()):
-            return self.last(torch.cat([rows, rows], 1) / MARK)  # type: ignore[no-any-return]
+            output: Tensor = self.last(torch.cat([rows, rows], 1) / MARK)
+            return output
         return super().forward(rows)
 
 

@@ -93,9 +93,9 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher, running; nothing that it started outlives the block."""
     command = [*before, *LAUNCHER, str(num_ranks), write_script(folder, source)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()} | options
+    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options}
     # Under nohup these tests ignore SIGHUP, and so would all that they start.
-    launcher = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **options)
+    launcher = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **settings)
     try:
         yield launcher
     finally:

@@ -136,9 +136,15 @@ class Lockstep:
     def all_heard(self) -> bool:
         return all(len(known) == self._size for known in self.received)
 
-    def _step(self, rank: int) -> Step | None:
+    def _step(self, rank: int) -> ReadReduce | Transfer | None:
         schedule = self._schedules[rank]
         return schedule[self._next[rank]] if self._next[rank] < len(schedule) else None
+
+    def _transfer(self, rank: int) -> Transfer:
+        """Return the rank's current step, which is a transfer."""
+        step = self._step(rank)
+        assert isinstance(step, Transfer)
+        return step
 
     def _begin(self, rank: int) -> None:
         """Notes what is to be done in the rank's next step; ends it where there is none."""
@@ -173,14 +179,18 @@ class Lockstep:
             return True
         if "send" in todo and self._leaves(rank):
             return True
-        if "receive" in todo and self._sent.get((step.receive_from, rank)):
-            self._receive(rank, self._sent[step.receive_from, rank].popleft())
-            return True
+        if "receive" in todo:
+            source = self._transfer(rank).receive_from
+            assert source is not None
+            if self._sent.get((source, rank)):
+                self._receive(rank, self._sent[source, rank].popleft())
+                return True
         return False
 
     def _leaves(self, rank: int) -> bool:
-        step = self._step(rank)
+        step = self._transfer(rank)
         receiver, (first, end) = step.send_to, step.send
+        assert receiver is not None
         memory = self._sources[rank]
         payload = memory[first:end]
         assert len(payload) == end - first, "it sends what it does not have"
@@ -215,8 +225,9 @@ class Lockstep:
         return sent.payload
 
     def _receive(self, rank: int, sent: Sent) -> None:
-        step = self._step(rank)
+        step = self._transfer(rank)
         start, end = step.receive
+        assert step.receive_from is not None
         payload = self._taken(rank, step.receive_from, sent, end - start)
         target = self._targets[rank]
         if step.then is OnReceive.COMBINE:
@@ -241,8 +252,10 @@ class Lockstep:
         self._open[rank].discard(what)
         if self._open[rank]:
             return
-        step, kept = self._step(rank), self._kept[rank]
+        kept = self._kept[rank]
         if kept is not None:
+            step = self._transfer(rank)
+            assert step.receive_from is not None
             first, end = step.receive
             here, target = self._targets[rank][first:end], self._targets[rank]
             lower = step.receive_from < rank

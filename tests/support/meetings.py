@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch.distributed as dist
 from worlds import join_threads
 
 from cyxtrain.config import RingOptions
@@ -22,15 +25,17 @@ LATE = 0.5
 SECRET = RingOptions(secret="the secret of this run")
 
 
-def meet(store, rank, world_size, seconds=5.0, **fields):
+def meet(store: dist.Store, rank: int, world_size: int, seconds: float = 5.0, **fields: Any) -> RingProcessGroup:
     return RingProcessGroup(store, rank, world_size, timedelta(seconds=seconds), **fields)
 
 
-def meet_all(store, ranks, world_size, seconds=5.0, **options):
-    """Returns how each rank's meeting ended, and after how many seconds; `options` are by rank: r0=..., r1=..."""
-    found = {}
+def meet_all(
+    store: dist.Store, ranks: Sequence[int], world_size: int, seconds: float = 5.0, **options: RingOptions
+) -> list[tuple[RendezvousError | None, float]]:
+    """Return each rank's error, or None, and the seconds that it took; `options` are by rank: r0=..., r1=..."""
+    found: dict[int, tuple[RendezvousError | None, float]] = {}
 
-    def run(rank):
+    def run(rank: int) -> None:
         start = time.monotonic()
         error = None
         group = None
@@ -46,14 +51,16 @@ def meet_all(store, ranks, world_size, seconds=5.0, **options):
     return [found[rank] for rank in ranks]
 
 
-def board_of(store, world_size, secret=None):
-    """The keys of the ranks' meeting as a member sees them."""
+def board_of(store: dist.Store, world_size: int, secret: str | None = None) -> StoreClient:
+    """Return a client of the store that reads and writes the keys of the rendezvous as a member does."""
     group = f"0 {' '.join(map(str, range(world_size)))}"
-    return StoreClient(store, "the test", Deadline(10.0), secret and secret.encode(), group)
+    return StoreClient(store, "the test", Deadline(10.0), secret.encode() if secret else None, group)
 
 
-def say_entry(store, rank, world_size, port, secret=None, **fields):
-    """Says at the store what a rank would say that is somewhere else."""
+def say_entry(
+    store: dist.Store, rank: int, world_size: int, port: int, secret: str | None = None, **fields: Any
+) -> None:
+    """Write the record of a rank on another machine to the store."""
     entry = RankRecord(
         world_size, Process("elsewhere", 1, 1), "127.0.0.1", port, has_secret=secret is not None, **fields
     )

@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from pages import ROOT, Block, Page, read_page
 from rank_processes import OURS
@@ -57,7 +58,7 @@ def run_page(path: str, folder: str, with_slow: bool) -> dict[int, str]:
     return outputs
 
 
-def _since(output, start: int) -> str:
+def _since(output: TextIO, start: int) -> str:
     sys.stdout.flush(), sys.stderr.flush()
     output.seek(start)
     return output.read()
@@ -90,16 +91,18 @@ def run_commands(commands: Sequence[str]) -> None:
         environment = shell_environment()
         if len(commands) > 1:  # hosts of their own do not know that they share the cores
             environment["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // len(commands), 1))
-        running = [
-            subprocess.Popen([*shell, command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        running = {
+            subprocess.Popen(
+                [*shell, command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            ): command
             for command in commands
             if command.strip()
-        ]
+        }
         for process in running:
             stack.callback(_end, process)
-        for process in running:
+        for process, command in running.items():
             code = process.wait(SHELL_SECONDS)
-            assert code == 0, f"exit code {code}: {process.args[-1]}"
+            assert code == 0, f"exit code {code}: {command}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

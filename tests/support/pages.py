@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,8 @@ class Page:
 def read_page(path: Path) -> Page:
     """Reads a page."""
     text = path.read_text(encoding="utf-8")
-    blocks, marks = [], []
+    blocks: list[Block] = []
+    marks: list[str] = []
     lines = iter(enumerate(text.splitlines(), start=1))
     for number, line in lines:
         fence = re.fullmatch(r"( *)(`{3,})(.*)", line)
@@ -93,8 +95,8 @@ def read_page(path: Path) -> Page:
     return Page(path, text, tuple(blocks))
 
 
-def ends_not(fence: str):
-    """Whether a line is within a block."""
+def ends_not(fence: str) -> Callable[[tuple[int, str]], bool]:
+    """Return a function that tells whether a numbered line is inside the block that this fence closes."""
     return lambda line: line[1].rstrip() != fence
 
 

@@ -146,7 +146,7 @@ def checkpoints(folder: str, gpu: str) -> list[Any]:
 def generators(gpu: str) -> list[Any]:
     """Returns how often the device's generator was seeded, and whether it was given the state that it had had."""
     device, seeds, states = torch.device(gpu), list[int](), list[Tensor]()
-    module = torch.get_device_module(device)
+    module: Any = torch.get_device_module(device)
     own = module.manual_seed, module.set_rng_state
     module.manual_seed, module.set_rng_state = seeds.append, states.append
     seed_generators(1, 2, 3, 0, device)

@@ -99,7 +99,8 @@ class Named(nn.Module):
         self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return self.first(first) - self.second(second)
+        difference: Tensor = self.first(first) - self.second(second)
+        return difference
 
 
 def loader(rows: Any, **settings: Any) -> tuple[Any]:
@@ -253,12 +254,13 @@ class Notes(nn.Module):
         self.events = events
 
     def forward(self, rows: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled():
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
             self.events.append("forward")
-            rows = self.layer(rows)
-            rows.register_hook(lambda _: self.events.append("backward"))
-            return rows
-        return self.layer(rows)
+        scores: Tensor = self.layer(rows)
+        if trains:
+            scores.register_hook(lambda _: self.events.append("backward"))
+        return scores
 
 
 class Noting(cx.callbacks.Callback):
@@ -276,7 +278,7 @@ class Noting(cx.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.events.append("end")
         if batch + 1 == self.stop_after:
-            self.model.stop_training = True
+            self.model.stop_training = True  # type: ignore[assignment]  # PyTorch declares tensors and modules
 
 
 def events_on(device: str, *, fails: bool = False, stop_after: int = 0) -> list[Any]:
@@ -288,7 +290,7 @@ def events_on(device: str, *, fails: bool = False, stop_after: int = 0) -> list[
     try:
         fit(trainer, loader(rows), epochs=1, callbacks=[Noting(rows.events, stop_after)])
     except ValueError as problem:
-        error = "; ".join([str(problem), *problem.__notes__])
+        error = "; ".join([str(problem), *getattr(problem, "__notes__", ())])
     shown = [kind for kind, _ in itertools.groupby(rows.events, _kind)]
     return [shown, [each for each in rows.events if isinstance(each, int)], error]
 
@@ -331,6 +333,7 @@ def look_at_copies() -> dict[str, list[Any]]:
         device.clear()
         pending = prefetcher.send(rows)
         placed = prefetcher.receive(pending)
+        assert isinstance(placed.inputs, Tensor)
         assert torch.equal(placed.inputs.cpu(), inputs.float())
         handed_over = device.counts().get("aten::record_stream", 0)
         found[name] = [len(pending.copied), pending.event is not None, handed_over]

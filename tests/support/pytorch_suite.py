@@ -47,9 +47,9 @@ def load(backend: str) -> type[Any]:
     if backend != "gloo":
         see_events_of(backend, distributed_test)
 
-    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]  # PyTorch's tests have no annotations
             self._start_processes(multiprocessing.get_context("fork").Process)
 
     return Suite
@@ -93,7 +93,8 @@ class Results(unittest.TestResult):
         self.found[test._testMethodName] = f"skipped: {reason}"
 
     def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
-        self.found[test._testMethodName] = f"failed: {self._exc_info_to_string(err, test)}"
+        text = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]  # private: what unittest prints
+        self.found[test._testMethodName] = f"failed: {text}"
 
     addError = addFailure  # noqa: N815
 

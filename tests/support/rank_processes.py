@@ -127,7 +127,7 @@ def on_ranks(*world_sizes: int, backend: str = "cpu", seconds: float = SECONDS) 
 
         test.__name__, test.__qualname__, test.__doc__ = program.__name__, program.__qualname__, program.__doc__
         test.__module__ = program.__module__
-        test.program = program  # type: ignore[attr-defined]
+        vars(test)["program"] = program
         return test
 
     return decorate
@@ -164,7 +164,8 @@ def _serve(end: Connection, name: tuple[str, str], variables: dict[str, str], ar
     for variable in OURS:
         os.environ.pop(variable, None)
     os.environ.update(variables)
-    multiprocessing.current_process()._config["daemon"] = False  # a rank may start workers of a DataLoader
+    # A rank may start a DataLoader's workers, which multiprocessing refuses to daemons.
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
     torch.set_num_threads(1)
     try:
         ended = Ended(0, value=_call(name, arguments))

@@ -6,8 +6,10 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,10 @@ MIB = 2**20
 SIXTY_SECONDS = timedelta(seconds=60)
 
 
-def run_cases(names):
-    """Runs cases in one world; returns for each None, or what went wrong."""
+def run_cases(names: list[str]) -> dict[str, str | None]:
+    """Run cases in one world; return for each None, or its traceback."""
     dist.init_process_group("ring", timeout=SIXTY_SECONDS)
-    found = {}
+    found: dict[str, str | None] = {}
     for name in names:
         try:
             globals()[name]()
@@ -40,12 +42,12 @@ def run_cases(names):
 # --- cases ----------------------------------------------------------------------------------------------------------
 
 
-def the_environment_alone_makes_a_world():
+def the_environment_alone_makes_a_world() -> None:
     assert dist.get_backend() == "ring"
     assert (dist.get_rank(), dist.get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def all_reduce_is_right_at_every_size():
+def all_reduce_is_right_at_every_size() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for payload_bytes in (4, MIB, 17 * MIB, 256 * MIB):
         tensor = torch.full((payload_bytes // 4,), float(rank + 1))
@@ -55,7 +57,7 @@ def all_reduce_is_right_at_every_size():
         assert bool((tensor[1:] == sum(range(1, size + 1))).all()), payload_bytes
 
 
-def every_collective_works_under_its_public_name():
+def every_collective_works_under_its_public_name() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, ranks = torch.tensor([float(rank)]), [float(other) for other in range(size)]
     total, last = sum(ranks), size - 1
@@ -80,9 +82,9 @@ def every_collective_works_under_its_public_name():
     assert tensor == size * rank
     dist.reduce_scatter_tensor(tensor, torch.tensor(ranks))
     assert tensor == size * rank
-    outputs = [torch.empty(1) for _ in ranks] if rank == last else None
-    dist.gather(mine, outputs, dst=last)
-    assert outputs is None or [float(output) for output in outputs] == ranks
+    gathered = [torch.empty(1) for _ in ranks] if rank == last else None
+    dist.gather(mine, gathered, dst=last)
+    assert gathered is None or [float(output) for output in gathered] == ranks
     dist.scatter(tensor, [torch.tensor([10 + other]) for other in ranks] if rank == 0 else None)
     assert tensor == 10 + rank
     outputs = [torch.empty(1) for _ in ranks]
@@ -93,20 +95,20 @@ def every_collective_works_under_its_public_name():
     dist.barrier()
 
 
-def every_collective_on_objects_works():
+def every_collective_on_objects_works() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "text": "x" * 1000 * rank}
     everyone = [{"rank": other, "text": "x" * 1000 * other} for other in range(size)]
-    outputs = [None] * size
+    outputs: list[Any] = [None] * size
     dist.all_gather_object(outputs, mine)
     assert outputs == everyone
-    objects = [mine, rank]
+    objects: list[Any] = [mine, rank]
     dist.broadcast_object_list(objects, src=size - 1)
     assert objects == [everyone[-1], size - 1]
-    outputs = [None] * size if rank == 0 else None
-    dist.gather_object(mine, outputs)
-    assert outputs == (everyone if rank == 0 else None)
-    output = [None]
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    assert gathered == (everyone if rank == 0 else None)
+    output: list[Any] = [None]
     dist.scatter_object_list(output, everyone if rank == 0 else None)
     assert output == [mine]
     if rank == 0:
@@ -117,11 +119,12 @@ def every_collective_on_objects_works():
         assert output == [everyone[0], "more"]
 
 
-def messages_work_under_their_public_names():
+def messages_work_under_their_public_names() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ahead, behind = (rank + 1) % size, (rank - 1) % size
     large, came = torch.full((3 * MIB,), float(rank)), torch.empty(3 * MIB)
     for work in (dist.isend(large, ahead, tag=5), dist.irecv(came, behind, tag=5)):
+        assert work is not None
         work.wait()
     assert bool((came == behind).all())
     came.zero_()
@@ -140,9 +143,10 @@ def messages_work_under_their_public_names():
         dist.send(torch.tensor([100.0 + other]), other)
 
 
-def parts_of_the_world_are_groups_of_their_own():
+def parts_of_the_world_are_groups_of_their_own() -> None:
     rank = dist.get_rank()
-    pair, all_again = dist.new_group([0, 2]), dist.new_group([2, 1, 0])
+    pair: Any = dist.new_group([0, 2])  # Any: outside of a group PyTorch returns a number
+    all_again: Any = dist.new_group([2, 1, 0])
     tensor = torch.tensor([float(rank)])
     if rank != 1:
         dist.all_reduce(tensor, group=pair)
@@ -158,6 +162,7 @@ def parts_of_the_world_are_groups_of_their_own():
     assert tensor == 3
     if rank != 1:
         error = end_of_world(lambda: dist.all_reduce(torch.zeros(1 + rank), group=pair))
+        assert error is not None
         assert error["rank"] in (0, 2)
         assert "rank 0 is in all_reduce #3 (SUM, float32 [1])" in error["message"]
         assert "rank 2 is in all_reduce #3 (SUM, float32 [3])" in error["message"]
@@ -165,10 +170,11 @@ def parts_of_the_world_are_groups_of_their_own():
     assert tensor == 3
 
 
-def pytorchs_own_ddp_trains_as_over_gloo():
-    rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
+def pytorchs_own_ddp_trains_as_over_gloo() -> None:
+    rank = dist.get_rank()
+    gloo: Any = dist.new_group(backend="gloo")
 
-    def trained(group):
+    def trained(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
         wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
@@ -184,7 +190,7 @@ def pytorchs_own_ddp_trains_as_over_gloo():
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def a_world_can_be_left_and_made_again():
+def a_world_can_be_left_and_made_again() -> None:
     """PyTorch's own store races where the next life of rank 0 opens it at the same port: each life has its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for port in os.environ["MORE_PORTS"].split():
@@ -201,8 +207,8 @@ def a_world_can_be_left_and_made_again():
 # --- worlds that end badly ------------------------------------------------------------------------------------------
 
 
-def end_of_world(call):
-    """Returns how this rank learnt of the end, and when, on a clock that all processes of a machine share."""
+def end_of_world(call: Callable[[], object]) -> dict[str, Any] | None:
+    """Return the error that ended this rank, and when, on a clock that all processes of a machine share."""
     try:
         call()
     except CyxtrainError as error:
@@ -216,20 +222,20 @@ def end_of_world(call):
     return None
 
 
-def note(name):
+def note(name: str) -> None:
     (FOLDER / name).touch()
 
 
-def noted(name):
+def noted(name: str) -> bool:
     return (FOLDER / name).exists()
 
 
-def reduce_for_ever():
+def reduce_for_ever() -> dict[str, Any] | None:
     """All ranks reduce 64 MiB, again and again; rank 3 says when it is in the middle of that."""
     dist.init_process_group("ring", timeout=SIXTY_SECONDS)
     tensor = torch.ones(16 * MIB)
 
-    def reduce():
+    def reduce() -> None:
         for turn in range(1000):
             if turn == 2:
                 note(f"busy{dist.get_rank()}")
@@ -238,7 +244,7 @@ def reduce_for_ever():
     return end_of_world(reduce)
 
 
-def wait_for_a_rank_that_dies():
+def wait_for_a_rank_that_dies() -> dict[str, Any] | None:
     """Ranks 0 and 1 wait in a collective, rank 2 does something else, rank 3 does nothing any more."""
     dist.init_process_group("ring", timeout=SIXTY_SECONDS)
     dist.barrier()
@@ -251,7 +257,7 @@ def wait_for_a_rank_that_dies():
     return end_of_world(lambda: dist.all_reduce(torch.ones(10)))
 
 
-def wait_until_interrupted():
+def wait_until_interrupted() -> dict[str, Any] | None:
     """Rank 1 waits in a collective until it gets a signal, rank 0 for a message."""
     dist.init_process_group("ring", timeout=SIXTY_SECONDS)
     dist.barrier()
@@ -261,8 +267,8 @@ def wait_until_interrupted():
     return end_of_world(lambda: dist.recv(torch.ones(10), 1))
 
 
-def join_as_a_rank_that_may_be_taken(names):
-    """Those who get in run the cases once another process has been refused."""
+def join_as_a_rank_that_may_be_taken(names: list[str]) -> str | dict[str, str | None]:
+    """Run the cases once another process has been refused; return the error if this one is."""
     try:
         dist.init_process_group("ring", timeout=SIXTY_SECONDS)
     except RendezvousError as error:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
 import contract_values
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cyxtrain.errors import CyxtrainError
+from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.schedules.algorithms import chunks
 from cyxtrain.ring.schedules.selector import few
 
 Op = dist.ReduceOp
+Reduction = dist.ReduceOp.RedOpType
+Call = Callable[[RingProcessGroup], Any]
+Options = TypeVar("Options")
 DTYPES = contract_values.DTYPES
-REAL = {Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum}
-WHOLE = {Op.SUM: np.add, Op.AVG: np.add, Op.PRODUCT: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum} | {
+REAL: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+}
+WHOLE: dict[Reduction, Callable[..., Any]] = {
+    Op.SUM: np.add,
+    Op.AVG: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
     Op.BAND: np.bitwise_and,
     Op.BOR: np.bitwise_or,
     Op.BXOR: np.bitwise_xor,
 }
 
 
-def made(dtype, count, rank, seed=0):
-    """What a rank brings: the same whenever it is asked for."""
+def made(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> Tensor:
+    """Return the input of a rank: the same tensor at every call."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     whole = torch.randint(-9, 10, (count,), generator=generator)
     if dtype is torch.bool:
@@ -38,11 +58,11 @@ def made(dtype, count, rank, seed=0):
     return real.to(dtype)
 
 
-def reductions_of(dtype):
+def reductions_of(dtype: torch.dtype) -> list[Reduction]:
     return [getattr(Op, name) for name in contract_values.reductions_of(dtype)]
 
 
-def reduced(tensors, op):
+def reduced(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
     """The documented result: of few bytes a tree of neighbours, of more each chunk all around.
 
     Few: the first ranks are combined in pairs, until a power of two is left; then neighbours, and neighbours of those.
@@ -53,7 +73,7 @@ def reduced(tensors, op):
     return all_around(tensors, op)
 
 
-def in_a_tree(tensors, op):
+def in_a_tree(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
     power = 1 << (len(tensors).bit_length() - 1)
     total, pairs = Op.SUM if op == Op.AVG else op, len(tensors) - power
     places = [folded(tensors[2 * pair : 2 * pair + 2], total) for pair in range(pairs)] + list(tensors[2 * pairs :])
@@ -62,7 +82,7 @@ def in_a_tree(tensors, op):
     return averaged(places[0], len(tensors)) if op == Op.AVG else places[0]
 
 
-def all_around(tensors, op):
+def all_around(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
     parts = []
     for chunk, (start, end) in enumerate(chunks(tensors[0].numel(), len(tensors))):
         order = [tensors[(chunk + 1 + step) % len(tensors)][start:end] for step in range(len(tensors))]
@@ -70,7 +90,7 @@ def all_around(tensors, op):
     return torch.cat(parts)
 
 
-def folded(order, op):
+def folded(order: Sequence[Tensor], op: Reduction) -> Tensor:
     dtype = order[0].dtype
     if dtype.is_complex and op == Op.PRODUCT:
         total = torch.view_as_real(order[0].clone())
@@ -81,11 +101,11 @@ def folded(order, op):
     if dtype.is_complex:
         return torch.view_as_complex(folded([torch.view_as_real(part.clone()) for part in order], op))
     if contract_values.is_whole(dtype):
-        arrays = [part.numpy() for part in order]
-        total = arrays[0].copy()
+        arrays: list[npt.NDArray[Any]] = [part.numpy() for part in order]
+        whole = arrays[0].copy()
         for array in arrays[1:]:
-            total = WHOLE[op](total, array)
-        total = torch.from_numpy(total)
+            whole = WHOLE[op](whole, array)
+        total = torch.from_numpy(whole)
         return averaged(total, len(order)) if op == Op.AVG else total
     total = order[0].clone()
     for part in order[1:]:
@@ -93,39 +113,43 @@ def folded(order, op):
     return averaged(total, len(order)) if op == Op.AVG else total
 
 
-def averaged(total, world_size):
+def averaged(total: Tensor, world_size: int) -> Tensor:
     if total.dtype is torch.bool:
         return total
     if contract_values.is_whole(total.dtype):
-        array = total.numpy()
+        array: npt.NDArray[Any] = total.numpy()
         return torch.from_numpy((np.sign(array) * (np.abs(array) // world_size)).astype(array.dtype))
     if total.is_complex():
         return torch.view_as_complex(torch.view_as_real(total) / world_size)
     return total / world_size
 
 
-def bits(tensor):
+def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def same(found, expected):
+def same(found: Tensor, expected: Tensor) -> bool:
     return found.dtype == expected.dtype and found.shape == expected.shape and bits(found) == bits(expected)
 
 
-def options(kind, **fields):
+def options(kind: Callable[[], Options], **fields: Any) -> Options:
     made_options = kind()
     for name, value in fields.items():
         setattr(made_options, name, value)
     return made_options
 
 
-def all_reduce(group, tensor, op=Op.SUM):
+def all_reduce(group: RingProcessGroup, tensor: Tensor, op: Reduction = Op.SUM) -> Tensor:
     group.allreduce([tensor], options(dist.AllreduceOptions, reduceOp=op)).wait()
     return tensor
 
 
-def with_cores(*worlds):
-    """Runs a test in worlds of (ranks, cores): three ranks and more that share cores talk by way of rank 0."""
+def with_cores(*worlds: Any) -> pytest.MarkDecorator:
+    """Parametrize a test by (ranks, cores): three ranks or more that share cores communicate through rank 0.
+
+    Args:
+        *worlds: Pairs of integers, or `pytest.param` of such a pair.
+    """
     values = [getattr(world, "values", world) for world in worlds]
     ids = [f"{size} ranks on {cores} core{'s' * (cores > 1)}" for size, cores in values]
     return pytest.mark.parametrize(("world_size", "cores"), worlds, indirect=["cores"], ids=ids)
@@ -138,38 +162,38 @@ LARGE = 2_000_003
 # --- calls, for ranks that do not agree -----------------------------------------------------------------------------
 
 
-def reduce_all(shape=(3,), dtype=torch.float32, op=Op.SUM):
+def reduce_all(shape: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32, op: Reduction = Op.SUM) -> Call:
     return lambda group: group.allreduce([torch.zeros(shape, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
 
 
-def broadcast(src=0, shape=(3,)):
+def broadcast(src: int = 0, shape: tuple[int, ...] = (3,)) -> Call:
     return lambda group: group.broadcast([torch.zeros(shape)], options(dist.BroadcastOptions, rootRank=src))
 
 
-def reduce(dst):
+def reduce(dst: int) -> Call:
     return lambda group: group.reduce([torch.zeros(3)], options(dist.ReduceOptions, rootRank=dst))
 
 
-def gather_all(shape=(3,)):
+def gather_all(shape: tuple[int, ...] = (3,)) -> Call:
     return lambda group: group.allgather([[torch.zeros(shape) for _ in range(group.size())]], [torch.zeros(shape)])
 
 
-def exchange(rows):
+def exchange(rows: int) -> Call:
     return lambda group: group.all_to_all_single(
         torch.zeros(rows * group.size()), torch.zeros(rows * group.size()), [], []
     )
 
 
-def barrier(group):
+def barrier(group: RingProcessGroup) -> Any:
     return group.barrier()
 
 
-def in_turn(*calls):
+def in_turn(*calls: Call) -> Call:
     return lambda group: [call(group) for call in calls]
 
 
-def said_of(call):
-    """What kind of error a call raises and whom it names, such as "PeerLostError 1"; or "nothing"."""
+def said_of(call: Callable[[], object]) -> str:
+    """Return the type of the error that a call raises and its rank, such as "PeerLostError 1"; or "nothing"."""
     try:
         call()
     except CyxtrainError as error:
@@ -177,7 +201,7 @@ def said_of(call):
     return "nothing"
 
 
-def error_of(call):
+def error_of(call: Callable[[], object]) -> CyxtrainError:
     with pytest.raises(CyxtrainError) as caught:
         call()
     return caught.value

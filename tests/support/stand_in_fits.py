@@ -219,7 +219,7 @@ def run_case(name: str, device: str) -> dict[str, Any]:
     trainer = make_trainer(case, device)
     history = trainer.fit(*data, callbacks=callbacks, **settings)
     stops = {f"{kind} {place}": count / counting.steps for (kind, place), count in fakegpu.stops.items()}
-    found = {
+    found: dict[str, Any] = {
         "devices": sorted({each.device.type for each in (*trainer.model.parameters(), *trainer.model.buffers())}),
         "losses": [*history.train_losses, *history.val_losses],
         "stops": stops,

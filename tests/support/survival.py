@@ -142,7 +142,7 @@ def seconds_to_learn_of_a_kill(
     if activity == "in the handshake":
         step = draw.randrange(_STEPS * (world_size - 1))
         story += f", before step {step}"
-        arguments = str(folder), victim, step
+        arguments: tuple[Any, ...] = str(folder), victim, step
         with living(folder, world_size, survival_ranks.join_and_be_killed, *arguments, transport=transport) as world:
             outcomes = world.outcomes(_HANG_SECONDS)
         killed = float((folder / "at").read_text())

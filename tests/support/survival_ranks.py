@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import faults
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from fitting import fingerprint, make_rows, seeded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from worlds import wait_until
 
 import cyxtrain as cx
@@ -135,6 +137,7 @@ def pass_on(begin: Callable[[], None]) -> None:
         for other in {(rank + 1) % size, (rank - 1) % size}:
             works += [dist.isend(torch.ones(MIB), other), dist.irecv(torch.empty(MIB), other)]
         for work in works:
+            assert work is not None
             work.wait()
         cx.barrier()
 
@@ -177,7 +180,7 @@ def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
         gather(members, roll)
 
     if int(os.environ["RANK"]) == victim:
-        rendezvous._Members.gather = gather_and_be_killed  # type: ignore[method-assign]
+        mock.patch.object(rendezvous._Members, "gather", gather_and_be_killed).start()
     try:
         cx.init()
         cx.barrier()
@@ -229,6 +232,7 @@ def feed_from_a_worker(folder: str) -> Facts:
     loader = DataLoader(data, 4, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     batches = iter(loader)
     next(batches)
+    assert isinstance(batches, _MultiProcessingDataLoaderIter)
     note(folder, f"worker{rank}", batches._workers[0].pid)
     try:
         wait_for_all(folder, "worker")

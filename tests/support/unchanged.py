@@ -58,9 +58,8 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float =
     """Compares two state dicts: bit by bit, or up to a tolerance of rounding."""
     assert list(ours) == list(theirs)
     for name, tensor in ours.items():
-        torch.testing.assert_close(
-            tensor, theirs[name], rtol=10 * tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        msg = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(tensor, theirs[name], rtol=10 * tolerance, atol=tolerance, msg=msg)
 
 
 def rounding(tolerance: float = 1e-6) -> float:

@@ -1,12 +1,14 @@
 """PyTorch's own DistributedDataParallel over "ring": what the ranks of test_unchanged_ddp.py do."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares a hook's annotations with its own types.
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -21,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unchanged import assert_same, error_of, gloo, rounding
 
 STEPS = 4
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+Register = Callable[[DistributedDataParallel], object]
 
 
 class Net(nn.Module):
@@ -33,11 +37,12 @@ class Net(nn.Module):
         self.branch = nn.Linear(31, 31, dtype=dtype)
         self.last = nn.Linear(31, 3)
 
-    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
         hidden = self.norm(self.first(x)).relu()
         if branch:
             hidden = hidden + self.branch(hidden.to(self.branch.weight.dtype)).to(hidden.dtype)
-        return self.last(hidden)
+        output: Tensor = self.last(hidden)
+        return output
 
 
 def always(step: int) -> bool:
@@ -60,16 +65,16 @@ class Trained:
 
     def __init__(
         self,
-        group,
-        model=None,
+        group: dist.ProcessGroup | None,
+        model: Callable[[], nn.Module] | None = None,
         *,
-        hook=None,
-        branch=always,
-        accumulate=1,
-        steps=STEPS,
-        compiled=False,
-        **more,
-    ):
+        hook: Register | None = None,
+        branch: Callable[[int], bool] = always,
+        accumulate: int = 1,
+        steps: int = STEPS,
+        compiled: bool = False,
+        **more: Any,
+    ) -> None:
         torch.manual_seed(dist.get_rank())  # DDP itself is to make them equal
         self.model = Net() if model is None else model()
         self.ddp = DistributedDataParallel(self.model, process_group=group, **more)
@@ -90,10 +95,10 @@ class Trained:
         self.state = self.model.state_dict()
 
 
-def compare(tolerance=1e-6, **settings) -> Trained:
+def compare(tolerance: float = 1e-6, **settings: Any) -> Trained:
     ours, theirs = Trained(None, **settings), Trained(gloo(), **settings)
     assert_same(ours.state, theirs.state, rounding(tolerance))
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     flat = torch.cat([parameter.detach().flatten().double() for parameter in ours.model.parameters()])
     dist.all_gather_object(everyone, flat)
     assert all(torch.equal(flat, other) for other in everyone)  # the replicas never part
@@ -103,33 +108,36 @@ def compare(tolerance=1e-6, **settings) -> Trained:
 # --- modes ----------------------------------------------------------------------------------------------------------
 
 
-def by_default():
+def by_default() -> None:
     compare()
 
 
-def with_unused_parameters():
+def with_unused_parameters() -> None:
     # Another rank each step, once nobody.
     turn = lambda step: step > 0 and step % dist.get_world_size() != dist.get_rank()  # noqa: E731
     ours = compare(find_unused_parameters=True, branch=turn)
     assert ours.ddp.find_unused_parameters
 
 
-def with_a_static_graph():
+def with_a_static_graph() -> None:
     compare(static_graph=True)
     compare(static_graph=True, branch=lambda step: False)
 
 
-def with_gradients_as_views_of_buckets():
+def with_gradients_as_views_of_buckets() -> None:
     ours = compare(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
-    assert ours.model.first.weight.grad._is_view()
+    assert isinstance(ours.model, Net)
+    gradient = ours.model.first.weight.grad
+    assert gradient is not None
+    assert gradient._is_view()
 
 
-def with_many_small_buckets():
+def with_many_small_buckets() -> None:
     compare(bucket_cap_mb=0.0001)
-    seen = set()
+    seen: set[int] = set()
 
-    def register(ddp):
-        def hook(group, bucket):
+    def register(ddp: DistributedDataParallel) -> None:
+        def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             seen.add(bucket.index())
             return default_hooks.allreduce_hook(group, bucket)
 
@@ -139,31 +147,33 @@ def with_many_small_buckets():
     assert len(seen) > 3
 
 
-def with_no_sync():
+def with_no_sync() -> None:
     compare(accumulate=3)
 
 
-def with_and_without_broadcast_buffers():
+def with_and_without_broadcast_buffers() -> None:
     ours, without = compare(broadcast_buffers=True), compare(broadcast_buffers=False)
-    same = torch.equal(ours.model.norm.running_mean, without.model.norm.running_mean)
+    same = torch.equal(ours.state["norm.running_mean"], without.state["norm.running_mean"])
     assert same == (dist.get_rank() == 0)  # the others begin each step with the buffers of rank 0
 
 
-def with_mixed_dtypes():
+def with_mixed_dtypes() -> None:
     # Three numbers of eight bits add up to another one in another order.
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 1e-2)):
         compare(tolerance, model=lambda dtype=dtype: Net(dtype))
 
 
-def with_forward_in_evaluation():
+def with_forward_in_evaluation() -> None:
     ours = Trained(None)
     ours.ddp.eval()
     with torch.no_grad():
         assert ours.ddp(torch.ones(2, 13)).shape == (2, 3)
 
 
-def as_one_process_with_all_the_samples():
-    model = lambda: nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3)).double()  # noqa: E731
+def as_one_process_with_all_the_samples() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3)).double()
+
     torch.set_default_dtype(torch.float64)
     try:
         ours = Trained(None, model)
@@ -184,12 +194,12 @@ def as_one_process_with_all_the_samples():
         torch.testing.assert_close(ours.state[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-def with_debugging_on():
+def with_debugging_on() -> None:
     """DETAIL wraps PyTorch's own backends in one that checks; a backend in Python it leaves as it is."""
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        part = dist.new_group()
+        part: Any = dist.new_group()
         assert type(part).__name__ == "RingProcessGroup"
         ours = Trained(part)
         assert ours.ddp._get_ddp_logging_data()["backend_name"] == "ring"
@@ -198,7 +208,7 @@ def with_debugging_on():
     assert_same(ours.state, Trained(gloo()).state, rounding())
 
 
-def that_is_compiled():
+def that_is_compiled() -> None:
     """The gradients of the compiled model come in DDP's buckets; its buffers are broadcast between compiled parts."""
     torch._dynamo.reset()
     plain, compiled = Trained(None), Trained(None, compiled=True)
@@ -206,7 +216,7 @@ def that_is_compiled():
     assert_same(compiled.state, Trained(gloo(), compiled=True).state, rounding())
 
 
-def sync_batch_norm_wants_a_gpu_over_gloo_too():
+def sync_batch_norm_wants_a_gpu_over_gloo_too() -> None:
     for group in (None, gloo()):
         model = nn.SyncBatchNorm(13, process_group=group)
         error = error_of(lambda model=model: model(torch.randn(4, 13)))
@@ -217,8 +227,8 @@ def sync_batch_norm_wants_a_gpu_over_gloo_too():
 # --- uneven inputs --------------------------------------------------------------------------------------------------
 
 
-def joined_with_uneven_inputs():
-    def trained(group):
+def joined_with_uneven_inputs() -> None:
+    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3))
         ddp = DistributedDataParallel(model, process_group=group)
@@ -234,10 +244,10 @@ def joined_with_uneven_inputs():
     assert_same(trained(None), trained(gloo()), rounding())
 
 
-def joined_with_a_divisor_that_shrinks():
+def joined_with_a_divisor_that_shrinks() -> None:
     """PyTorch's C++ alone holds the work of the collective that counts the ranks, and waits for it in backward."""
 
-    def trained(group):
+    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(13, 3)
         ddp = DistributedDataParallel(model, process_group=group)
@@ -253,17 +263,18 @@ def joined_with_a_divisor_that_shrinks():
     assert_same(trained(None), trained(gloo()), rounding())
 
 
-def with_sparse_gradients():
+def with_sparse_gradients() -> None:
     class Embedded(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(20, 5, sparse=True)
             self.last = nn.Linear(5, 3)
 
-        def forward(self, x):
-            return self.last(self.table((x[:, 0].abs() * 5).long().clamp(max=19)))
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.last(self.table((x[:, 0].abs() * 5).long().clamp(max=19)))
+            return output
 
-    def trained(group):
+    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = Embedded()
         ddp = DistributedDataParallel(model, process_group=group)
@@ -272,17 +283,19 @@ def with_sparse_gradients():
         for _ in range(STEPS):
             optimizer.zero_grad()
             ddp(torch.randn(8, 13)).square().mean().backward()
-            assert model.table.weight.grad.is_sparse
+            gradient = model.table.weight.grad
+            assert gradient is not None
+            assert gradient.is_sparse
             optimizer.step()
         return model.state_dict()
 
     assert_same(trained(None), trained(gloo()), rounding())
 
 
-def joined_with_a_throw_on_early_end():
+def joined_with_a_throw_on_early_end() -> None:
     ddp = DistributedDataParallel(nn.Linear(13, 3))
 
-    def uneven():
+    def uneven() -> None:
         with Join([ddp], throw_on_early_termination=True):
             for _ in range(1 + dist.get_rank()):
                 ddp(torch.randn(8, 13)).sum().backward()
@@ -293,37 +306,37 @@ def joined_with_a_throw_on_early_end():
 # --- communication hooks --------------------------------------------------------------------------------------------
 
 
-def on_its_group(hook):
-    """Registers a hook whose state is the process group."""
+def on_its_group(hook: Hook) -> Register:
+    """Return a function that registers a hook whose state is the process group."""
     return lambda ddp: ddp.register_comm_hook(ddp.process_group, hook)
 
 
-def hooks_that_compress():
+def hooks_that_compress() -> None:
     compare(hook=on_its_group(default_hooks.allreduce_hook), bucket_cap_mb=0.001)
     compare(1e-4, hook=on_its_group(default_hooks.fp16_compress_hook), bucket_cap_mb=0.001)
     wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     compare(1e-4, hook=on_its_group(wrapped), bucket_cap_mb=0.001)
 
 
-def the_bf16_hook():
+def the_bf16_hook() -> None:
     """DDP lets it pass under its name only where there is NCCL; what it does works wherever there is bfloat16."""
     compare(1e-3, hook=on_its_group(lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)))
 
 
-def a_hook_that_does_nothing():
+def a_hook_that_does_nothing() -> None:
     ours = Trained(None, hook=on_its_group(debugging_hooks.noop_hook))
     assert_same(ours.state, Trained(gloo(), hook=on_its_group(debugging_hooks.noop_hook)).state)
 
 
-def power_sgd(wrapper=lambda hook: hook, **settings):
-    def register(ddp):
+def power_sgd(wrapper: Callable[[Hook], Hook] = lambda hook: hook, **settings: Any) -> Register:
+    def register(ddp: DistributedDataParallel) -> None:
         state = powerSGD_hook.PowerSGDState(ddp.process_group, start_powerSGD_iter=2, **settings)
         ddp.register_comm_hook(state, wrapper(powerSGD_hook.powerSGD_hook))
 
     return register
 
 
-def the_power_sgd_hook():
+def the_power_sgd_hook() -> None:
     """In one bucket: with several, Gloo's threads run the callbacks' collectives in any order, and it aborts."""
     for hook in (
         power_sgd(matrix_approximation_rank=2, min_compression_rate=1),
@@ -333,7 +346,7 @@ def the_power_sgd_hook():
         compare(1e-3, hook=hook, steps=8)
 
 
-def the_power_sgd_hook_in_several_buckets():
+def the_power_sgd_hook_in_several_buckets() -> None:
     """Where nothing is left out, it is an average."""
     everything = power_sgd(matrix_approximation_rank=31, min_compression_rate=0)
     ours = Trained(None, hook=everything, steps=8, bucket_cap_mb=0.001)
@@ -342,8 +355,8 @@ def the_power_sgd_hook_in_several_buckets():
         torch.testing.assert_close(ours.state[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def the_batched_power_sgd_hook_fails_over_gloo_too():
-    def register(ddp):
+def the_batched_power_sgd_hook_fails_over_gloo_too() -> None:
+    def register(ddp: DistributedDataParallel) -> None:
         state = powerSGD_hook.PowerSGDState(ddp.process_group, start_powerSGD_iter=2, min_compression_rate=1)
         ddp.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
 
@@ -351,8 +364,8 @@ def the_batched_power_sgd_hook_fails_over_gloo_too():
         assert isinstance(error_of(lambda group=group: Trained(group, hook=register, steps=8)), AssertionError)
 
 
-def the_post_local_sgd_hook():
-    def trained(group):
+def the_post_local_sgd_hook() -> None:
+    def trained(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         subgroup = dist.new_subgroups(group_size=1, backend=dist.get_backend(group))[0]
         torch.manual_seed(0)
         model = nn.Linear(13, 3)
@@ -371,7 +384,7 @@ def the_post_local_sgd_hook():
     assert_same(trained(None), trained(gloo()), rounding())
 
 
-def the_quantization_hooks():
+def the_quantization_hooks() -> None:
     """They read an all_gather's result as NCCL gives it; over Gloo they fail."""
     plain = Trained(None)
     for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
@@ -380,7 +393,7 @@ def the_quantization_hooks():
         assert 0 < max(far) < 0.02, far  # eight bits
 
 
-def builtin_hooks():
+def builtin_hooks() -> None:
     """PyTorch's private hooks in C++: one works; the other wants a future that Python cannot make, and says so."""
     compare(hook=lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE))
     half = lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # noqa: E731
@@ -393,8 +406,8 @@ def builtin_hooks():
 # --- the sharded optimizer ------------------------------------------------------------------------------------------
 
 
-def the_zero_redundancy_optimizer():
-    def trained(group, views):
+def the_zero_redundancy_optimizer() -> None:
+    def trained(group: dist.ProcessGroup | None, views: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
         ddp = DistributedDataParallel(model, process_group=group)
@@ -410,7 +423,7 @@ def the_zero_redundancy_optimizer():
         state = optimizer.state_dict() if dist.get_rank() == 1 else None
         return model.state_dict(), state
 
-    def replicated():
+    def replicated() -> tuple[dict[str, Tensor], dict[str, Any]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
         ddp = DistributedDataParallel(model)
@@ -428,6 +441,7 @@ def the_zero_redundancy_optimizer():
         assert_same(ours[0], theirs[0], rounding())
         assert_same(ours[0], weights)  # sharding the state changes no bit
         if dist.get_rank() == 1:
+            assert ours[1] is not None
             assert len(ours[1]["state"]) == len(moments["state"]) == 6
             for index, slot in moments["state"].items():
                 assert torch.equal(slot["exp_avg_sq"], ours[1]["state"][index]["exp_avg_sq"])

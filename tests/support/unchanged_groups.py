@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,13 @@ def mine(*shape: int) -> torch.Tensor:
     return torch.full(shape, float(dist.get_rank()))
 
 
+def world() -> dist.ProcessGroup:
+    """Return the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def total() -> float:
     return float(sum(range(dist.get_world_size())))
 
@@ -26,14 +34,14 @@ def total() -> float:
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
-def groups_say_what_they_are():
+def groups_say_what_they_are() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.get_backend() == "ring"
     assert dist.get_process_group_ranks(None) == list(range(size))
     devices = "cpu:ring,cuda:ring" if torch.cuda.device_count() else "cpu:ring"
     assert dist.get_backend_config() in (devices, "ring")
     assert type(dist.group.WORLD) is RingProcessGroup
-    part = dist.new_group([size - 1, 0], group_desc="both ends")
+    part: Any = dist.new_group([size - 1, 0], group_desc="both ends")  # Any: outside of it PyTorch returns a number
     if rank in (0, size - 1):
         assert dist.get_process_group_ranks(part) == [0, size - 1]
         assert (dist.get_group_rank(part, size - 1), dist.get_global_rank(part, 1)) == (1, size - 1)
@@ -45,8 +53,9 @@ def groups_say_what_they_are():
     dist.barrier()
 
 
-def groups_of_neighbours():
+def groups_of_neighbours() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
+    own: Any
     own, everyone = dist.new_subgroups(group_size=1)
     assert (dist.get_process_group_ranks(own), len(everyone)) == ([rank], size)
     tensor = mine(3)
@@ -58,14 +67,15 @@ def groups_of_neighbours():
     assert tensor.tolist() == [1.0 if rank < 2 else sum(range(2, size))] * 3
 
 
-def groups_are_not_split():
+def groups_are_not_split() -> None:
     """Over Gloo they are from PyTorch 2.15 on."""
     error = str(error_of(lambda: dist.split_group(None, [[0], [1]])))
     assert "No device associated" in error or "does not support splitting" in error
 
 
-def groups_of_other_backends_beside_it():
-    other, tensor = dist.new_group(backend="gloo"), mine(2)
+def groups_of_other_backends_beside_it() -> None:
+    other: Any = dist.new_group(backend="gloo")
+    tensor = mine(2)
     dist.all_reduce(tensor, group=other)
     assert tensor.tolist() == [total()] * 2
     dist.destroy_process_group(other)
@@ -73,7 +83,7 @@ def groups_of_other_backends_beside_it():
     assert tensor.tolist() == [total() * dist.get_world_size()] * 2
 
 
-def the_monitored_barrier_is_gloos_own():
+def the_monitored_barrier_is_gloos_own() -> None:
     """Up to PyTorch 2.13, which does not ask any other backend."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
         assert "only implemented for GLOO" in str(error_of(dist.monitored_barrier))
@@ -81,39 +91,39 @@ def the_monitored_barrier_is_gloos_own():
         dist.monitored_barrier()
 
 
-def objects_within_a_part_of_the_world():
+def objects_within_a_part_of_the_world() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    part = dist.new_group([0, size - 1])
+    part: Any = dist.new_group([0, size - 1])
     if rank not in (0, size - 1):
         return
-    found = [None, None]
+    found: list[Any] = [None, None]
     dist.all_gather_object(found, {"rank": rank}, group=part)
     assert found == [{"rank": 0}, {"rank": size - 1}]
     objects = [rank, "x" * rank]
     dist.broadcast_object_list(objects, src=size - 1, group=part)
     assert objects == [size - 1, "x" * (size - 1)]
-    found = [None, None] if rank == size - 1 else None
-    dist.gather_object(rank, found, dst=size - 1, group=part)
-    assert found == ([0, size - 1] if rank == size - 1 else None)
-    output = [None]
+    gathered: list[Any] | None = [None, None] if rank == size - 1 else None
+    dist.gather_object(rank, gathered, dst=size - 1, group=part)
+    assert gathered == ([0, size - 1] if rank == size - 1 else None)
+    output: list[Any] = [None]
     dist.scatter_object_list(output, ["for 0", "for the last"] if rank == 0 else None, src=0, group=part)
     assert output == ["for 0" if rank == 0 else "for the last"]
 
 
-def barriers_and_their_work():
+def barriers_and_their_work() -> None:
     work = dist.barrier(async_op=True)
     assert work.wait()
     assert work.is_completed()
-    work = dist.group.WORLD.barrier()
+    work = world().barrier()
     assert work.wait(timedelta(seconds=5))
 
 
-def collectives_of_several_threads():
+def collectives_of_several_threads() -> None:
     """Each thread has a group of its own: nothing else says which call belongs to which."""
     groups = [dist.new_group() for _ in range(3)]
     wrong: list[object] = []
 
-    def work(group, number):
+    def work(group: dist.ProcessGroup, number: int) -> None:
         for turn in range(50):
             tensor = torch.full((1000 * number + 1,), float(turn + number + dist.get_rank()))
             dist.all_reduce(tensor, group=group)
@@ -130,7 +140,7 @@ def collectives_of_several_threads():
     assert not any(thread.is_alive() for thread in threads)
 
 
-def batches_of_messages():
+def batches_of_messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [other for other in range(size) if other != rank]
     came = {other: torch.empty(1000) for other in others}
@@ -141,7 +151,7 @@ def batches_of_messages():
     assert all(tensor.unique().item() == 10.0 * other + rank for other, tensor in came.items())
 
 
-def bundled_calls():
+def bundled_calls() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [mine(3), mine(5)]
     with dist._coalescing_manager(async_ops=True) as bundle:
@@ -163,7 +173,7 @@ def bundled_calls():
 # --- meshes and functional collectives ------------------------------------------------------------------------------
 
 
-def meshes_of_two_dimensions():
+def meshes_of_two_dimensions() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("rows", "columns"))
     assert mesh["columns"].get_local_rank() == rank % 2
@@ -182,7 +192,7 @@ def meshes_of_two_dimensions():
 
 def collectives(x: torch.Tensor) -> list[torch.Tensor]:
     """One of each, of what has a row per rank."""
-    group, size = dist.group.WORLD, dist.get_world_size()
+    group, size = world(), dist.get_world_size()
     return [
         functional.all_reduce(x, "sum", group) + 1,
         functional.all_reduce(x, "avg", group) + 1,
@@ -222,17 +232,17 @@ def values_of(rank: int) -> torch.Tensor:
     return torch.arange(3.0 * dist.get_world_size()).view(-1, 3) * (rank + 1) - rank
 
 
-def functional_collectives():
+def functional_collectives() -> None:
     expected = expected_of_collectives([values_of(rank) for rank in range(dist.get_world_size())])
     found = collectives(values_of(dist.get_rank()))
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(functional.wait_tensor(ours), theirs)
-    beside = functional.all_gather_tensor(values_of(dist.get_rank()), 1, dist.group.WORLD)
+    beside = functional.all_gather_tensor(values_of(dist.get_rank()), 1, world())
     assert torch.equal(beside + 0, torch.cat([values_of(rank) for rank in range(dist.get_world_size())], 1))
 
 
-def functional_collectives_that_are_compiled():
+def functional_collectives_that_are_compiled() -> None:
     expected = expected_of_collectives([values_of(rank) for rank in range(dist.get_world_size())])
     compiled = torch.compile(collectives, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(compiled(values_of(dist.get_rank())), expected, strict=True):
@@ -247,12 +257,12 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return gathered + 1
 
 
-def plain_collectives_that_are_compiled():
+def plain_collectives_that_are_compiled() -> None:
     found = torch.compile(in_place, backend="aot_eager", fullgraph=True)(mine(2, 3))
     assert found.unique().tolist() == [2 * total() + 1]
 
 
-def collectives_that_autograd_knows():
+def collectives_that_autograd_knows() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for reduce in (
         lambda x: differentiable.all_reduce(x).sum(),
@@ -261,18 +271,20 @@ def collectives_that_autograd_knows():
     ):
         x = torch.full((2,), rank + 1.0, requires_grad=True)
         reduce(x).backward()
+        assert x.grad is not None
         assert x.grad.tolist() == [size] * 2
     x = torch.full((size, 2), rank + 1.0, requires_grad=True)
-    gathered = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    gathered = functional.all_gather_tensor_autograd(x, 0, world())
     (gathered * torch.arange(1.0, size * size + 1)[:, None]).sum().backward()
     first = rank * size
+    assert x.grad is not None
     assert x.grad[:, 0].tolist() == [size * (first + row + 1) for row in range(size)]
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-def metrics_of_torchmetrics():
+def metrics_of_torchmetrics() -> None:
     from torchmetrics import CatMetric, MeanMetric
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 

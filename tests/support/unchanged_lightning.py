@@ -9,23 +9,24 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain  # noqa: F401 - it registers the backend "ring"
 
 
-class Regression(lightning.LightningModule):
+class Regression(lightning.LightningModule):  # type: ignore[misc]  # mypy does not read Lightning: it is optional
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(13, 31), torch.nn.BatchNorm1d(31), torch.nn.Linear(31, 1))
 
-    def training_step(self, batch, _):
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         x, y = batch
-        loss = (self.net(x) - y).square().mean()
+        loss: Tensor = (self.net(x) - y).square().mean()
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 

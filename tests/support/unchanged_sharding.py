@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -29,7 +31,7 @@ from unchanged import assert_same, gloo
 STEPS = 3
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     """Sizes that no number of ranks divides; the last layer has fewer rows than there are ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(13, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 1))
@@ -40,11 +42,12 @@ def batches(rank: int) -> list[torch.Tensor]:
     return [torch.randn(8, 13, generator=generator) for _ in range(STEPS)]
 
 
-def sharded(mesh=None, **settings) -> nn.Module:
+def sharded(mesh: dist.DeviceMesh | None = None, **settings: Any) -> nn.Module:
     model = net()
     for layer in (model[0], model[3]):
         fully_shard(layer, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    return model
 
 
 def train(model: nn.Module, inputs: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -70,6 +73,12 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return all of a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
 def shared_folder() -> Path:
     """A new folder that all ranks know."""
     name = [tempfile.mkdtemp(dir=os.environ["TEST_FOLDER"]) if dist.get_rank() == 0 else ""]
@@ -80,15 +89,16 @@ def shared_folder() -> Path:
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
-def fully_sharded_as_one_process():
+def fully_sharded_as_one_process() -> None:
     expected = alone()
-    for settings in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+    choices: list[dict[str, Any]] = [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}]
+    for settings in choices:
         model = sharded(**settings)
         train(model, batches(dist.get_rank()))
         assert_same(whole(model), expected, 1e-6)
 
 
-def fully_sharded_as_over_gloo():
+def fully_sharded_as_over_gloo() -> None:
     gloo_mesh = dist.DeviceMesh.from_group(gloo(), "cpu")
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for policy, tolerance in ((MixedPrecisionPolicy(), 1e-6), (half, 1e-2)):
@@ -98,8 +108,9 @@ def fully_sharded_as_over_gloo():
         assert_same(whole(ours), whole(theirs), 0.0 if dist.get_world_size() == 2 else tolerance)
 
 
-def fully_sharded_with_accumulation():
+def fully_sharded_with_accumulation() -> None:
     ours, expected = sharded(), net()
+    assert isinstance(ours, FSDPModule)
     inputs = batches(dist.get_rank())
     for index, batch in enumerate(inputs):
         ours.set_requires_gradient_sync(index == STEPS - 1)
@@ -107,13 +118,13 @@ def fully_sharded_with_accumulation():
     for rank in range(dist.get_world_size()):
         for batch in batches(rank):
             (expected(batch).square().mean() / dist.get_world_size()).backward()
-    norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.01).full_tensor()
+    norm = full(nn.utils.clip_grad_norm_(ours.parameters(), 0.01))
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected.parameters(), 0.01))
     for mine, one in zip(ours.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), one.grad)
+        torch.testing.assert_close(full(mine.grad), one.grad)
 
 
-def sharded_in_one_dimension_and_replicated_in_another():
+def sharded_in_one_dimension_and_replicated_in_another() -> None:
     if dist.get_world_size() % 2:
         return
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
@@ -125,18 +136,20 @@ def sharded_in_one_dimension_and_replicated_in_another():
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def checkpoints_of_plain_tensors():
+def checkpoints_of_plain_tensors() -> None:
     rank, folder = dist.get_rank(), shared_folder()
-    state = {"weights": torch.arange(10.0), f"rank {rank}": torch.full((3,), rank), "step": 7, "text": "as it was"}
+    weights = torch.arange(10.0)
+    state = {"weights": weights, f"rank {rank}": torch.full((3,), rank), "step": 7, "text": "as it was"}
     dcp.save(state, checkpoint_id=folder)
-    found = {"weights": torch.zeros(10), f"rank {rank}": torch.zeros(3, dtype=torch.int64), "step": 0, "text": ""}
+    found: dict[str, Any] = {"weights": torch.zeros(10), f"rank {rank}": torch.zeros(3, dtype=torch.int64)}
+    found |= {"step": 0, "text": ""}
     dcp.load(found, checkpoint_id=folder)
-    assert torch.equal(found["weights"], state["weights"])
+    assert torch.equal(found["weights"], weights)
     assert found[f"rank {rank}"].tolist() == [rank] * 3
     assert (found["step"], found["text"]) == (7, "as it was")
 
 
-def checkpoints_of_a_sharded_model():
+def checkpoints_of_a_sharded_model() -> None:
     folder, ours = shared_folder(), sharded()
     optimizer = train(ours, batches(dist.get_rank()))
     weights, moments = get_state_dict(ours, optimizer)
@@ -157,38 +170,39 @@ def checkpoints_of_a_sharded_model():
     assert_same(whole(other), whole(ours))  # the optimizer goes on too
 
 
-def checkpoints_in_the_background():
+def checkpoints_in_the_background() -> None:
     """A thread writes, with collectives of its own in a group of its own, while training goes on."""
     save_in_the_background(AsyncCheckpointerType.THREAD)
 
 
-def checkpoints_in_another_process():
+def checkpoints_in_another_process() -> None:
     """It asks whether the group has CPU tensors, and makes a world of its own, over Gloo."""
     save_in_the_background(AsyncCheckpointerType.PROCESS)
 
 
-def save_in_the_background(kind):
+def save_in_the_background(kind: AsyncCheckpointerType) -> None:
     folder, ours, rank = shared_folder(), sharded(), dist.get_rank()
     train(ours, batches(rank))
     written = copy.deepcopy(whole(ours))
     saved = {"model": get_model_state_dict(ours), f"rank {rank}": torch.full((3,), rank)}
-    group = dist.new_group()
+    group: Any = dist.new_group()
     future = dcp.async_save(saved, checkpoint_id=folder, async_checkpointer_type=kind, process_group=group)
     for _ in range(3):
         train(ours, batches(rank))
+    assert isinstance(future, Future)
     future.result()
-    found = {"model": get_model_state_dict(ours), f"rank {rank}": torch.zeros(3, dtype=torch.int64)}
+    found: dict[str, Any] = {"model": get_model_state_dict(ours), f"rank {rank}": torch.zeros(3, dtype=torch.int64)}
     dcp.load(found, checkpoint_id=folder)
     assert_same({name: tensor.full_tensor() for name, tensor in found["model"].items()}, written)
     assert found[f"rank {rank}"].tolist() == [rank] * 3
 
 
-def state_dicts_gathered_on_rank_0():
+def state_dicts_gathered_on_rank_0() -> None:
     ours = sharded()
     optimizer = train(ours, batches(dist.get_rank()))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(ours, options=options)
-    moments = get_optimizer_state_dict(ours, optimizer, options=options)
+    moments: dict[str, Any] = get_optimizer_state_dict(ours, optimizer, options=options)
     expected = whole(ours)
     if dist.get_rank() == 0:
         assert_same(weights, expected)
@@ -197,7 +211,7 @@ def state_dicts_gathered_on_rank_0():
         assert weights == {}
 
 
-def checkpoints_fit_another_number_of_ranks():
+def checkpoints_fit_another_number_of_ranks() -> None:
     """Saved by all, loaded by one without a group."""
     folder, ours = shared_folder(), sharded()
     train(ours, batches(dist.get_rank()))
@@ -211,7 +225,7 @@ def checkpoints_fit_another_number_of_ranks():
 # --- DTensor and tensor parallelism ---------------------------------------------------------------------------------
 
 
-def tensors_in_every_placement():
+def tensors_in_every_placement() -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     torch.manual_seed(0)
@@ -228,14 +242,14 @@ def tensors_in_every_placement():
     biggest = DTensor.from_local(torch.full((5,), float(dist.get_rank())), mesh, [Partial("max")])
     assert biggest.full_tensor().tolist() == [size - 1] * 5
     product = distribute_tensor(tensor, mesh, [Shard(1)]) @ distribute_tensor(tensor.T.contiguous(), mesh, [Shard(0)])
-    torch.testing.assert_close(product.full_tensor(), tensor @ tensor.T)
+    torch.testing.assert_close(full(product), tensor @ tensor.T)
 
 
-def parallel_layers_as_whole_ones():
+def parallel_layers_as_whole_ones() -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
-    def make():
+    def make() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 12 * size), nn.GELU(), nn.Linear(12 * size, 5), nn.LayerNorm(5)).double()
 
@@ -250,7 +264,7 @@ def parallel_layers_as_whole_ones():
     assert_same(whole(ours), expected.state_dict(), 1e-12)
 
 
-def parallel_sequences():
+def parallel_sequences() -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -261,7 +275,7 @@ def parallel_sequences():
     torch.testing.assert_close(found.full_tensor(), expected(inputs))
 
 
-def layers_split_over_ranks_and_sharded_over_others():
+def layers_split_over_ranks_and_sharded_over_others() -> None:
     """Two dimensions at once, on four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected, ours = (nn.Sequential(nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
@@ -280,7 +294,7 @@ def layers_split_over_ranks_and_sharded_over_others():
 # --- pipelines ------------------------------------------------------------------------------------------------------
 
 
-def pipelines_as_one_process():
+def pipelines_as_one_process() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = torch.cat(batches(0))
     targets = torch.zeros(len(inputs), 13)
