@@ -12,7 +12,7 @@ from cyxtrain.ring.monitoring.activity import CurrentActivity
 
 _WHILE_GARBAGE_IS_COLLECTED = """
 import gc, threading, time, weakref
-from cyxtrain.ring.watching.doing import Doing
+from cyxtrain.ring.monitoring.activity import CurrentActivity
 
 class Node:
     pass
@@ -29,7 +29,7 @@ def begin_and_end():
         thread.start()
         thread.join()
 
-kept, doing = [], Doing()
+kept, doing = [], CurrentActivity()
 threading.Thread(target=begin_and_end, daemon=True).start()
 gc.set_threshold(1, 1, 1)
 for _ in range(3000):
