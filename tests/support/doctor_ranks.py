@@ -40,16 +40,18 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             nobody = probe.getsockname()
-        entry_of, visit = pairs.socket_address, pairs.StreamPasses._visit
+        address_of, test = pairs.socket_address, pairs.PairTests._test
 
-        def visit_blindly(self: pairs.StreamPasses, other: int, number: int) -> Any:
-            here = self._arrivals[other].entry
+        def test_blindly(self: pairs.PairTests, other: int, number: int) -> Any:
+            record = self.infos[other].record
             pairs.socket_address = lambda entry, *, near: (
-                (socket.AF_INET, nobody) if other == peer and entry is here and not near else entry_of(entry, near=near)
+                (socket.AF_INET, nobody)
+                if other == peer and entry is record and not near
+                else address_of(entry, near=near)
             )
-            return visit(self, other, number)
+            return test(self, other, number)
 
-        pairs.StreamPasses._visit = visit_blindly
+        pairs.PairTests._test = test_blindly
     return examine_here(1.0)
 
 
@@ -63,22 +65,22 @@ def examine_and_die(rank: int) -> dict[str, Any]:
 def examine_and_stop(rank: int) -> dict[str, Any]:
     """One rank stops before it tries anybody."""
     if int(os.environ["RANK"]) == rank:
-        pairs.StreamPasses.make = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+        pairs.PairTests.run = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
     return examine_here()
 
 
 def examine_among_strangers() -> dict[str, Any]:
     """Before the ranks call each other, and while they do, somebody says all sorts of things to each port."""
-    make, left = pairs.StreamPasses.make, []
+    make, left = pairs.PairTests.run, []
 
-    def make_among_strangers(self: pairs.StreamPasses) -> None:
-        for arrival in self._arrivals.values():
+    def make_among_strangers(self: pairs.PairTests) -> None:
+        for info in self.infos.values():
             for words in (*strangers.WORDS.values(), *strangers.UNFINISHED.values()):
-                left.append(strangers.connect((arrival.entry.host, arrival.entry.port)))
+                left.append(strangers.connect((info.record.host, info.record.port)))
                 strangers.say(left[-1], words)
         make(self)
 
-    pairs.StreamPasses.make = make_among_strangers
+    pairs.PairTests.run = make_among_strangers
     try:
         return examine_here()
     finally:
