@@ -1,4 +1,4 @@
-"""Models by name: the registry, and the small ones that examples and `configs/` name."""
+"""Models by name: the registry, and small models for examples and `configs/`."""
 
 from cyxtrain.models.cnn import CNN
 from cyxtrain.models.mlp import MLP

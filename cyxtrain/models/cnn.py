@@ -1,4 +1,4 @@
-"""Convolutions for small pictures."""
+"""A convolutional network for small images."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cyxtrain.models.registry import register_model
 
 @register_model("cnn")
 class CNN(nn.Module):
-    """Convolutions of 3 x 3, each followed by pooling that halves the picture: (n, pixels) to (n, outputs).
+    """3 x 3 convolutions, each followed by 2 x 2 pooling: (n, pixels) to (n, outputs).
 
     Args:
-        image: Channels, height and width; rows may be flat, as the digits are.
-        outputs: Numbers for each picture, such as a score per class.
-        channels: Of each convolution; both sides of the picture must be halved so often.
+        image: Channels, height and width; images may be flat rows.
+        outputs: Outputs per image, such as a score per class.
+        channels: Of each convolution; each halves the image's height and width.
     """
 
     def __init__(self, image: Sequence[int], outputs: int, channels: Sequence[int] = (32, 64)) -> None:
@@ -24,7 +24,7 @@ class CNN(nn.Module):
         depth, height, width = image
         halved = 2 ** len(channels)
         if height < halved or width < halved:
-            raise ValueError(f"pictures of {height} x {width} cannot be halved {len(channels)} times")
+            raise ValueError(f"images of {height} x {width} cannot be halved {len(channels)} times")
         layers: list[nn.Module] = []
         for wide in channels:
             layers += [nn.Conv2d(depth, wide, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -34,7 +34,7 @@ class CNN(nn.Module):
             *layers, nn.Flatten(), nn.Linear(depth * (height // halved) * (width // halved), outputs)
         )
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Returns (n, outputs) for pictures (n, channels, height, width), or the same flat."""
-        output: Tensor = self.layers(pictures.reshape(len(pictures), *self.image))
+    def forward(self, images: Tensor) -> Tensor:
+        """Return (n, outputs) for images (n, channels, height, width), or flat rows of them."""
+        output: Tensor = self.layers(images.reshape(len(images), *self.image))
         return output

@@ -1,4 +1,4 @@
-"""Linear layers with something bent between them."""
+"""A multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cyxtrain.models.registry import register_model
 
 @register_model("mlp")
 class MLP(nn.Module):
-    """A multi-layer perceptron: (n, inputs) to (n, outputs); rows of other shapes are flattened.
+    """Multi-layer perceptron: linear layers with an activation between them; (n, inputs) to (n, outputs).
 
     Args:
-        inputs: Numbers of a row.
-        outputs: Numbers for each row, such as a score per class.
+        inputs: Features per row; rows of other shapes are flattened.
+        outputs: Outputs per row, such as a score per class.
         hidden: Width of each hidden layer.
-        dropout: Share of a hidden layer's numbers that are left out in training.
+        dropout: Dropout probability of hidden layers.
     """
 
     def __init__(self, inputs: int, outputs: int, hidden: Sequence[int] = (128,), dropout: float = 0.0) -> None:
@@ -29,6 +29,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(inputs, outputs))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Returns (n, outputs) for rows (n, inputs)."""
+        """Return (n, outputs) for rows (n, inputs)."""
         output: Tensor = self.layers(rows)
         return output

@@ -1,4 +1,4 @@
-"""A model that computes its own loss."""
+"""A variational autoencoder: a model that computes its own loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cyxtrain.models.registry import register_model
 
 @register_model("vae")
 class VAE(nn.Module):
-    """A variational autoencoder of rows with numbers from 0 to 1 (Kingma and Welling, 2014, sections 2.3 and 3).
+    """A variational autoencoder for features from 0 to 1 (Kingma and Welling, 2014, sections 2.3 and 3).
 
     Train it without a loss and without targets: its output's "loss" is the mean over rows of the reconstruction's
-    binary cross-entropy and the divergence of the latent numbers from a normal distribution.
+    binary cross-entropy plus the KL divergence of the latent distribution from a standard normal.
 
     Args:
-        inputs: Numbers of a row.
-        latent: Numbers that a row is squeezed into.
-        hidden: Width of the hidden layers on both sides.
-        divergence_weight: How much the divergence counts.
+        inputs: Features per row.
+        latent: Latent dimensions.
+        hidden: Width of the encoder's and decoder's hidden layer.
+        divergence_weight: Weight of the KL divergence.
     """
 
     def __init__(self, inputs: int, latent: int = 8, hidden: int = 128, divergence_weight: float = 1.0) -> None:
@@ -30,9 +30,9 @@ class VAE(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, inputs))
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns, of rows (n, ...), "loss" (a number), "rows" (n, inputs) as reconstructed, and "mean" (n, latent).
+        """Return "loss", reconstructed "rows" (n, inputs) and latent "mean" (n, latent) for rows (n, ...).
 
-        In evaluation nothing is drawn: each row's latent numbers are their means.
+        In evaluation mode nothing is sampled: the latent values are the means.
         """
         mean, log_variance = self.encoder(rows).chunk(2, dim=1)
         noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
@@ -43,7 +43,7 @@ class VAE(nn.Module):
         return {"loss": loss, "rows": scores.sigmoid(), "mean": mean}
 
     def sample(self, count: int) -> Tensor:
-        """Returns new rows, (count, inputs)."""
+        """Return new rows, (count, inputs)."""
         device = next(self.parameters()).device
         rows: Tensor = self.decoder(torch.randn(count, self.latent, device=device)).sigmoid()
         return rows
