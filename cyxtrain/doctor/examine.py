@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.findings import Cause, Pair, PeerResult, from_json
+from cyxtrain.doctor.findings import Cause, Pair, PeerResult
 from cyxtrain.doctor.machine_facts import this_machine
 from cyxtrain.doctor.store_exchange import Roster
 from cyxtrain.doctor.terminal import print_report
 from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError, counted
-from cyxtrain.ring import Deadline, Meeting, StoreClient, StoreLostError, listen, listen_near, own_record
-from cyxtrain.world.join import forget_store, open_store
+from cyxtrain.ring import Deadline, StoreClient, StoreLostError, listen, own_record, parse_record
+from cyxtrain.world.join import forget_store, open_world_store
 
 _KEYS = "/cyxtrain/doctor"
 """Prefix of the keys that `store_exchange.py` lists."""
@@ -72,19 +72,19 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         address = f"{config.master_addr}:{config.master_port}"
         print(f"waiting for {counted(world_size, 'rank')} at {address}, for at most {seconds:g} s\n", flush=True)
     # Without the run's secret: it must find secrets that differ.
-    store = dist.PrefixStore(_KEYS, open_store(config, None, seconds))
+    store = dist.PrefixStore(_KEYS, open_world_store(config, None, seconds))
     client = StoreClient(store, f"rank {rank}", store_exchange.AnswerDeadline())
-    sockets, tests = Meeting(), None
+    listeners, tests = None, None
     try:
-        sockets.listener, sockets.near = listen(rank, store), listen_near(options.transport)
-        record = own_record(rank, world_size, sockets, options)
+        listeners = listen(rank, store, options.transport)
+        record = own_record(rank, world_size, listeners, options)
         store_exchange.register(client, rank, record, this_machine(record.host))
         if rank == 0:
             roster = store_exchange.publish_roster(client, world_size, deadline)
         else:
             roster = store_exchange.read_roster(client, rank, world_size, Deadline(seconds + _GRACE_SECONDS))
         limit = Deadline((len(pairs.rounds(roster.ranks)) + 1) * pairs.ROUND_SECONDS + _READING_SECONDS)
-        tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), sockets)
+        tests = pairs.PairTests(client, rank, roster, store_exchange.read_infos(client, roster.ranks), listeners)
         tests.run()
         proof = _proof(options, roster)
         client.set(f"proof/{rank}", proof)
@@ -97,7 +97,8 @@ def _examine_world(config: DistributedConfig) -> report.World | None:
         if tests is not None:
             tests.close()
         client.close()
-        sockets.close()
+        if listeners is not None:
+            listeners.close()
         forget_store()
 
 
@@ -111,7 +112,7 @@ def _collect(
     found = []
     for low, high in ((low, high) for high in ranks for low in ranks if low < high):
         texts = map(client.get, (f"result/{low}/{high}", f"result/{high}/{low}"))
-        found.append(Pair(low, high, tuple(from_json(PeerResult, text) for text in texts if text is not None)))
+        found.append(Pair(low, high, tuple(parse_record(PeerResult, text) for text in texts if text is not None)))
     proofs = {other: (client.get(f"proof/{other}") or b"").decode("ascii", "replace") for other in ranks}
     wrong_secret = [other for other in ranks if proof and proofs[other] and proofs[other] != proof]
     client.set("over", "yes")
@@ -138,7 +139,7 @@ def _wait_for_rank_0(client: StoreClient, tests: pairs.PairTests, rank: int, lim
 
 
 def _proof(options: RingOptions, roster: Roster) -> str:
-    """Return a proof that this rank knows the secret; empty if it has none, which `misfit` reports."""
+    """Return a proof that this rank knows the secret; empty if it has none, which `why_incompatible` reports."""
     if options.secret is None:
         return ""
     secret = options.secret.encode("utf-8", "surrogateescape")

@@ -5,15 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from cyxtrain.doctor.machine_facts import Machine
-from cyxtrain.errors import RendezvousError, printable
 from cyxtrain.ring import RankRecord
-
-_Kind = TypeVar("_Kind")
 
 
 class Cause(str, enum.Enum):
@@ -96,27 +91,3 @@ class Pair:
 def to_json(found: PeerResult | Machine) -> str:
     """Return it as text for the store."""
     return json.dumps(dataclasses.asdict(found))
-
-
-_READERS: dict[Any, Callable[[Any], object]] = {"str": lambda text: printable(str(text)), "int": int, "float": float}
-
-
-def from_json(kind: type[_Kind], text: bytes) -> _Kind:
-    """Return what a rank has written with `to_json`.
-
-    Raises:
-        RendezvousError: It is something else.
-    """
-    try:
-        facts, fields = json.loads(text), dataclasses.fields(kind)  # type: ignore[arg-type]
-        return kind(**{field.name: _READERS[field.type](facts[field.name]) for field in fields})
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise foreign_data(error) from None
-
-
-def foreign_data(error: Exception) -> RendezvousError:
-    """Return the error for data at the store that no rank can have written."""
-    return RendezvousError(
-        f"the store holds data that no rank of this run wrote ({error!r}). Does another program use it? Choose another "
-        "MASTER_PORT, the same on every rank."
-    )

@@ -14,25 +14,26 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from cyxtrain.doctor import measure
 from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, to_json
-from cyxtrain.doctor.store_exchange import Roster, wait_for
+from cyxtrain.doctor.store_exchange import Roster
+from cyxtrain.environment.processes import State, state_of
 from cyxtrain.ring import (
     Acceptor,
-    Claim,
     ClosedError,
     Deadline,
     HandshakeError,
-    Meeting,
+    Hello,
+    Listeners,
+    PeerMemory,
     RefusedError,
     Role,
-    State,
     StoreClient,
-    call_once,
-    peer_read,
+    dial_once,
+    poll_until,
     socket_address,
-    state_of,
     watch_over,
 )
 
@@ -77,11 +78,11 @@ class PairTests:
         rank: This rank.
         roster: The ranks that take part.
         infos: What they registered, by rank.
-        sockets: This rank's listeners; they stay the caller's.
+        listeners: This rank's sockets; they stay the caller's.
     """
 
     def __init__(
-        self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], sockets: Meeting
+        self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], listeners: Listeners
     ) -> None:
         self.roster = roster
         self.infos = infos
@@ -92,10 +93,10 @@ class PairTests:
         self._run = infos[0].record.run
         self._began = time.monotonic()
         self._next_heartbeat = Deadline(0.0)
-        self._accepted: dict[tuple[int, Role], socket.socket] = {}
+        self._accepted: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
-        listeners = [listener for listener in (sockets.listener, sockets.near) if listener is not None]
-        self._acceptor = Acceptor(listeners, f"rank {rank}", self._key, self._judge, self._admit, self._selector)
+        sockets = [listener for listener in (listeners.tcp, listeners.unix) if listener is not None]
+        self._acceptor = Acceptor(sockets, f"rank {rank}", self._key, self._judge, self._admit, self._selector)
 
     def run(self) -> None:
         """Test every pair of this rank and write the results to the store."""
@@ -140,7 +141,7 @@ class PairTests:
                     heartbeat, silence = latest, Deadline(_SILENT_SECONDS)
             return cause is not Cause.NONE or silence.passed()
 
-        wait_for(is_decided, deadline)
+        poll_until(is_decided, deadline)
         return cause if cause is not Cause.NONE or self._client.has(key) else Cause.ABSENT
 
     def _serve(self, seconds: float = 0.0) -> None:
@@ -152,14 +153,14 @@ class PairTests:
             self._next_heartbeat = Deadline(_HEARTBEAT_SECONDS)
             self._client.set(f"heartbeat/{self._rank}", str(time.monotonic()))
 
-    def _judge(self, claim: Claim) -> str:
-        return "" if claim.run == self._run else "it belongs to another run"
+    def _judge(self, hello: Hello) -> str:
+        return "" if hello.run == self._run else "it belongs to another run"
 
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
-        before = self._accepted.pop((claim.rank, claim.role), None)
+    def _admit(self, hello: Hello, sock: socket.socket) -> None:
+        before = self._accepted.pop(hello.rank, None)
         if before is not None:
             before.close()
-        self._accepted[claim.rank, claim.role] = sock
+        self._accepted[hello.rank] = sock
 
     def _test(self, peer: int, number: int) -> PeerResult:
         """Test one pair, in the round of that number."""
@@ -169,22 +170,15 @@ class PairTests:
         cause = self.wait_for_key(f"ready/{peer}/{self._rank}", peer, patience, probes_port=True)
         if cause is not Cause.NONE:
             return PeerResult(self._rank, peer, cause.value, _DETAILS[cause])
-        record, is_higher = self.infos[peer].record, self._rank > peer
-        has_unix = record.machine == self._own.machine and bool(record.unix) and bool(self._own.unix)
-        deadline = Deadline(CONNECT_SECONDS)
-        # As in the ring, collectives are over TCP here, and messages over the Unix socket, if both are on one machine.
-        dialed, cause, detail = self._dial(peer, Role.COLLECTIVES, deadline)
-        near = self._dial(peer, Role.MESSAGES, deadline)[0] if has_unix and is_higher else None
-        expected = [Role.COLLECTIVES] if is_higher or not has_unix else [Role.COLLECTIVES, Role.MESSAGES]
-        while not deadline.passed() and not all((peer, role) in self._accepted for role in expected):
+        deadline, is_higher = Deadline(CONNECT_SECONDS), self._rank > peer
+        dialed, cause, detail = self._dial(peer, deadline)
+        while not deadline.passed() and peer not in self._accepted:
             self._serve(_POLL_SECONDS)
-        accepted, near_accepted = (self._accepted.pop((peer, role), None) for role in (Role.COLLECTIVES, Role.MESSAGES))
+        accepted = self._accepted.pop(peer, None)
         with contextlib.ExitStack() as stack:
-            for sock in (dialed, accepted, near, near_accepted):
-                if sock is not None:
-                    stack.enter_context(sock)
-            transport = self._transport(peer, near or near_accepted)
-            result = PeerResult(self._rank, peer, cause.value, detail, transport)
+            for sock in filter(None, (dialed, accepted)):
+                stack.enter_context(sock)
+            result = PeerResult(self._rank, peer, cause.value, detail, self._transport(peer))
             if dialed is not None and is_higher:
                 return _measured(result, dialed)
             if accepted is not None and not is_higher:
@@ -193,12 +187,12 @@ class PairTests:
                     measure.follow(accepted, MEASURE_SECONDS)
             return result
 
-    def _dial(self, peer: int, role: Role, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
+    def _dial(self, peer: int, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
         """Return (connection or None, why there is none, the same in words)."""
-        claim = Claim(self._run, 0, role, self._rank, self.roster.world_size, checksums=False, to_rank=peer)
-        address = socket_address(self.infos[peer].record, near=role is Role.MESSAGES)
+        hello = Hello(self._run, 0, Role.COLLECTIVES, self._rank, self.roster.world_size, checksums=False, to_rank=peer)
+        address = socket_address(self.infos[peer].record, unix=False)
         try:
-            return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
+            return dial_once(address, hello, self._key, deadline, self._serve), Cause.NONE, ""
         except (RefusedError, HandshakeError) as error:
             return None, Cause.STRANGER, f"another program answers there ({error})"
         except ClosedError:
@@ -211,14 +205,14 @@ class PairTests:
             reason = os.strerror(error.errno).lower() if error.errno else str(error)
             return None, Cause.NO_WAY, f"its own system does not send there ({reason})"
 
-    def _transport(self, peer: int, near: socket.socket | None) -> str:
+    def _transport(self, peer: int) -> str:
         """Return what the ring would use from this rank; empty between machines."""
         record = self.infos[peer].record
         if record.machine != self._own.machine:
             return ""
-        if near is None:
+        if not (self._own.unix and record.unix and _accepts(*socket_address(record, unix=True))):
             return "tcp"
-        can_read = record.memory and peer_read.PeerMemory(record.process.pid).can_be_read(record.memory)
+        can_read = record.memory and PeerMemory(record.process.pid).can_be_read(record.memory)
         return "cma" if can_read else "unix"
 
 
@@ -237,6 +231,15 @@ def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
         detail = f"the connection ended during the test ({reason.lower()})"
     return replace(result, cause=cause.value, detail=detail)
+
+
+def _accepts(family: int, address: Any) -> bool:
+    """Return whether a socket accepts connections."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
+        sock.settimeout(_HEARTBEAT_SECONDS)
+        sock.connect(address)
+        return True
+    return False
 
 
 def _is_refused(host: str, port: int) -> bool:

@@ -12,7 +12,7 @@ from cyxtrain.doctor.findings import Cause, Pair, PeerResult, RankInfo
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.terminal import duration, rate, table
 from cyxtrain.errors import counted, shortened
-from cyxtrain.ring import misfit
+from cyxtrain.ring import why_incompatible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -96,7 +96,7 @@ def faults_of(world: World) -> list[str]:
         "its machine reach that port? Look at its output."
         for rank in world.missing
     ]
-    found = [*missing, *_misfits(world)]
+    found = [*missing, *_incompatible(world)]
     for pair in world.broken[:_MAX_PRINTED]:
         found += _faults_of_pair(world, pair)
     if len(world.broken) > _MAX_PRINTED:
@@ -195,10 +195,10 @@ def _slow(pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in pairs if pair.is_ok and is_slow(pair.measured)]
 
 
-def _misfits(world: World) -> list[str]:
+def _incompatible(world: World) -> list[str]:
     """Return why ranks that reach each other cannot join."""
     first = world.infos[0].record
-    found = [reason for rank, info in world.infos.items() if (reason := misfit(rank, info.record, 0, first))]
+    found = [reason for rank, info in world.infos.items() if (reason := why_incompatible(rank, info.record, 0, first))]
     found += [
         f"rank {rank} has another secret than rank 0. Set CYXTRAIN_SECRET to the same value on every rank."
         for rank in world.wrong_secret

@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
-from cyxtrain.doctor.findings import RankInfo, foreign_data, from_json, to_json
+from cyxtrain.doctor.findings import RankInfo, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring import Deadline, RankRecord, StoreClient
+from cyxtrain.ring import Deadline, RankRecord, StoreClient, foreign_value, parse_record, poll_until
 
 _ANSWER_SECONDS = 10.0
-_LONGEST_NAP_SECONDS = 0.05
 
 
 class AnswerDeadline(Deadline):
@@ -76,7 +73,7 @@ def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> R
         ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"record/{rank}"))
         return len(ranks) == world_size
 
-    wait_for(all_have_registered, deadline)
+    poll_until(all_have_registered, deadline)
     roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
     store.set("roster", json.dumps(roster))
     return roster
@@ -88,7 +85,7 @@ def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadli
     Raises:
         RendezvousError: Rank 0 publishes none, or one without this rank.
     """
-    if not wait_for(lambda: store.has("roster"), deadline):
+    if not poll_until(lambda: store.has("roster"), deadline):
         raise RendezvousError(
             f"rank {rank} waited for rank 0, which did not register in time. Was it started? Look at its output; "
             "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
@@ -98,7 +95,7 @@ def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadli
         roster = Roster(*json.loads(store.get("roster") or b""))
         bytes.fromhex(roster.token)
     except (ValueError, TypeError, RecursionError) as error:
-        raise foreign_data(error) from None
+        raise foreign_value(error) from None
     if rank not in roster.ranks:
         reason = f"rank {rank} registered after rank 0 had stopped waiting"
         remedy = "Start all ranks within DISTRIBUTED_TIMEOUT_MS (timeout_ms), or increase it."
@@ -118,18 +115,7 @@ def read_infos(store: StoreClient, ranks: list[int]) -> dict[int, RankInfo]:
     return {
         rank: RankInfo(
             RankRecord.from_json(store.get(f"record/{rank}") or b""),
-            from_json(Machine, store.get(f"machine/{rank}") or b""),
+            parse_record(Machine, store.get(f"machine/{rank}") or b""),
         )
         for rank in ranks
     }
-
-
-def wait_for(condition: Callable[[], bool], deadline: Deadline) -> bool:
-    """Return whether the condition became true before the deadline."""
-    nap = 0.001
-    while not condition():
-        if deadline.passed():
-            return False
-        time.sleep(min(nap, deadline.left()))
-        nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-    return True

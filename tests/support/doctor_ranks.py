@@ -44,10 +44,10 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
 
         def test_blindly(self: pairs.PairTests, other: int, number: int) -> Any:
             record = self.infos[other].record
-            pairs.socket_address = lambda entry, *, near: (
+            pairs.socket_address = lambda entry, *, unix: (
                 (socket.AF_INET, nobody)
-                if other == peer and entry is record and not near
-                else address_of(entry, near=near)
+                if other == peer and entry is record and not unix
+                else address_of(entry, unix=unix)
             )
             return test(self, other, number)
 

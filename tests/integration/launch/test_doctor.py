@@ -39,8 +39,8 @@ from cyxtrain.doctor.findings import Pair, PeerResult, RankInfo
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.measure import RoundTrip
 from cyxtrain.doctor.pairs import rounds
+from cyxtrain.environment.processes import Process
 from cyxtrain.ring import Deadline, RankRecord, StoreClient
-from cyxtrain.ring.monitoring.process_state import Process
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 needs_hosts = pytest.mark.skipif(hosts.why_not() != "", reason=hosts.why_not() or "there can be hosts")
@@ -350,7 +350,7 @@ def test_a_transport_that_does_not_work_is_broken_only_where_it_is_asked_for():
 
 def test_a_way_that_nobody_can_try_is_none(monkeypatch):
     monkeypatch.setattr(transports.sys, "executable", "/nowhere/python")
-    assert all("cannot run a second process" in each.failure for each in transports.try_transports())
+    assert "cannot run a second process" in transports.try_transports()[0].failure
 
 
 def test_the_interface_of_an_address_is_found():
@@ -386,7 +386,7 @@ def test_two_processes_of_one_rank_are_told_apart():
 def test_what_no_rank_has_written_is_said():
     store = dist.HashStore()
     store.set("roster", "[1, 2")
-    with pytest.raises(cx.RendezvousError, match="holds data that no rank of this run wrote"):
+    with pytest.raises(cx.RendezvousError, match="holds what no rank has written"):
         store_exchange.read_roster(StoreClient(store, "rank 1", Deadline(5.0)), 1, 2, Deadline(5.0))
 
 

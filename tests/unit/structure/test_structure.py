@@ -122,12 +122,6 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
     ("progress.header", "training.state"),
     ("ring.connections", "ring.collective_thread"),
     ("ring.registered_backend", "ring.process_group"),
-    ("ring.rendezvous.membership", "ring.monitoring.group_registry"),
-    ("ring.rendezvous.membership", "ring.monitoring.process_state"),
-    ("ring.rendezvous.record", "ring.monitoring.process_state"),
-    ("ring.rendezvous.rendezvous", "ring.collective_thread"),
-    ("ring.rendezvous.rendezvous", "ring.monitoring.group_registry"),
-    ("ring.rendezvous.rendezvous", "ring.monitoring.process_state"),
     ("ring.schedules.selector", "ring.wire.transfers"),
     ("ring.shared_memory.gradient_buffer", "ring.collective_arguments"),
     ("ring.shared_memory.gradient_buffer", "ring.group"),
@@ -154,15 +148,6 @@ KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = {
     ("parallel.exchange", "ring.work"),
     ("parallel.finite", "ring.wire.payload"),
     ("parallel.reducer", "ring.shared_memory.gradient_buffer"),
-    ("world.join", "ring.backend"),
-    ("world.join", "ring.rendezvous.key_values"),
-    ("world.join", "ring.rendezvous.listen"),
-    ("world.join", "ring.rendezvous.membership"),
-    ("world.join", "ring.rendezvous.pytorch_store"),
-    ("world.join", "ring.rendezvous.record"),
-    ("world.join", "ring.rendezvous.store"),
-    ("world.join", "ring.rendezvous.store_client"),
-    ("world.join", "ring.wire.link"),
 }
 COMPUTED_IMPORTS = {
     "cyxtrain.experiment.by_name",  # a user's "module:name"
