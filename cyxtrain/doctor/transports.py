@@ -34,10 +34,10 @@ def try_transports() -> list[Transport]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tcp = _failure_of(listener)
     unix = "Linux only" if sys.platform != "linux" else "not available on this system"
-    listener = listen_unix("auto")
-    if listener is not None:
-        with listener:
-            unix = _failure_of(listener)
+    near = listen_unix("auto")
+    if near is not None:
+        with near:
+            unix = _failure_of(near)
     return [Transport("cma", _failure_of_reading()), Transport("unix", unix), Transport("tcp", tcp)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -71,11 +70,7 @@ def bench(config: DistributedConfig, sizes: Sequence[int] = SIZES, seconds: floa
                 f"all_reduce (SUM, float32) on {ranks} ranks, ring and Gloo in turns: about {seconds:g} s\n", flush=True
             )
         gloo = _gloo(config)
-        rows = []
-        for number, count in enumerate(sizes):
-            _progress(f"{size(count)} ({number + 1} of {len(sizes)})", is_master)
-            rows.append(_measure(count, gloo, seconds / len(sizes)))
-        _progress("", is_master)
+        rows = [_measure(count, gloo, seconds / len(sizes)) for count in sizes]
     if is_master:
         print_report(report_of(rows, ranks))
     return 0
@@ -134,9 +129,3 @@ def _timed(tensor: Tensor, group: Any, calls: int) -> list[float]:
         dist.all_reduce(tensor, group=group)
         found.append(time.perf_counter() - begin)
     return found
-
-
-def _progress(text: str, is_master: bool) -> None:
-    """Print the current size in a terminal, over the previous one."""
-    if is_master and sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
