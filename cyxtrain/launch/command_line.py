@@ -51,7 +51,7 @@ def _show_version(context: click.Context, parameter: click.Parameter, asked: boo
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Print versions, exit.",
+    help="Print versions and exit.",
 )
 @click.option("--traceback", is_flag=True, help="Print tracebacks of errors.")
 @click.option("--local-rank", "--local_rank", type=int, hidden=True)

@@ -110,23 +110,17 @@ class RankProcess:
         self._thread = threading.Thread(target=self._attend, name=f"end of {spec.label}", daemon=True)
         self._thread.start()
 
-    def interrupt(self, number: int) -> None:
-        """Send SIGINT or SIGTERM to its process group; on Windows CTRL_BREAK."""
-        if not self._has_ended:
-            self._was_signalled = True
-            if sys.platform == "win32":
-                self._process.send_signal(signal.CTRL_BREAK_EVENT)
-            else:
-                signal_group(self._process.pid, number)
-
-    def kill(self) -> None:
-        """Send SIGKILL to its process group."""
-        if not self._has_ended:
-            self._was_signalled = True
-            if sys.platform == "win32":
-                self._process.terminate()
-            else:
-                signal_group(self._process.pid, signal.SIGKILL)
+    def stop(self, number: int | None) -> None:
+        """Send SIGINT or SIGTERM to its process group, on Windows CTRL_BREAK; None: kill it."""
+        if self._has_ended:
+            return
+        self._was_signalled = True
+        if sys.platform != "win32":
+            signal_group(self._process.pid, number or signal.SIGKILL)
+        elif number is None:
+            self._process.terminate()
+        else:
+            self._process.send_signal(signal.CTRL_BREAK_EVENT)
 
     def join(self, seconds: float) -> None:
         """Wait until the thread has ended, which happens right after `RankGone`."""

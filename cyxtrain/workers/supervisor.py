@@ -151,10 +151,10 @@ class Supervisor:
         """Signal the ranks that are left; kill them after the grace time or at the next request."""
         received = len(self._requests)
         for index in self._alive:
-            self._ranks[index].interrupt(signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM)
+            self._ranks[index].stop(signal.SIGINT if self._requests[:1] == [signal.SIGINT] else signal.SIGTERM)
         self._wait(STOP_SECONDS if received else GRACE_SECONDS, lambda: len(self._requests) > received)
         for index in self._alive:
-            self._ranks[index].kill()
+            self._ranks[index].stop(None)
         self._wait(KILLED_SECONDS, lambda: False)
         for rank in self._ranks:
             rank.join(0.0 if rank.index in self._alive else 1.0)
