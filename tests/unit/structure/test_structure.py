@@ -151,7 +151,6 @@ KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = {
 }
 COMPUTED_IMPORTS = {
     "cyxtrain.experiment.by_name",  # a user's "module:name"
-    "cyxtrain.doctor.local_checks",
 }
 
 
