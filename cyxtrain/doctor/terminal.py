@@ -26,7 +26,7 @@ def print_report(parts: Iterable[RenderableType], *, is_labelled: bool = True) -
     """
     from rich.console import Console
 
-    width = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 0)).columns) - _LABEL * is_labelled
+    width = min(_COLUMNS, max(_COLUMNS // 2, shutil.get_terminal_size((_COLUMNS, 0)).columns)) - _LABEL * is_labelled
     colours = sys.stdout.isatty()
     console = Console(file=io.StringIO(), width=width, force_terminal=colours, highlight=False, emoji=False)
     with console.capture() as captured:

@@ -102,6 +102,19 @@ def test_figures_are_written_as_people_write_them(found, text):
     assert found == text
 
 
+def test_tables_have_colours_in_a_terminal_alone(capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    report_of = report.report_of(world(2, [(0, 1)]))
+    terminal.print_report(report_of)
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
+    terminal.print_report(report_of)
+    coloured = capsys.readouterr().out
+    assert "\033" not in plain
+    assert re.sub(r"\033\[[\d;]*m", "", coloured) == plain != coloured
+
+
 def between_two(lead_seconds, follow):
     """Measures over a connection, and returns what came of it; `follow` is at the other end."""
     ours, theirs = socket.socketpair()
