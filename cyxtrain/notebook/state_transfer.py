@@ -143,17 +143,14 @@ class Marks:
         if plain or id(value) in self._known:
             return value, value
         try:
-            if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not self._is_in_a_part(value):
+            in_a_part = isinstance(value, Tensor) and address_of(value) in self._addresses
+            if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not in_a_part:
                 array = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
                 return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(array.data)), value
             data = as_bytes(value, self._pickler)
         except Exception as error:
             return ("cannot be sent", id(value)), error
         return xxhash.xxh3_128_digest(data), _Packed(data)
-
-    def _is_in_a_part(self, value: Any) -> bool:
-        """Return whether a tensor shares memory with a parameter or a buffer."""
-        return isinstance(value, Tensor) and address_of(value) in self._addresses
 
 
 def _is_contiguous(array: Any) -> bool:

@@ -146,7 +146,8 @@ def perform(
     try:
         with displays_by(partial(display_here, report)):
             # The base class's method: a subclass's override runs in the notebook.
-            value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
+            base = next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
+            value = getattr(base, method)(trainer, *arguments, **keywords)
     except BaseException as error:
         failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
         if not can_go_on:
@@ -155,11 +156,6 @@ def perform(
         return Performed(failed, _written(value, marks) if is_master else None), can_go_on
     except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return Performed(failed or Failed.of(error)), False
-
-
-def _base_of(trainer: DistributedTrainer, method: str) -> Any:
-    """Return the class that first defines a method."""
-    return next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
 
 
 def _written(value: Any, marks: Marks | None) -> SharedFile:
