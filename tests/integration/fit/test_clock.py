@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
-from cyxtrain.callbacks.slow_ranks import slow_rank
+from cyxtrain.callbacks.monitors import slow_rank
 from cyxtrain.environment import accelerator
 from cyxtrain.progress.step_timer import PARTS, StepTimer
 
