@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Starts N ranks of a command: ./launch_distributed.sh 4 python train.py --lr 0.1
+# Start N ranks of a command: ./launch_distributed.sh 4 python train.py --lr 0.1
 # or of an experiment: ./launch_distributed.sh 2 --config configs/digits_mlp.yaml
 # one per GPU: ./launch_distributed.sh --num_gpus 4 --config configs/digits_mlp.yaml (all of them without a number)
 # on several machines: ./launch_distributed.sh --num_nodes 2 --node_rank 0 --master_addr HOST ...
-# PYTHON chooses the interpreter of the launcher itself. Everything else: ./launch_distributed.sh --help
+# PYTHON selects the interpreter. All options: ./launch_distributed.sh --help
 set -euo pipefail
 
 python="${PYTHON:-}"

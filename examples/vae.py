@@ -5,7 +5,8 @@ Run it alone, or on two ranks:
     python examples/vae.py
     cyxtrain launch -n 2 -- python examples/vae.py
 
-There are no targets, and `loss_fn` is None: what the model returns has its loss under "loss" (cyxtrain/models/vae.py).
+There are no targets, and `loss_fn` is None: what the model returns has its loss under "loss"
+(cyxtrain/models/networks.py).
 It draws random numbers in training, on each rank its own: results are alike on any number of ranks, not equal. Expect
 three digits, what comes back of them and three new ones, drawn in text; then the squared error of a pixel, about 0.034.
 """

@@ -5,10 +5,9 @@ from cyxtrain.callbacks.callback import Callback
 from cyxtrain.callbacks.early_stopping import EarlyStopping
 from cyxtrain.callbacks.file_callbacks import CSVLogger, LambdaCallback
 from cyxtrain.callbacks.model_checkpoint import ModelCheckpoint
-from cyxtrain.callbacks.monitors import GradientNormMonitor, TerminateOnNaN, ThroughputMonitor, Timer
+from cyxtrain.callbacks.monitors import GradientNormMonitor, SlowRankMonitor, TerminateOnNaN, ThroughputMonitor, Timer
 from cyxtrain.callbacks.progress_bar import ProgressBar
 from cyxtrain.callbacks.rate_callbacks import LearningRateMonitor, LearningRateScheduler, ReduceLROnPlateau
-from cyxtrain.callbacks.slow_ranks import SlowRankMonitor
 from cyxtrain.callbacks.tensorboard import TensorBoard
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which often predicts better than the weights themselves."""
+"""An exponential moving average of the weights, which often predicts better than the weights."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from cyxtrain.environment import torch_compat
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the parameters: after each step, `decay` of it and 1 - decay of them.
+    """Keep an exponential moving average: after each step, decay * average + (1 - decay) * parameters.
 
-    Every rank keeps its own, and all are alike; it is part of checkpoints. Buffers, such as running means, are the
-    model's. Parameters of 16 bits are averaged in 32; those of a loss that learns are averaged too. Cost: memory for
-    the parameters once more, and they are read and written once per step.
+    Every rank keeps the same average; it is part of checkpoints. Buffers, such as running means, are not averaged.
+    16-bit parameters are averaged in float32; the parameters of a trainable loss are averaged too. Cost: a copy of the
+    parameters, read and written once per step.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992).
 
     Args:
         decay: Between 0 and 1.
-        start_step: Steps before it begins: until then it is the parameters as they are.
-        validates: Whether validations, and "best.ckpt"'s number with them, are of the average.
+        start_step: Steps before averaging starts; until then the average equals the parameters.
+        validates: Whether validation, and with it the choice of "best.ckpt", uses the average.
         overwrites_at_end: Whether the model gets the average when the fit is complete.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
 
     belongs_on_all_ranks = True
@@ -58,33 +58,33 @@ class EMA(Callback):
         return [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._parameters()]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins with the parameters as they are."""
+        """Start with a copy of the parameters."""
         self._average = [parameter.clone() for parameter in self._wide()]
         self._own = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Takes in the new parameters."""
+        """Update the average."""
         weight = 1.0 - self.decay if self.trainer.step > self.start_step else 1.0
         torch_compat.lerp_all(self._average, self._wide(), weight)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Puts the average in the parameters' place."""
+        """Swap the average in."""
         if self.validates:
             self._own = [parameter.clone() for parameter in self._parameters()]
             self._set(self._average)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Puts the parameters back."""
+        """Restore the parameters."""
         if self._own is not None:
             self._set(self._own)
             self._own = None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Puts the parameters back, where an error ended a validation."""
+        """Restore the parameters after an error in validation."""
         self.on_test_end()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Gives the model the average."""
+        """Overwrite the parameters with the average."""
         if self.overwrites_at_end:
             self._set(self._average)
 
@@ -92,10 +92,10 @@ class EMA(Callback):
         torch_compat.copy_all(self._parameters(), values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the average."""
+        """Return the average."""
         return {"average": list(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the average."""
+        """Restore the average."""
         for average, saved in zip(self._average, state["average"], strict=True):
             average.copy_(saved)

@@ -1,4 +1,4 @@
-"""What a user hangs into a fit: Keras's hooks, called on every rank at the same points.
+"""The base class of callbacks: Keras's hooks, called on every rank at the same points of a fit.
 
 on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batch_begin, on_before_optimizer_step,
                   on_train_batch_end
@@ -27,40 +27,38 @@ Logs = Mapping[str, float]
 
 
 class Callback:
-    """Hooks of a fit, under Keras's names and with its arguments; a subclass overrides those that it wants.
+    """Base class of callbacks: override the hooks that you need; names and arguments are Keras's.
 
-    Every rank has its own and calls it at the same points. `self.trainer.stop_training = True`, on any rank, ends the
-    fit on all of them: from `on_epoch_end` after that epoch; from `on_train_batch_end` after the step that follows
-    (with several ranks on accelerators: the second one), with which the ranks hear of it, and the epoch is closed as if
-    it were over. Whatever else one decides on one rank alone is its own affair: a collective that it calls, such as
-    `trainer.evaluate`, must be called on all. One that saves goes last: what comes after it has not seen the epoch yet.
+    Every rank has its own callbacks and calls them at the same points. To stop the fit on all ranks, set
+    `self.trainer.stop_training = True` on any rank: from `on_epoch_end` it stops after that epoch; from
+    `on_train_batch_end` after the next step (on several accelerators: the one after it), and the epoch ends there.
+    A collective, such as `trainer.evaluate`, must be called on all ranks. Put callbacks that save last: those after
+    them have not seen the epoch yet.
 
-    On an accelerator `on_train_batch_end` may run before anybody knows that a loss or a gradient of the step was not
-    finite, and that it was not taken (docs/exactness.md).
+    On an accelerator `on_train_batch_end` may run before the loss and gradients of the step are known to be finite; if
+    they are not, the step was skipped (docs/exactness.md).
 
-    Epochs and batches count from 0, as Keras's do; epochs of a second fit go on counting. Logs of an epoch have "loss",
-    "accuracy" and, with validation, "val_loss" and "val_accuracy" (accuracy for class targets), over all ranks and the
-    same on each. Logs of a batch are the means of this rank's part of the epoch so far; nothing is computed unless they
-    are read.
+    Epochs and batches count from 0, as in Keras; a second fit continues the count. Logs of an epoch hold "loss",
+    "accuracy" (for class targets) and, with validation, "val_loss" and "val_accuracy", over all ranks and the same on
+    each. Logs of a batch are means over this rank's part of the epoch so far, computed only when you read them.
 
     Attributes:
-        trainer: Which calls it.
-        params: "epochs" (the last one, counted from 1), "steps" (of an epoch), "samples_per_step" (over all ranks),
-            "warmup_steps", "verbose", whether there is "validation", the names of "metrics" in the logs of an epoch,
-            and for which of them "larger_is_better".
+        trainer: The trainer that calls it.
+        params: "epochs" (the last one, from 1), "steps" (per epoch), "samples_per_step" (over all ranks),
+            "warmup_steps", "verbose", whether there is "validation", names of "metrics" in the logs of an epoch, and
+            for which of them "larger_is_better".
     """
 
     trainer: DistributedTrainer
     params: dict[str, Any]
     belongs_on_all_ranks = False
-    """Whether every rank must have one, because it changes the model or makes a call of all ranks: else it is refused
-    before anything starts."""
+    """Whether every rank must have it, because it changes the model or calls collectives; otherwise `fit` raises."""
     stays_in_notebook = False
-    """Whether it stays where `fit` was called while worker processes train (`num_processes`), to draw or to ask: there
-    it is told of training, epochs and validation as rank 0 is, not of batches, and the weights come at the end. Without
-    workers it is called as any other."""
+    """Whether it stays in the notebook while worker processes train (`num_processes`), to draw or to ask: its hooks of
+    training, epochs and validation are called as on rank 0, not those of batches, and the weights arrive at the end.
+    Without workers it is an ordinary callback."""
     ends_on_nonfinite = False
-    """Whether a loss or a gradient that is not finite ends the fit in good order, instead of raising."""
+    """Whether a non-finite loss or gradient stops the fit normally instead of raising."""
 
     @property
     def model(self) -> nn.Module:
@@ -68,115 +66,107 @@ class Callback:
         return self.trainer.model
 
     def set_trainer(self, trainer: DistributedTrainer) -> None:
-        """Meets the trainer, before anything else is called."""
+        """Set the trainer, before any other call."""
         self.trainer = trainer
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Is told what will happen; may refuse it with a ConfigError, before anything starts."""
+        """Set the parameters of the fit; may raise a ConfigError before anything starts."""
         self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """A fit begins, or goes on: then model and optimizer become again what they were; `load_state_dict` is next."""
+        """A fit starts; if it resumes, `load_state_dict` follows, with model and optimizer restored."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """It is complete; not where it is interrupted, or its time is over. Logs are those of the last epoch."""
+        """The fit is complete, not interrupted; logs are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """An epoch begins; not where it goes on after a checkpoint in its middle."""
+        """An epoch starts; not called if a fit resumes in the middle of it."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """An epoch is complete, with its validation."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A step begins."""
+        """A step starts."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """A step is done."""
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Gradients are those of all ranks, and finite; they have not been clipped, and the step has not been taken."""
+        """Gradients are averaged over all ranks and finite, not yet clipped; the step has not been taken."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """An error ends the fit on this rank, or Ctrl-C a second time."""
+        """An error or a second Ctrl-C ends the fit on this rank."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Validation begins."""
+        """Validation starts."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A batch of the validation begins; of this rank's, from 0, which may have others more or fewer of."""
+        """A batch of the validation starts, from 0; the number of batches may differ between ranks."""
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """It is done; logs are the means of what this rank has validated so far."""
+        """A batch of the validation is done; logs are means over this rank's batches so far."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Validation is over; logs have its "loss", "accuracy" and metrics, or nothing where the fit stops in it."""
+        """Validation is done; logs hold its "loss", "accuracy" and metrics, or nothing if the fit stopped in it."""
 
     def close(self) -> None:
-        """The fit is left, however it ended: files are closed here."""
+        """Close files: the fit has ended, in whatever way."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of it: tensors, numbers, text, lists, tuples and dictionaries. Rank 0's."""
+        """Return rank 0's state for checkpoints: tensors, numbers, text, lists, tuples and dictionaries."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, where a fit goes on."""
+        """Restore what `state_dict` returned, when a fit resumes."""
 
 
 class BatchLogs(Mapping[str, float]):
-    """Logs that are computed when somebody reads them, each by itself.
-
-    Args:
-        look: Gives what computes each.
-    """
+    """Logs whose values are computed when they are read; `look` returns a function for each."""
 
     def __init__(self, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
         self._look = look
         self._numbers: dict[str, Callable[[], float]] | None = None
         self._found: dict[str, float] = {}
-        self._is_over = False
+        self._is_closed = False
 
     @property
     def _each(self) -> dict[str, Callable[[], float]]:
         if self._numbers is None:
-            if self._is_over:
+            if self._is_closed:
                 _refuse_late_reading()
             self._numbers = self._look()
         return self._numbers
 
     def close(self) -> None:
-        """From now on there is nothing to compute: the epoch goes on."""
-        self._is_over = True
+        """Refuse later reads: the values would be those of a later step."""
+        self._is_closed = True
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def __bool__(self) -> bool:
-        return True  # without counting
+        return True  # without computing
 
     def __getitem__(self, name: str) -> float:
-        """Returns a number."""
+        """Return a value."""
         number = self._each[name]
         if name not in self._found:
-            if self._is_over:
+            if self._is_closed:
                 _refuse_late_reading()
             self._found[name] = number()
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Gives the names."""
+        """Yield the names."""
         return iter(self._each)
 
     def __len__(self) -> int:
-        """Returns how many there are."""
+        """Return how many there are."""
         return len(self._each)
 
 
 class Callbacks:
-    """The callbacks of a fit on this rank, in the order in which they were given.
-
-    Args:
-        callbacks: Each one a `Callback`.
-    """
+    """The callbacks of a fit on this rank, in their order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
@@ -187,92 +177,87 @@ class Callbacks:
         self._test_end = [each for each in self._callbacks if _overrides(each, "on_test_batch_end")]
 
     def meet(self, trainer: DistributedTrainer, params: dict[str, Any]) -> None:
-        """Introduces them to a trainer."""
+        """Set the trainer and the parameters of each."""
         for callback in self._callbacks:
             callback.set_trainer(trainer)
             callback.set_params(dict(params))
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook, by its name, of each."""
+        """Call a hook, by its name, of each."""
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
-            self._heed_keras(callback)
+            self._apply_keras_stop(callback)
 
     def on_train_batch_begin(self, batch: int) -> None:
-        """Calls the hook of those that have one: a step costs the others nothing."""
+        """Call the hook of those that override it."""
         for callback in self._batch_begin:
             callback.on_train_batch_begin(batch, {})
 
     @property
     def on_all_ranks(self) -> list[str]:
-        """Names of those that every rank must have."""
+        """The names of those that every rank must have."""
         return [name for name, callback in self._named() if callback.belongs_on_all_ranks]
 
     @property
     def end_on_nonfinite(self) -> bool:
-        """Whether any ends the fit where a number is not finite."""
+        """Whether any stops the fit at a non-finite value."""
         return any(each.ends_on_nonfinite for each in self._callbacks)
 
     @property
     def before_optimizer_step(self) -> Callable[[int], None] | None:
-        """What calls the hook of those that have one; None: none has."""
+        """Calls the hook of those that override it; None: none does."""
         return self.on_before_optimizer_step if self._before_step else None
 
     def on_before_optimizer_step(self, batch: int) -> None:
-        """Calls the hook of those that have one."""
+        """Call the hook of those that override it."""
         for callback in self._before_step:
             callback.on_before_optimizer_step(batch, {})
 
     def on_exception(self, exception: BaseException) -> None:
-        """Calls the hook of each; what goes wrong in it is not more than what went wrong before."""
+        """Call the hook of each; ignore errors in it."""
         for callback in self._callbacks:
             with contextlib.suppress(Exception):
                 callback.on_exception(exception)
 
     def on_train_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
-        """Calls the hook of those that have one, with logs that `look` gives."""
+        """Call the hook of those that override it, with logs of `look`."""
         if self._batch_end:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in self._batch_end:
                     callback.on_train_batch_end(batch, logs)
-                    self._heed_keras(callback)
+                    self._apply_keras_stop(callback)
 
     def on_test_batch_begin(self, batch: int) -> None:
-        """Calls the hook of those that have one."""
+        """Call the hook of those that override it."""
         for callback in self._test_begin:
             callback.on_test_batch_begin(batch, {})
 
     def on_test_batch_end(self, batch: int, look: Callable[[], dict[str, Callable[[], float]]]) -> None:
-        """Calls the hook of those that have one, with logs that `look` gives."""
+        """Call the hook of those that override it, with logs of `look`."""
         if self._test_end:
             with contextlib.closing(BatchLogs(look)) as logs:
                 for callback in self._test_end:
                     callback.on_test_batch_end(batch, logs)
 
     def close(self) -> None:
-        """Lets each close its files."""
+        """Close each."""
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.callback(callback.close)
 
     @staticmethod
-    def _heed_keras(callback: Callback) -> None:
-        """Does what `self.model.stop_training = True` asks for, as Keras writes it."""
+    def _apply_keras_stop(callback: Callback) -> None:
+        """Accept Keras's way to stop: `self.model.stop_training = True`."""
         if vars(callback.model).pop("stop_training", False):
             callback.trainer.stop_training = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each that has one, by its class and, from the second of a class on, its number."""
+        """Return the states by class name and, from the second of a class on, number."""
         states = {name: callback.state_dict() for name, callback in self._named()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any], source: str) -> None:
-        """Takes over the states in a checkpoint; says which are nobody's.
-
-        Args:
-            states: What `state_dict` gave.
-            source: The checkpoint, for messages.
-        """
+        """Restore the states of a checkpoint; warn of states without a callback. `source` names the checkpoint."""
         left = dict(states)
         for name, callback in self._named():
             if name in left:
@@ -284,8 +269,8 @@ class Callbacks:
                     callback.load_state_dict(state)
         if left and runtime.is_master():
             warn(
-                f"{source} has the state of {', '.join(left)}, and fit was given no such callback: without it the run "
-                "may go on differently."
+                f"{source} has the state of {', '.join(left)}, but fit has no such callback: the run may continue "
+                "differently."
             )
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
@@ -297,10 +282,10 @@ class Callbacks:
 
 
 def checked_callbacks(callbacks: Any) -> list[Callback]:
-    """Returns what a user gave as callbacks: one, several, or None.
+    """Return the callbacks that a user passed: one, several, or None.
 
     Raises:
-        ConfigError: Something else is among them.
+        ConfigError: One is not a callback, or has a method `on_...` that is no hook.
     """
     found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for callback in found:
@@ -308,11 +293,11 @@ def checked_callbacks(callbacks: Any) -> list[Callback]:
             what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigError(
                 f"callbacks must be instances of cyxtrain.callbacks.Callback, got {what}. Derive yours from it: hooks "
-                "and their arguments are Keras's."
+                "have Keras's names and arguments."
             )
         for name in dir(callback):
             if name.startswith("on_") and name not in _HOOKS:
-                raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook that anybody calls:")
+                raise unknown_name(type(callback).__name__, name, list(_HOOKS), "hook named")
     return found
 
 
@@ -321,7 +306,7 @@ def _overrides(callback: Callback, hook: str) -> bool:
 
 
 def _refuse_late_reading() -> NoReturn:
-    raise ConfigError("logs of a batch are read while its hook runs; keep a copy, dict(logs), of what is needed later.")
+    raise ConfigError("logs of a batch can be read only while its hook runs; keep a copy, dict(logs), for later.")
 
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]

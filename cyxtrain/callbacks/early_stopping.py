@@ -1,4 +1,4 @@
-"""Ends a fit that does not get better."""
+"""Stop a fit that does not improve."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from cyxtrain.world import runtime
 
 
 class EarlyStopping(Monitoring):
-    """Ends the fit when a number has not become better for some epochs; Keras's arguments.
+    """Stop the fit when a metric has not improved for some epochs; Keras's arguments.
 
-    All ranks see the same numbers, so all come to the same verdict. Its state is in the checkpoint: a run that is
-    resumed ends where the uninterrupted one does, with the same weights.
+    All ranks see the same values and decide the same. Its state is in the checkpoint: a resumed run stops where the
+    uninterrupted one does, with the same weights.
 
     Args:
-        monitor: "loss", "accuracy", a metric of the trainer's; "val_loss" and so on, that of the validation.
-        min_delta: By how much it must become better to count.
-        patience: Epochs without that, after which the fit ends.
-        verbose: 1: rank 0 says when it ends, and which weights come back.
-        mode: "min", "max", or "auto": what the metric says.
-        baseline: What it must be better than, beside its best so far, to begin counting anew.
-        restore_best_weights: At the end the model gets back the weights of the best epoch, buffers too. Cost: a copy
-            of the model, here and in each checkpoint.
-        start_from_epoch: Epochs, from 0, that are not looked at.
+        monitor: "loss", "accuracy" or another metric; with the prefix "val_", of the validation.
+        min_delta: The smallest change that counts as an improvement.
+        patience: Epochs without an improvement before the fit stops.
+        verbose: 1: rank 0 prints when it stops and which weights it restores.
+        mode: "min", "max", or "auto": as the metric declares.
+        baseline: A value that the metric must also improve on to reset the patience.
+        restore_best_weights: Restore the weights and buffers of the best epoch at the end. Cost: a copy of the model,
+            in memory and in each checkpoint.
+        start_from_epoch: Ignore epochs before this one, from 0.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
+
+    _saved = ("wait", "stopped_epoch", "best", "best_epoch", "best_weights")
 
     def __init__(
         self,
@@ -66,20 +68,20 @@ class EarlyStopping(Monitoring):
         self.best_weights: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins anew."""
+        """Reset."""
         self._reset()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compares the epoch with the best one.
+        """Compare the epoch with the best one.
 
         Raises:
-            ConfigError: There is no such number in this fit.
+            ConfigError: This fit does not measure the metric.
         """
         value = self.value_in(logs)
         if value is None or epoch < self.start_from_epoch:
             return
         improved = self.is_better(value, self.best)
-        if improved or (self.restore_best_weights and self.best_weights is None):  # a first NaN is better than nothing
+        if improved or (self.restore_best_weights and self.best_weights is None):  # even a first NaN
             self._remember(epoch)
         self.best = value if improved else self.best
         counts = improved and (self.baseline is None or self.is_better(value, self.baseline))
@@ -89,31 +91,20 @@ class EarlyStopping(Monitoring):
             self.trainer.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Gives the model the best weights, where they are wanted. A fit that is interrupted keeps its own."""
+        """Restore the best weights, if requested; an interrupted fit keeps its own."""
         speaks = bool(self.verbose) and runtime.is_master()
         if self.stopped_epoch and speaks:
-            best = f"best in {self.best_epoch + 1}" if math.isfinite(self.best) else "never a number"
+            best = f"best in {self.best_epoch + 1}" if math.isfinite(self.best) else "never finite"
             print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
-                print(f"the model has the weights of epoch {self.best_epoch + 1}")
+                print(f"restored the weights of epoch {self.best_epoch + 1}")
             load_plain_state(self.trainer._state.trained, self.best_weights)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it has seen."""
-        return {
-            "wait": self.wait,
-            "stopped_epoch": self.stopped_epoch,
-            "best": self.best,
-            "best_epoch": self.best_epoch,
-            "best_weights": self.best_weights,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what it had seen."""
-        self.wait, self.stopped_epoch = state["wait"], state["stopped_epoch"]
-        self.best, self.best_epoch = state["best"], state["best_epoch"]
-        self.best_weights = state["best_weights"] if self.restore_best_weights else None
+        """Restore it; without the weights if they are not requested."""
+        super().load_state_dict(state)
+        self.best_weights = self.best_weights if self.restore_best_weights else None
 
     def _remember(self, epoch: int) -> None:
         self.best_epoch = epoch

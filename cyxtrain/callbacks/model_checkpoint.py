@@ -1,4 +1,4 @@
-"""Keras's ModelCheckpoint."""
+"""Save the model under names of your own."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from cyxtrain.world import runtime
 
 
 class ModelCheckpoint(Monitoring):
-    """Saves the model after epochs or steps, on rank 0; Keras's arguments. All ranks are given it.
+    """Save the model after epochs or steps, on rank 0; Keras's arguments. Pass it on all ranks.
 
-    `checkpoint_every_n_epochs` and its like in the config do so beside the training, and `resume="auto"` finds theirs;
-    this one is for names and moments of one's own. What it saves `load_checkpoint` reads, or `load_weights`.
+    Prefer `checkpoint_every_n_epochs` and similar settings: they save in the background, and `resume="auto"` finds
+    their checkpoints. Use this callback for file names and times of your own. Load the files with `load_checkpoint`,
+    or `load_weights` for weights.
 
     Args:
-        filepath: Where; "{epoch}" (from 1), "{batch}" and the names of logs in it are filled in, as in
+        filepath: File name; "{epoch}" (from 1), "{batch}" and names of metrics in it are replaced, as in
             "model-{epoch:02d}-{val_loss:.3f}.ckpt".
-        monitor: What decides which epoch is the best.
-        verbose: 1: rank 0 says what it saves.
-        save_best_only: Whether only an epoch that is better than all before is saved.
-        save_weights_only: Whether it is the weights alone, as safetensors.
-        mode: "min", "max", or "auto": what the metric says.
+        monitor: The metric that decides which epoch is the best.
+        verbose: 1: rank 0 prints what it saves.
+        save_best_only: Save only epochs that improve on all previous ones.
+        save_weights_only: Save only the weights, as safetensors.
+        mode: "min", "max", or "auto": as the metric declares.
         save_freq: "epoch", or a number of steps.
-        initial_value_threshold: What the first one must be better than, with `save_best_only`.
+        initial_value_threshold: With `save_best_only`, the value that the first saved epoch must improve on.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ModelCheckpoint(Monitoring):
         require_boolean(owner, "save_weights_only", save_weights_only)
         if save_freq != "epoch":
             require_integer(owner, "save_freq", save_freq, 1)
-            require(not save_best_only, f"{owner}: the best is known after an epoch: save_freq must be 'epoch'.")
+            require(not save_best_only, f"{owner}.save_best_only needs save_freq='epoch'.")
         require_float(
             owner, "initial_value_threshold", 0 if initial_value_threshold is None else initial_value_threshold
         )
@@ -67,14 +68,14 @@ class ModelCheckpoint(Monitoring):
         self.best: float | None = initial_value_threshold
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Is told what is measured, which matters where it looks at it."""
+        """Check that the metric is measured, if it is used."""
         if self.save_best_only:
             super().set_params(params)
         else:
             self.params = params
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Saves, where it shall."""
+        """Save after an epoch."""
         if self.save_freq != "epoch":
             return
         if self.save_best_only:
@@ -85,7 +86,7 @@ class ModelCheckpoint(Monitoring):
         self._save({"epoch": epoch + 1, **(logs or {})})
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Saves, where it shall."""
+        """Save after steps."""
         if self.save_freq != "epoch" and self.trainer.step % int(self.save_freq) == 0:
             self._save({"epoch": self.trainer.epoch + 1, "batch": batch + 1})
 
@@ -94,7 +95,7 @@ class ModelCheckpoint(Monitoring):
             path = self.filepath.format(**known)
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"ModelCheckpoint.filepath={self.filepath!r} cannot be filled in ({error!r}): there are "
+                f"ModelCheckpoint.filepath={self.filepath!r} has unknown names ({error!r}); available: "
                 f"{', '.join(known)}."
             ) from error
         if runtime.is_master() and os.path.dirname(path):
@@ -105,11 +106,3 @@ class ModelCheckpoint(Monitoring):
             save_weights(self.model, path)
         if self.verbose and runtime.is_master():
             print(f"saved {path}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the best number so far."""
-        return {"best": self.best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it over."""
-        self.best = state["best"]

@@ -1,9 +1,9 @@
-"""What callbacks that look at one number of each epoch have in common."""
+"""The base of callbacks that monitor one metric, and checks of arguments."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.config.settings import require, require_choice, require_integer, unknown_name
@@ -11,16 +11,18 @@ from cyxtrain.errors import ConfigError
 
 
 class Monitoring(Callback):
-    """Looks at one number of each epoch, which shall fall or grow. All ranks see the same.
+    """Monitors one metric after each epoch, the same on all ranks; fields named in `_saved` are in checkpoints.
 
     Args:
-        monitor: "loss", "accuracy", a metric of the trainer's; with "val_" before it, that of the validation.
-        mode: "min", "max", or "auto": what the metric says.
-        min_delta: By how much it must become better to count.
+        monitor: "loss", "accuracy" or another metric; with the prefix "val_", of the validation.
+        mode: "min", "max", or "auto": as the metric declares.
+        min_delta: The smallest change that counts as an improvement.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
+
+    _saved: ClassVar[tuple[str, ...]] = ("best",)
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0) -> None:
         owner = type(self).__name__
@@ -34,55 +36,64 @@ class Monitoring(Callback):
 
     @property
     def worst(self) -> float:
-        """What any number is better than."""
+        """A value that any other improves on."""
         return self._sign * math.inf
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Is told what is measured.
+        """Check that the metric is measured.
 
         Raises:
-            ConfigError: What it looks at is not, or there is no validation.
+            ConfigError: It is not, or there is no validation data.
         """
         super().set_params(params)
         name = self.monitor.removeprefix("val_")
         if name != self.monitor and name in params["metrics"] and not params["validation"]:
             raise ConfigError(
-                f"{type(self).__name__} looks at {self.monitor!r}, and there are no validation data: give some, or "
+                f"{type(self).__name__} monitors {self.monitor!r}, but there is no validation data: pass some, or set "
                 f'monitor="{name}".'
             )
         if self.monitor not in params["metrics"]:
-            raise unknown_name("this fit", self.monitor, params["metrics"], "number in its history that is named")
+            raise unknown_name("this fit", self.monitor, params["metrics"], "metric named")
         if self.mode == "auto":
             known = params["larger_is_better"].get(name, name.endswith("accuracy") or None)
             if known is None:
                 raise ConfigError(
-                    f"{type(self).__name__} looks at {self.monitor!r}, and nobody has said whether more of it is "
-                    'better: give mode="min" or "max".'
+                    f"{type(self).__name__} monitors {self.monitor!r}, and it is unknown whether larger is better: set "
+                    'mode="min" or "max".'
                 )
             self._sign = -1.0 if known else 1.0
 
     def value_in(self, logs: Logs | None) -> float | None:
-        """Returns the number of an epoch; None: the epoch had no validation.
+        """Return the metric's value; None if the epoch had no validation.
 
         Raises:
-            ConfigError: There is no such number in this fit.
+            ConfigError: This fit does not measure it.
         """
         logs = logs or {}
         value = logs.get(self.monitor)
         if value is None and not (self.monitor.startswith("val_") and "val_loss" not in logs):
             raise ConfigError(
-                f"{type(self).__name__} looks at {self.monitor!r}, which this fit does not measure: it has "
-                f"{', '.join(logs)}. Look at one of those."
+                f"{type(self).__name__} monitors {self.monitor!r}, which this fit does not measure (available: "
+                f"{', '.join(logs)})."
             )
         return value
 
     def is_better(self, value: float, than: float) -> bool:
-        """Returns whether a number is better than another, by enough to count."""
+        """Return whether a value improves on another by more than `min_delta`."""
         return self._sign * value < self._sign * than - self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save in a checkpoint."""
+        return {name: getattr(self, name) for name in self._saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        for name in self._saved:
+            setattr(self, name, state[name])
 
 
 def require_float(owner: str, name: str, value: object) -> None:
-    """Refuses what is no number."""
+    """Raise a ConfigError unless a value is a number."""
     require(
         isinstance(value, (int, float)) and not isinstance(value, bool),
         f"{owner}.{name} must be a number, got {value!r}.",
@@ -90,6 +101,6 @@ def require_float(owner: str, name: str, value: object) -> None:
 
 
 def require_count(owner: str, **values: object) -> None:
-    """Refuses what is no whole number of at least 0."""
+    """Raise a ConfigError unless all values are whole numbers of at least 0."""
     for name, value in values.items():
         require_integer(owner, name, value, 0)

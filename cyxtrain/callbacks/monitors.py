@@ -1,9 +1,10 @@
-"""Callbacks that measure a fit while it runs, or end it by what they see."""
+"""Callbacks that measure a fit or stop it: TerminateOnNaN, Timer, gradient norm, throughput, slow ranks."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,29 +12,33 @@ from torch import Tensor
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import require_count, require_float
 from cyxtrain.config.settings import require
+from cyxtrain.errors import warn
 from cyxtrain.optim.clipping import gradient_norm
+from cyxtrain.world import runtime
+
+_COMPUTE = ("forward", "backward", "optimizer")
 
 
 class TerminateOnNaN(Callback):
-    """Ends the fit, in good order, where a loss or a gradient is NaN or infinite, instead of raising NonFiniteError.
+    """Stop the fit if a loss or gradient is NaN or infinite, instead of raising NonFiniteError.
 
-    The step is not taken; the fit is complete after it, on all ranks, also where one rank alone has this callback.
+    The step is skipped, and the fit ends normally on all ranks, even if only one rank has this callback.
     """
 
     ends_on_nonfinite = True
 
 
 class Timer(Callback):
-    """Takes the time, and ends the fit when it is over.
+    """Measure time and stop training at a time limit.
 
     Args:
-        seconds: That a fit may take, by the clock of the rank that has this callback; None: as many as it wants.
+        seconds: Time limit, by the clock of the rank that has this callback; None: no limit.
 
     Attributes:
-        epoch_seconds: Of each epoch, with its validation, since the fit began or went on.
+        epoch_seconds: Of each epoch, with its validation, since the fit started or resumed.
 
     Raises:
-        ConfigError: That is no time.
+        ConfigError: `seconds` is not above 0.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -44,28 +49,24 @@ class Timer(Callback):
         self._began = self._epoch_began = 0.0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins."""
+        """Start the clock."""
         self.epoch_seconds = []
         self._began = self._epoch_began = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Looks whether time is over."""
+        """Check the time limit."""
         if self.seconds is not None and time.monotonic() - self._began >= self.seconds:
             self.trainer.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Notes the epoch's time."""
+        """Record the epoch's time."""
         now = time.monotonic()
         self.epoch_seconds.append(now - self._epoch_began)
         self._epoch_began = now
 
 
-class _Noting(Callback):
-    """Keeps (step, number) in `values`, also in checkpoints.
-
-    Args:
-        every_n_steps: Steps from one to the next.
-    """
+class _Recording(Callback):
+    """Records (step, number) in `values`, every `every_n_steps`, also in checkpoints."""
 
     def __init__(self, every_n_steps: int) -> None:
         owner = type(self).__name__
@@ -76,62 +77,62 @@ class _Noting(Callback):
 
     @property
     def values(self) -> list[tuple[int, float]]:
-        """(step, number), counted from the training's first step; asking waits for the device."""
+        """(step, number), from the first step of the training; reading them waits for the device."""
         found = [(step, float(value)) for step, value in self._values]
         self._values = [*found]
         return found
 
     def is_due(self) -> bool:
-        """Whether the running step has an entry."""
+        """Return whether this step has an entry."""
         return self.trainer.step % self.every_n_steps == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it has noted."""
+        """Return the entries."""
         return {"values": [[step, value] for step, value in self.values]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what it had noted."""
+        """Restore the entries."""
         self._values = [(step, value) for step, value in state["values"]]
 
 
-class GradientNormMonitor(_Noting):
-    """Notes the norm of all gradients together, averaged over ranks, before they are clipped.
+class GradientNormMonitor(_Recording):
+    """Record the norm of all gradients, averaged over ranks, before clipping.
 
-    Cost: the gradients are read once per entry; the device is not waited for.
+    Cost: reads the gradients once per entry, without waiting for the device.
 
     Args:
-        every_n_steps: Steps from one entry to the next.
+        every_n_steps: Steps between entries.
 
     Attributes:
-        values: (step, norm); NaN where no parameter had a gradient.
+        values: (step, norm); NaN if no parameter had a gradient.
 
     Raises:
-        ConfigError: A number of steps cannot be.
+        ConfigError: `every_n_steps` is not a whole number of at least 1.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
         super().__init__(every_n_steps)
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Notes the step's."""
+        """Record the step's norm."""
         if self.is_due():
             norm = gradient_norm(self.model)
             self._values.append((self.trainer.step, math.nan if norm is None else norm))
 
 
-class ThroughputMonitor(_Noting):
-    """Notes how many samples per second all ranks together have trained on, by this rank's clock.
+class ThroughputMonitor(_Recording):
+    """Record the training throughput of all ranks in samples per second, by this rank's clock.
 
-    Validation and what comes between two epochs is left out.
+    Validation and the time between epochs do not count.
 
     Args:
-        every_n_steps: Steps from one entry to the next.
+        every_n_steps: Steps between entries.
 
     Attributes:
-        values: (step, samples per second since the entry before).
+        values: (step, samples per second since the previous entry).
 
     Raises:
-        ConfigError: A number of steps cannot be.
+        ConfigError: `every_n_steps` is not a whole number of at least 1.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -140,20 +141,107 @@ class ThroughputMonitor(_Noting):
         self._steps = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins anew."""
+        """Reset."""
         self._since = 0.0
         self._steps = 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Starts the clock with the first step of an epoch."""
+        """Start the clock at the first step of an epoch."""
         if batch == 0 or not self._since:
             self._since, self._steps = time.perf_counter(), 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Notes a number where one is due."""
+        """Record an entry if it is due."""
         self._steps += 1
         if self.is_due():
             now = time.perf_counter()
-            rate = self._steps * self.params["samples_per_step"] / (now - self._since)
-            self._values.append((self.trainer.step, rate))
+            samples = self._steps * self.params["samples_per_step"]
+            self._values.append((self.trainer.step, samples / (now - self._since)))
             self._since, self._steps = now, 0
+
+
+class SlowRankMonitor(Callback):
+    """Warn after an epoch which rank is slow, and whether it waits for data or computes longer.
+
+    If no rank is slow and all spend more than half of a step communicating, it warns of that. It does not repeat the
+    previous epoch's warning.
+
+    Args:
+        threshold: How many times longer than the others' average a rank's step must take to be slow.
+
+    Attributes:
+        slow: (epoch, from 0; rank, or None if all communicate; "data", "compute" or "communication"), for each epoch
+            with a finding; the same on every rank.
+
+    Raises:
+        ConfigError: The threshold is not above 1.
+    """
+
+    def __init__(self, threshold: float = 1.25) -> None:
+        require_float("SlowRankMonitor", "threshold", threshold)
+        require(threshold > 1, f"SlowRankMonitor.threshold must be above 1, got {threshold!r}.")
+        self.threshold = threshold
+        self.slow: list[tuple[int, int | None, str]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the findings."""
+        return {"slow": list(self.slow)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the findings."""
+        self.slow = [(epoch, rank, why) for epoch, rank, why in state["slow"]]
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Compare the step times of all ranks, which the fit has measured."""
+        ranks = self.trainer.step_seconds
+        rank, why = slow_rank(ranks, self.threshold) if len(ranks) > 1 else (None, "")
+        if why:
+            is_new = (epoch - 1, rank, why) not in self.slow[-1:]
+            self.slow.append((epoch, rank, why))
+            if is_new and runtime.is_master():
+                warn(f"epoch {epoch + 1}: {_describe(ranks, rank, why)}")
+
+
+def slow_rank(ranks: Sequence[dict[str, float]], threshold: float) -> tuple[int | None, str]:
+    """Return (slow rank, "data" or "compute"), (None, "communication") or (None, "").
+
+    Args:
+        ranks: Seconds of each part of a step, by rank; two or more.
+        threshold: As in `SlowRankMonitor`.
+    """
+    own = [_own(parts) for parts in ranks]
+    rank = max(range(len(ranks)), key=own.__getitem__)
+    if own[rank] > threshold * _others_mean(own, rank):
+        data, compute = [parts["data"] for parts in ranks], [_compute(parts) for parts in ranks]
+        is_data = data[rank] - _others_mean(data, rank) >= compute[rank] - _others_mean(compute, rank)
+        return rank, "data" if is_data else "compute"
+    everyone = all(parts["communication"] > _own(parts) for parts in ranks)
+    return None, "communication" if everyone else ""
+
+
+def _describe(ranks: Sequence[dict[str, float]], rank: int | None, why: str) -> str:
+    if rank is None:
+        share = min(parts["communication"] / (parts["communication"] + _own(parts)) for parts in ranks)
+        return (
+            f"no rank is slow; all spend at least {100 * share:.0f} % of a step communicating. Larger batches, "
+            "accumulation_steps or DDPConfig(compression=) reduce it."
+        )
+    own = [1000 * _own(parts) for parts in ranks]
+    seconds = ranks[rank]["data"] if why == "data" else _compute(ranks[rank])
+    return (
+        f"rank {rank} is slow: its step takes {own[rank]:.1f} ms, the others' {_others_mean(own, rank):.1f} ms, and "
+        f"they wait for it. It {'waits for data' if why == 'data' else 'computes'} for {1000 * seconds:.1f} ms."
+    )
+
+
+def _compute(parts: dict[str, float]) -> float:
+    return sum(parts[name] for name in _COMPUTE)
+
+
+def _own(parts: dict[str, float]) -> float:
+    """Return the time without communication."""
+    return parts["data"] + _compute(parts)
+
+
+def _others_mean(values: Sequence[float], rank: int) -> float:
+    return (sum(values) - values[rank]) / (len(values) - 1)

@@ -1,4 +1,4 @@
-"""A bar of one's own."""
+"""A progress bar as a callback."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cyxtrain.world import runtime
 
 
 class ProgressBar(Callback):
-    """Shows how far an epoch is, on rank 0, in place of the one that `verbose=True` shows; plain lines elsewhere.
+    """Show a progress bar on rank 0, or plain lines without a terminal.
 
-    `fit` shows one by itself. This one is for `verbose=False`, where the header shall not be shown; its place among the
-    callbacks says what it is shown after.
+    `fit` shows one by itself. Use this callback with `verbose=False`, to have a bar without the header, or to choose
+    its place among the callbacks.
     """
 
     def __init__(self) -> None:
@@ -19,24 +19,24 @@ class ProgressBar(Callback):
         self._shown: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Finds out what there is to show it on."""
+        """Choose a bar or lines."""
         self._display = make_display(runtime.is_master() and not self.params["verbose"])
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Begins a bar."""
+        """Start a bar."""
         self._display.begin_epoch(epoch + 1, self.params["epochs"], self.params["steps"])
         self._shown = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Moves it; numbers are asked for only when it is drawn."""
-        if self._shown != self.trainer.epoch:  # a fit that goes on in the middle of an epoch
+        """Advance the bar; metrics are computed only when it is drawn."""
+        if self._shown != self.trainer.epoch:  # a fit that resumes in the middle of an epoch
             self.on_epoch_begin(self.trainer.epoch)
         self._display.step(self.params["samples_per_step"], lambda: dict(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Shows the epoch's numbers instead."""
+        """Replace the bar with the epoch's metrics."""
         self._display.end_epoch(numbers(logs or {}))
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Remove the bar."""
         self._display.close()

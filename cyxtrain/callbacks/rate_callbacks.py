@@ -1,7 +1,4 @@
-"""Callbacks that set the learning rate from epoch to epoch, or write it down.
-
-What a rate is set to on any rank, between two steps of `fit`, it is on all.
-"""
+"""Callbacks that set or record the learning rate. A rate set on one rank between two steps applies to all ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from cyxtrain.world import runtime
 
 
 class _SettingRates(Callback):
-    """Sets the learning rate."""
+    """Base of callbacks that set the learning rate."""
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Looks whether anybody else sets it.
+        """Check that nothing else sets it.
 
         Raises:
-            ConfigError: A scheduler does, or a warm-up.
+            ConfigError: A scheduler or a warm-up does.
         """
         super().set_params(params)
         if self.trainer.scheduler is not None or params["warmup_steps"]:
@@ -34,15 +31,15 @@ class _SettingRates(Callback):
 
 
 class LearningRateScheduler(_SettingRates):
-    """Sets the learning rate at the beginning of each epoch; Keras's arguments.
+    """Set the learning rate at the start of each epoch; Keras's arguments.
 
     Args:
-        schedule: Takes the epoch, from 0, and the rate; returns the new rate. One that takes the epoch alone works too.
-            Of several groups each is asked for by itself.
-        verbose: 1: rank 0 says the new rate.
+        schedule: Takes the epoch, from 0, and the rate, or only the epoch; returns the new rate. It is called for each
+            parameter group.
+        verbose: 1: rank 0 prints the new rate.
 
     Raises:
-        ConfigError: `schedule` cannot be called.
+        ConfigError: `schedule` is not callable.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
@@ -52,10 +49,10 @@ class LearningRateScheduler(_SettingRates):
         self._takes_rate = takes(schedule, 2)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Sets it.
+        """Set the rate.
 
         Raises:
-            ConfigError: The schedule returned no number.
+            ConfigError: The schedule returned something else than a finite number of at least 0.
         """
         before = rates_of(self.trainer.optimizer)
         found = [self.schedule(epoch, rate) if self._takes_rate else self.schedule(epoch) for rate in before]
@@ -66,28 +63,32 @@ class LearningRateScheduler(_SettingRates):
             except (TypeError, ValueError):
                 rates.append(math.nan)
             if not 0 <= rates[-1] < math.inf:
-                raise ConfigError(f"LearningRateScheduler.schedule returned {rate!r} for epoch {epoch}: no rate.")
+                raise ConfigError(
+                    f"LearningRateScheduler.schedule returned {rate!r} for epoch {epoch}: no learning rate."
+                )
         self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
             print(f"epoch {epoch + 1}: the learning rate is {', '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}")
 
 
 class ReduceLROnPlateau(_SettingRates, Monitoring):
-    """Lowers the learning rate when a number has not become better for some epochs; Keras's arguments.
+    """Reduce the learning rate when a metric has not improved for some epochs; Keras's arguments.
 
     Args:
-        monitor: As `EarlyStopping`.
-        factor: What the rate is multiplied by, between 0 and 1.
-        patience: Epochs without improvement after which it is.
-        verbose: 1: rank 0 says so.
-        mode: "min", "max", or "auto": what the metric says.
-        min_delta: By how much the number must become better to count.
-        cooldown: Epochs after that in which nothing is counted.
-        min_lr: Below it no rate falls.
+        monitor: As in `EarlyStopping`.
+        factor: The rate is multiplied by it; between 0 and 1.
+        patience: Epochs without an improvement before the rate is reduced.
+        verbose: 1: rank 0 prints the new rate.
+        mode: "min", "max", or "auto": as the metric declares.
+        min_delta: The smallest change that counts as an improvement.
+        cooldown: Epochs after a reduction that do not count.
+        min_lr: The lowest rate.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
+
+    _saved = ("best", "wait", "cooldown_counter")
 
     def __init__(
         self,
@@ -119,11 +120,11 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.cooldown_counter = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins anew."""
+        """Reset."""
         self._reset()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Compares the epoch with the best one."""
+        """Compare the epoch with the best one."""
         value = self.value_in(logs)
         if value is None:
             return
@@ -146,28 +147,20 @@ class ReduceLROnPlateau(_SettingRates, Monitoring):
         self.trainer.set_learning_rates(rates)
         if self.verbose and runtime.is_master():
             words = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-            print(f"epoch {epoch + 1}: {self.monitor} stands still, the learning rate falls to {words}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it has seen."""
-        return {"best": self.best, "wait": self.wait, "cooldown_counter": self.cooldown_counter}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what it had seen."""
-        self.best, self.wait, self.cooldown_counter = state["best"], state["wait"], state["cooldown_counter"]
+            print(f"epoch {epoch + 1}: {self.monitor} has not improved, reducing the learning rate to {words}")
 
 
 class LearningRateMonitor(Callback):
-    """Writes down the learning rate.
+    """Record the learning rate.
 
     Args:
-        every_n_steps: Steps from one entry to the next; 0: at the end of each epoch.
+        every_n_steps: Steps between entries; 0: at the end of each epoch.
 
     Attributes:
-        values: (step, rate of each group), from the first of the training on.
+        values: (step, rate of each group), from the first step of the training.
 
     Raises:
-        ConfigError: A number of steps cannot be.
+        ConfigError: `every_n_steps` is not a whole number of at least 0.
     """
 
     def __init__(self, every_n_steps: int = 0) -> None:
@@ -176,23 +169,23 @@ class LearningRateMonitor(Callback):
         self.values: list[tuple[int, list[float]]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Notes the rate that the step will have."""
+        """Record the rate of this step."""
         step = self.trainer.step
         if self.every_n_steps and step % self.every_n_steps == 0:
-            self._note(step)
+            self._record(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Notes the rate after the epoch."""
+        """Record the rate after the epoch."""
         if not self.every_n_steps:
-            self._note(self.trainer.step)
+            self._record(self.trainer.step)
 
-    def _note(self, step: int) -> None:
+    def _record(self, step: int) -> None:
         self.values.append((step, rates_of(self.trainer.optimizer)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it has noted."""
+        """Return the entries."""
         return {"values": [[step, rates] for step, rates in self.values]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what it had noted."""
+        """Restore the entries."""
         self.values = [(step, list(rates)) for step, rates in state["values"]]

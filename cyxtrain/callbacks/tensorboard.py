@@ -1,4 +1,4 @@
-"""Curves for TensorBoard."""
+"""Write curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _USAGE = {
     "flops_per_second": ("TFLOP per second", 1e12),
     "mfu": ("MFU", 1),
 }
-"""What curves of `trainer.device_usage` are called, and in which unit they are."""
+"""Names and units of curves of `trainer.device_usage`."""
 
 
 class TensorBoard(Callback):
-    """Writes what TensorBoard shows, on rank 0: `tensorboard --logdir logs`.
+    """Write logs for TensorBoard on rank 0; show them with `tensorboard --logdir logs`.
 
-    Losses and metrics of each epoch, training and validation as two curves in one picture; the learning rate, samples
-    per second and the norm of the gradients (averaged over ranks, not clipped); on GPUs peak memory, FLOP/s and MFU, as
-    in `trainer.device_usage`; the settings, as a table. The horizontal axis is that of optimizer steps. A fit that goes
-    on from a checkpoint goes on with its curves.
+    They hold losses and metrics of each epoch, training and validation in one chart; the learning rate, samples per
+    second and the gradient norm (averaged over ranks, before clipping); on GPUs peak memory, FLOP/s and MFU, as in
+    `trainer.device_usage`; the settings as a table. The horizontal axis is the optimizer step. A resumed fit continues
+    its curves.
 
     Args:
-        log_dir: Folder; each training has one of its own. In it, as Keras has it, "train" and "validation".
-        update_freq: "epoch", or "batch", or a number of steps: how often there are the learning rate, the norm of the
-            gradients and this rank's loss so far.
+        log_dir: Folder; use one per training. As in Keras it gets the folders "train" and "validation".
+        update_freq: "epoch", "batch" or a number of steps: how often to write the learning rate, the gradient norm and
+            this rank's loss so far.
 
     Raises:
-        ConfigError: An argument cannot be.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
@@ -56,7 +56,7 @@ class TensorBoard(Callback):
         self._norm: Tensor | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Writes down the settings."""
+        """Write the settings."""
         if runtime.is_master():
             self._writer = self._open("train")
             settings = dataclasses.asdict(self.trainer.config) | {"optimizer": type(self.trainer.optimizer).__name__}
@@ -64,31 +64,31 @@ class TensorBoard(Callback):
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", self.trainer.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the checkpoint was made: what came after it is not shown any more."""
+        """Continue at the checkpoint: later points are hidden."""
         if runtime.is_master():
             self.close()
             self._purge_step = state["step"] + 1
             self._writer = self._open("train")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far it is."""
+        """Return the step."""
         return {"step": self.trainer.step}
 
     def on_before_optimizer_step(self, batch: int, logs: Logs | None = None) -> None:
-        """Looks at the gradients where their norm is to be shown."""
-        is_last = self.params["steps"] in (None, batch + 1)  # None: nobody knows which is the last
+        """Compute the gradient norm if it is written after this step."""
+        is_last = self.params["steps"] in (None, batch + 1)  # None: the number of steps is unknown
         if self._writer is not None and (is_last or (self._every and (self.trainer.step + 1) % self._every == 0)):
             self._norm = gradient_norm(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Writes what is shown from step to step."""
+        """Write the values of a step."""
         step = self.trainer.step
         if self._writer is not None and self._every and step % self._every == 0:
             self._writer.add_scalar("step/loss so far", (logs or {})["loss"], step)
-            self._steps_numbers(step)
+            self._write_step(step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Writes the epoch's numbers."""
+        """Write the epoch's metrics."""
         if self._writer is None:
             return
         step = self.trainer.step
@@ -103,11 +103,11 @@ class TensorBoard(Callback):
             shown, unit = _USAGE[name]
             self._writer.add_scalar(f"epoch/{shown}", value / unit, step)
         if not self._every:
-            self._steps_numbers(step)
+            self._write_step(step)
         for writer in filter(None, (self._writer, self._validation)):
             writer.flush()
 
-    def _steps_numbers(self, step: int) -> None:
+    def _write_step(self, step: int) -> None:
         assert self._writer is not None
         rates = rates_of(self.trainer.optimizer)
         for number, rate in enumerate(rates):
@@ -116,12 +116,12 @@ class TensorBoard(Callback):
             self._writer.add_scalar("step/gradient norm", float(self._norm), step)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for writer in filter(None, (self._writer, self._validation)):
             writer.close()
         self._writer = self._validation = self._purge_step = None
 
     def _open(self, name: str) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, and who does not look does not pay
+        from torch.utils.tensorboard import SummaryWriter  # importing it takes a second
 
         return SummaryWriter(os.path.join(self.log_dir, name), purge_step=self._purge_step)

@@ -1,4 +1,4 @@
-"""What ranks find and tell each other over the store: where each runs, and how each reaches each other."""
+"""What ranks find and send each other through the store: where each runs, and whether it reaches each other rank."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import dataclasses
 import enum
 import json
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cyxtrain.doctor.machine_facts import Machine
-from cyxtrain.errors import printable
-from cyxtrain.ring.rendezvous.record import RankRecord, made, not_ours
-from cyxtrain.ring.wire.frames import FrameError, json_object
-
-_Kind = TypeVar("_Kind")
+from cyxtrain.ring import RankRecord
 
 
 class Cause(str, enum.Enum):
@@ -21,107 +16,78 @@ class Cause(str, enum.Enum):
 
     NONE = ""
     SILENT = "silent"
-    """No answer to its connection."""
+    """No answer."""
     REFUSED = "refused"
-    """Somebody there said no."""
+    """Connection refused."""
     NO_WAY = "no way"
-    """The system knows no way, or another error of its own."""
+    """No route, or another error of this machine."""
     STRANGER = "stranger"
-    """Something else answers there."""
+    """Another program answers there."""
     ABSENT = "absent"
-    """It did not come to be tried."""
+    """The rank did not take part in the test."""
     BROKE = "broke"
-    """The connection ended in the middle."""
+    """The connection was closed."""
     LARGE = "large"
     """Short messages arrive, large ones do not."""
 
 
 @dataclass(frozen=True)
-class View:
-    """What one rank found of another one.
-
-    Attributes:
-        rank: Who looked.
-        peer: At whom.
-        cause: A `Cause`: why it does not reach it; "": it does.
-        detail: The same in words: "no answer within 5 s".
-        transport: How the ring would carry data from here: cma, unix or tcp; "": it is on another machine.
-        round_trip_seconds: Median; this and the next two only where this rank has measured.
-        bytes_per_second: Of the slower direction; 0: not measured.
-        skew_seconds: How much later the peer's clock is.
-    """
+class PeerResult:
+    """What one rank found of another one."""
 
     rank: int
     peer: int
     cause: str = ""
+    """A `Cause`; empty: reachable."""
     detail: str = ""
+    """The cause in words: "no answer within 5 s"."""
     transport: str = ""
+    """How the ring would send data from here: cma, unix or tcp; empty: the peer is on another machine."""
     round_trip_seconds: float = 0.0
+    """Median; this and the next two only if this rank has measured."""
     bytes_per_second: float = 0.0
+    """Of the slower direction; 0: not measured."""
     skew_seconds: float = 0.0
+    """How far the peer's clock is ahead."""
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A rank that came to the store.
+class RankInfo:
+    """A rank that registered at the store."""
 
-    Attributes:
-        entry: How the ring would introduce it.
-        machine: Where it runs.
-    """
-
-    entry: RankRecord
+    record: RankRecord
+    """How the ring would announce it."""
     machine: Machine
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is known of two ranks.
-
-    Attributes:
-        low: The lower rank.
-        high: The higher rank, which calls the lower one in the ring too, and measures.
-        views: What they found; a rank that has ended left none.
-    """
+    """Two ranks; the higher one connects to the lower one in the ring too, and measures."""
 
     low: int
     high: int
-    views: tuple[View, ...]
+    results: tuple[PeerResult, ...]
+    """Of both ranks; a rank that has exited left none."""
 
     @property
-    def is_well(self) -> bool:
-        """Whether both reach each other, and data travels."""
-        return len(self.views) == 2 and not any(view.cause for view in self.views)
+    def is_ok(self) -> bool:
+        """Whether both reach each other and data arrives."""
+        return len(self.results) == 2 and not any(result.cause for result in self.results)
 
     @property
-    def measured(self) -> View | None:
-        """What was measured; None where that was not possible."""
-        return next((view for view in self.views if view.bytes_per_second), None)
+    def measured(self) -> PeerResult | None:
+        """The result with measurements, if there is one."""
+        return next((result for result in self.results if result.bytes_per_second), None)
 
     @property
     def transport(self) -> str:
-        """How the ring would carry data between them: what works from both sides; "" where nothing does."""
-        if not self.is_well:
+        """How the ring would send data between them: what works from both sides; empty: nothing does."""
+        if not self.is_ok:
             return ""
-        found = {view.transport for view in self.views}
+        found = {result.transport for result in self.results}
         return next((name for name in ("tcp", "unix", "cma") if name in found), "tcp")
 
 
-def to_json(found: View | Machine) -> str:
-    """Returns it as text for the store."""
+def to_json(found: PeerResult | Machine) -> str:
+    """Return it as text for the store."""
     return json.dumps(dataclasses.asdict(found))
-
-
-def from_json(kind: type[_Kind], text: bytes) -> _Kind:
-    """Reads what a rank has written.
-
-    Raises:
-        RendezvousError: It is something else.
-    """
-    try:
-        facts = json_object(text)
-        shown = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        value: _Kind = made(kind, shown)
-    except (FrameError, ValueError, TypeError, KeyError) as error:
-        raise not_ours(error) from None
-    return value

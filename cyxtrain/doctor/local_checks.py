@@ -1,12 +1,13 @@
-"""One process by itself: what is here, what works, and what does not."""
+"""Checks of one process: versions, machine, backends, GPUs, transports, port, environment."""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -15,105 +16,88 @@ import torch.distributed as dist
 from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.config import BackendType, DistributedConfig
 from cyxtrain.doctor import machine_facts
-from cyxtrain.doctor.transports import Way, try_ways
+from cyxtrain.doctor.terminal import size, table
+from cyxtrain.doctor.transports import Transport, try_transports
 from cyxtrain.environment import accelerator, process_env, torch_compat
 from cyxtrain.errors import ConfigError, counted
-from cyxtrain.progress import tables
 from cyxtrain.world import devices
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _OK, _NO, _UNTESTED, _BROKEN = "ok", "no", "untested", "BROKEN"
 _ENVIRONMENT = "environment"
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A line of the report.
+class Check(NamedTuple):
+    """A line of the report."""
 
-    Attributes:
-        part: Under which heading.
-        name: What it is about.
-        state: "ok", "no", "untested", "BROKEN", or "" where there is nothing to judge.
-        text: What was found; where it is broken, what to do.
-    """
-
-    part: str
+    section: str
     name: str
     state: str
+    """"ok", "no", "untested", "BROKEN", or empty for information."""
     text: str
+    """What was found; if it is broken, what to do."""
 
 
-def facts_alone(config: DistributedConfig) -> list[Fact]:
-    """Returns what is found of this process, its machine and its environment.
-
-    Args:
-        config: Complete.
-    """
-    asked, failure = "auto", ""
+def run_checks(config: DistributedConfig) -> list[Check]:
+    """Return all checks of this process."""
+    requested, failure = "auto", ""
     try:
-        asked = process_env.ring_options().transport
+        requested = process_env.ring_options().transport
     except ConfigError as error:
         failure = str(error)
-    found = [*_versions(), *_machine(), *_backends(config), *_gpus(), *_ways(try_ways(), asked), _port(config)]
-    found += [Fact(_ENVIRONMENT, name, "", value) for name, value in process_env.settings_found().items()]
+    found = [*_versions(), *_machine(), *_backends(config), *_gpus(), *_transports(try_transports(), requested)]
+    found.append(_port(config))
+    found += [Check(_ENVIRONMENT, name, "", value) for name, value in process_env.settings_found().items()]
     if failure:
-        found.append(Fact(_ENVIRONMENT, "", _BROKEN, failure))
+        found.append(Check(_ENVIRONMENT, "", _BROKEN, failure))
     return found
 
 
-def is_healthy(facts: Sequence[Fact]) -> bool:
-    """Returns whether nothing is broken."""
-    return all(fact.state != _BROKEN for fact in facts)
+def is_healthy(checks: Sequence[Check]) -> bool:
+    """Return whether nothing is broken."""
+    return all(check.state != _BROKEN for check in checks)
 
 
-def lines_of(facts: Sequence[Fact]) -> list[str]:
-    """Returns the report."""
-    apart = [fact for fact in facts if fact.part == _ENVIRONMENT]  # names of variables are long
-    found = [line for group in ([fact for fact in facts if fact not in apart], apart) for line in _table(group)]
-    broken = [fact for fact in facts if fact.state == _BROKEN]
-    names = ", ".join(fact.name or fact.part for fact in broken)
-    last = f"broken: {names}" if broken else "nothing is broken here"
-    more = "; cyxtrain launch -n 2 -- cyxtrain doctor also tries the way between processes"
-    return [*found, "", *tables.wrapped(last if broken else last + more, "  ")]
+def report_of(checks: Sequence[Check]) -> list[RenderableType]:
+    """Return tables of the checks and a verdict."""
+    found: list[RenderableType] = []
+    for is_environment in (False, True):  # apart, because names of variables are long
+        rows: list[Sequence[str]] = []
+        for section, group in itertools.groupby(checks, lambda check: check.section):
+            if (section == _ENVIRONMENT) is is_environment:
+                rows += [(section if not number else "", *check[1:]) for number, check in enumerate(group)]
+        found += [table((), rows)] if rows else []
+    broken = ", ".join(check.name or check.section for check in checks if check.state == _BROKEN)
+    more = "nothing is broken here; cyxtrain launch -n 2 -- cyxtrain doctor also tests the connection between processes"
+    return [*found, f"broken: {broken}" if broken else more]
 
 
-def _table(facts: Sequence[Fact]) -> list[str]:
-    """Returns facts with their columns aligned; a heading stands at its first fact."""
-    if not facts:
-        return []
-    before = ["", *(fact.part for fact in facts)]
-    parts = [fact.part if fact.part != last else "" for last, fact in zip(before[:-1], facts, strict=True)]
-    starts = tables.aligned([(part, fact.name, fact.state) for part, fact in zip(parts, facts, strict=True)])
-    width = max(map(len, starts)) + 2
-    found = []
-    for start, fact in zip(starts, facts, strict=True):
-        found += tables.wrapped(f"{start.ljust(width)}{fact.text}", " " * width)
-    return found
-
-
-def _versions() -> list[Fact]:
+def _versions() -> list[Check]:
     state = _OK if torch_compat.is_tested() else _UNTESTED
     return [
-        Fact("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[1]}"),
-        Fact("versions", "PyTorch", state, f"{torch.__version__} (tested: {torch_compat.tested_range()})"),
-        Fact("versions", "NumPy", "", np.__version__),
-        Fact("versions", "Python", "", platform.python_version()),
+        Check("versions", "cyxtrain", "", f"{library_versions()['cyxtrain']}, in {Path(__file__).parents[1]}"),
+        Check("versions", "PyTorch", state, f"{torch.__version__} (tested: {torch_compat.tested_range()})"),
+        Check("versions", "NumPy", "", np.__version__),
+        Check("versions", "Python", "", platform.python_version()),
     ]
 
 
-def _machine() -> list[Fact]:
-    here = machine_facts.this_machine()
+def _machine() -> list[Check]:
+    machine = machine_facts.this_machine()
     threads = counted(torch.get_num_threads(), "thread")
     return [
-        Fact("machine", "host", "", here.host),
-        Fact("machine", "system", "", f"{platform.system()} {platform.release()} on {platform.machine()}"),
-        Fact("machine", "cores", "", f"{here.cores} usable; PyTorch computes with {threads}"),
-        Fact("machine", "memory", "", here.memory or "unknown"),
+        Check("machine", "host", "", machine.host),
+        Check("machine", "system", "", f"{platform.system()} {platform.release()} on {platform.machine()}"),
+        Check("machine", "cores", "", f"{machine.cores} usable; PyTorch uses {threads}"),
+        Check("machine", "memory", "", machine.memory),
     ]
 
 
-def _backends(config: DistributedConfig) -> list[Fact]:
-    """Returns which backends there are; the one that is asked for must be."""
-    asked = BackendType.parse(config.backend or BackendType.CPU)
+def _backends(config: DistributedConfig) -> list[Check]:
+    """Return the backends; the one that is configured must be available."""
+    requested = BackendType.parse(config.backend or BackendType.CPU)
     gloo = "" if dist.is_gloo_available() else "this PyTorch was built without it"
     found = []
     for backend, failure, text in (
@@ -121,56 +105,51 @@ def _backends(config: DistributedConfig) -> list[Fact]:
         (BackendType.GLOO, gloo, "PyTorch's, for CPU tensors"),
         (BackendType.NCCL, devices.why_no_nccl(), "NVIDIA's, for CUDA tensors"),
     ):
-        state = _OK if not failure else _BROKEN if backend is asked else _NO
-        hint = ". DISTRIBUTED_BACKEND asks for it: cpu works everywhere" if state == _BROKEN else ""
-        found.append(Fact("backends", backend.value, state, (failure or text) + hint))
+        state = _OK if not failure else _BROKEN if backend is requested else _NO
+        hint = ". DISTRIBUTED_BACKEND requests it: cpu works everywhere" if state == _BROKEN else ""
+        found.append(Check("backends", backend.value, state, (failure or text) + hint))
     return found
 
 
-def _gpus() -> list[Fact]:
+def _gpus() -> list[Check]:
     found = [
-        Fact("GPUs", f"cuda:{number}", "", f"{name}, {tables.size(memory)}")
+        Check("GPUs", f"cuda:{number}", "", f"{name}, {size(memory)}")
         for number, (name, memory) in enumerate(machine_facts.gpus())
     ]
     other = accelerator.visible()
     if not found and other is not None:
         name = accelerator.name_of(other)
-        found = [Fact("GPUs", f"{other.type}:{number}", "", name) for number in range(accelerator.count())]
-    return found or [Fact("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
+        found = [Check("GPUs", f"{other.type}:{number}", "", name) for number in range(accelerator.count())]
+    return found or [Check("GPUs", "none", "", "PyTorch sees none: training runs on CPUs")]
 
 
-def _ways(ways: Sequence[Way], asked: str) -> list[Fact]:
-    """Returns the transports; TCP must work, and what CYXTRAIN_TRANSPORT asks for."""
+def _transports(transports: Sequence[Transport], requested: str) -> list[Check]:
+    """Return the transports; TCP and the one that CYXTRAIN_TRANSPORT requests must work."""
     texts = {
         "cma": "processes read each other's memory",
-        "unix": "sockets without a network",
+        "unix": "Unix sockets",
         "tcp": "the loopback interface",
     }
-    taken = next((way.name for way in ways if not way.failure), "") if asked == "auto" else asked
+    used = next((each.name for each in transports if not each.failure), "") if requested == "auto" else requested
     found = []
-    for way in ways:
-        state = _OK if not way.failure else _BROKEN if way.name in ("tcp", asked) else _NO
-        text = way.failure or texts[way.name]
-        text += "; the ring takes it" if way.name == taken and not way.failure else ""
-        hint = f". CYXTRAIN_TRANSPORT={asked} asks for it: leave it away" if way.failure and way.name == asked else ""
-        found.append(Fact("transports", way.name, state, text + hint))
+    for name, failure in transports:
+        state = _OK if not failure else _BROKEN if name in ("tcp", requested) else _NO
+        text = failure or texts[name] + ("; the ring uses it" if name == used else "")
+        hint = f". CYXTRAIN_TRANSPORT={requested} requests it: unset it" if failure and name == requested else ""
+        found.append(Check("transports", name, state, text + hint))
     return found
 
 
-def _port(config: DistributedConfig) -> Fact:
-    """Returns whether rank 0 could listen at MASTER_PORT here."""
-    port = config.master_port
+def _port(config: DistributedConfig) -> Check:
+    """Return whether rank 0 could listen at MASTER_PORT on this machine."""
+    port, state = config.master_port, _OK
+    text = f"{port} is free here"
     if process_env.agent_store_prefix(config) is not None:
-        return Fact("meeting", "MASTER_PORT", _OK, f"{port}: torchrun's agent listens there")
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return Fact(
-            "meeting",
-            "MASTER_PORT",
-            _NO,
-            f"{port}: {reason}. The launcher finds a free port by itself; set MASTER_PORT to another one where you "
-            "start ranks yourself",
-        )
-    return Fact("meeting", "MASTER_PORT", _OK, f"{port} is free here")
+        text = f"{port}: torchrun's agent listens there"
+    else:
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:
+            state, reason = _NO, (error.strerror or str(error)).lower()
+            text = f"{port}: {reason}. The launcher picks a free port; if you start ranks yourself, set another one"
+    return Check("rendezvous", "MASTER_PORT", state, text)

@@ -1,284 +1,251 @@
-"""One rank's part in trying every pair: each calls the other, the higher one measures, both look at memory.
+"""One rank's tests of every pair: each connects to the other, the higher one measures, both try memory access.
 
-Both ways are tried: the ring's higher rank calls the lower one, other libraries do it the other way round, and which
-host is which rank can change from run to run.
+Both directions are tried: the ring's higher rank connects to the lower one, other libraries do the opposite, and hosts
+may get other ranks in the next run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from cyxtrain.doctor import measure
-from cyxtrain.doctor.findings import Arrival, Cause, View, to_json
-from cyxtrain.doctor.pair_schedule import partner, rounds
-from cyxtrain.doctor.store_exchange import Roster, wait_for
-from cyxtrain.ring.monitoring.process_state import State, state_of
-from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.dial import ClosedError, call_once, socket_address
-from cyxtrain.ring.rendezvous.handshake import Claim, HandshakeError, RefusedError, Role
-from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.rendezvous.store_client import StoreClient
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
-from cyxtrain.ring.wire.link import Deadline, watch_over
+from cyxtrain.doctor.findings import Cause, PeerResult, RankInfo, to_json
+from cyxtrain.doctor.store_exchange import Roster
+from cyxtrain.environment.processes import State, state_of
+from cyxtrain.ring import (
+    Acceptor,
+    ClosedError,
+    Deadline,
+    HandshakeError,
+    Hello,
+    Listeners,
+    PeerMemory,
+    RefusedError,
+    Role,
+    StoreClient,
+    dial_once,
+    poll_until,
+    socket_address,
+    watch_over,
+)
 
 CONNECT_SECONDS = 5.0
-"""For both ways of a pair together."""
+"""For both directions of a pair together."""
 MEASURE_SECONDS = 8.0
 _SLACK_SECONDS = 2.0
 ROUND_SECONDS = CONNECT_SECONDS + MEASURE_SECONDS + _SLACK_SECONDS
-"""A pair takes no longer: whoever has fallen behind by more than one round does not come any more."""
-_TICK_SECONDS = 1.0
-"""How often a rank gives a sign of life, and looks for that of the one for which it waits."""
+"""The longest time for a pair; a rank that is more than one round late counts as absent."""
+_HEARTBEAT_SECONDS = 1.0
 _SILENT_SECONDS = MEASURE_SECONDS + 4.0
-"""Without a sign of life a rank is stopped, or cut off: it gives none while it measures."""
-_LOOK_SECONDS = 0.02
-
-
-class Reception:
-    """Where this rank is called: it lets in who knows the token, and keeps them until they are asked for.
-
-    Args:
-        rank: This rank.
-        listening: With its sockets; they stay the caller's.
-        key: The token.
-        run: What rank 0 calls this meeting.
-    """
-
-    def __init__(self, rank: int, listening: Meeting, key: bytes, run: str) -> None:
-        self._run = run
-        self._selector = selectors.DefaultSelector()
-        self._here: dict[tuple[int, Role], socket.socket] = {}
-        listeners = [listener for listener in (listening.listener, listening.near) if listener is not None]
-        self._door = Acceptor(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
-
-    def serve(self, seconds: float) -> None:
-        """Takes who comes, for so long at most."""
-        for key, _ in self._selector.select(seconds):
-            key.data()
-        self._door.expire(time.monotonic())
-
-    def has(self, rank: int, role: Role) -> bool:
-        """Returns whether a rank has called."""
-        return (rank, role) in self._here
-
-    def take(self, rank: int, role: Role) -> socket.socket | None:
-        """Returns the connection that a rank has made, which is the caller's from now on; None: it made none."""
-        return self._here.pop((rank, role), None)
-
-    def close(self) -> None:
-        """Closes every connection that nobody has taken."""
-        self._door.close()
-        for sock in self._here.values():
-            sock.close()
-        self._here.clear()
-        self._selector.close()
-
-    def _judge(self, claim: Claim) -> str:
-        return "" if claim.run == self._run else "it belongs to another run"
-
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
-        before = self._here.pop((claim.rank, claim.role), None)
-        if before is not None:
-            before.close()
-        self._here[claim.rank, claim.role] = sock
-
-
-class StreamPasses:
-    """One rank's visits to all others, one at a time.
-
-    Args:
-        board: The store.
-        rank: This rank.
-        roster: Who is there.
-        arrivals: What they said of themselves.
-        listening: This rank's sockets, which others call.
-    """
-
-    def __init__(
-        self, board: StoreClient, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Meeting
-    ) -> None:
-        self._board = board
-        self._rank = rank
-        self._roster = roster
-        self._arrivals = arrivals
-        self._own = arrivals[rank].entry
-        self._key = bytes.fromhex(roster.token)
-        self._run = arrivals[0].entry.run  # rank 0, which called the roster, is in it
-        self._reception = Reception(rank, listening, self._key, self._run)
-        self._began = time.monotonic()
-        self._beat = Deadline(0.0)
-
-    def make(self) -> None:
-        """Tries every pair of this rank, and says at the store what it found."""
-        for number, pairs in enumerate(rounds(self._roster.ranks)):
-            peer = partner(self._rank, pairs)
-            if peer is not None:
-                self._board.set(f"view/{self._rank}/{peer}", to_json(self._visit(peer, number)))
-
-    def close(self) -> None:
-        """Closes every socket."""
-        self._reception.close()
-
-    def await_word(self, key: str, peer: int, deadline: Deadline, *, knocks: bool = False) -> Cause:
-        """Waits until a rank has said something at the store; returns why it has not.
-
-        Args:
-            key: Where.
-            peer: Who shall say it.
-            deadline: When to give up in any case; whoever shows no sign of life is given up before.
-            knocks: Whether to give up, too, where nobody listens at its port: where that matters anyway. It finds
-                sooner that a process on another machine has ended, or that a firewall refuses.
-        """
-        entry, cause, pulse = self._arrivals[peer].entry, Cause.NONE, b""
-        tick, silence = Deadline(_TICK_SECONDS), Deadline(_SILENT_SECONDS)
-
-        def is_decided() -> bool:
-            nonlocal tick, silence, pulse, cause
-            self._serve()
-            if self._board.has(key):
-                return True
-            if state_of(entry.process, self._own.process) is State.GONE:
-                cause = Cause.BROKE
-            elif tick.passed():
-                tick = Deadline(_TICK_SECONDS)
-                if knocks and entry.machine != self._own.machine and _is_refused(entry.host, entry.port):
-                    cause = Cause.REFUSED
-                if (now := self._pulse_of(peer)) != pulse:
-                    pulse, silence = now, Deadline(_SILENT_SECONDS)
-            return cause is not Cause.NONE or silence.passed()
-
-        wait_for(is_decided, deadline)
-        return cause if cause is not Cause.NONE or self._board.has(key) else Cause.ABSENT
-
-    def _serve(self, seconds: float = 0.0) -> None:
-        """Takes who comes, for so long at most, and gives a sign of life now and then."""
-        self._reception.serve(seconds)
-        if self._beat.passed():
-            self._beat = Deadline(_TICK_SECONDS)
-            self._board.set(f"pulse/{self._rank}", str(time.monotonic()))
-
-    def _pulse_of(self, peer: int) -> bytes:
-        key = f"pulse/{peer}"
-        return self._board.get(key) or b""
-
-    def _visit(self, peer: int, number: int) -> View:
-        """Returns what this rank finds of one other, in the round of that number."""
-        self._board.set(f"ready/{self._rank}/{peer}", "yes")
-        until = self._began + (number + 1) * ROUND_SECONDS + _SLACK_SECONDS
-        patience = Deadline(until - time.monotonic())
-        cause = self.await_word(f"ready/{peer}/{self._rank}", peer, patience, knocks=True)
-        if cause is not Cause.NONE:
-            return View(self._rank, peer, cause.value, _WORDS[cause])
-        deadline = Deadline(CONNECT_SECONDS)
-        called, cause, detail = self._call(peer, Role.COLLECTIVES, deadline)
-        near = self._may_be_near(peer)
-        near_call = self._call(peer, Role.MESSAGES, deadline)[0] if near and self._rank > peer else None
-        wanted = [Role.COLLECTIVES, Role.MESSAGES] if near and self._rank < peer else [Role.COLLECTIVES]
-        while not deadline.passed() and not all(self._reception.has(peer, role) for role in wanted):
-            self._serve(_LOOK_SECONDS)
-        came, near_came = (self._reception.take(peer, role) for role in (Role.COLLECTIVES, Role.MESSAGES))
-        transport = self._transport(peer, near_call or near_came)
-        try:
-            view = View(self._rank, peer, cause.value, detail, transport)
-            if cause is Cause.NONE and self._rank > peer and called is not None:
-                return _measured(view, called)
-            if came is not None and self._rank < peer:
-                _follow(came)
-            return view
-        finally:
-            for sock in (called, came, near_call, near_came):
-                if sock is not None:
-                    sock.close()
-
-    def _call(self, peer: int, role: Role, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
-        """Returns (connection or None, why there is none, the same in words)."""
-        entry = self._arrivals[peer].entry
-        claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False, to_rank=peer)
-        address = socket_address(entry, near=role is Role.MESSAGES)
-        try:
-            return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
-        except (RefusedError, HandshakeError) as error:
-            return None, Cause.STRANGER, f"what answers there is not this rank ({error})"
-        except ClosedError:
-            return None, Cause.BROKE, "it closed the connection"
-        except OSError as error:
-            return None, *_cause_of(error)
-
-    def _may_be_near(self, peer: int) -> bool:
-        """Returns whether both are on one machine, where the ring would try Unix sockets."""
-        entry = self._arrivals[peer].entry
-        return entry.machine == self._own.machine and bool(entry.unix) and bool(self._own.unix)
-
-    def _transport(self, peer: int, near: socket.socket | None) -> str:
-        """Returns what the ring would take from this rank; "" between machines."""
-        entry = self._arrivals[peer].entry
-        if entry.machine != self._own.machine:
-            return ""
-        if near is None:
-            return "tcp"
-        return "cma" if entry.memory and PeerMemory(entry.process.pid).can_be_read(entry.memory) else "unix"
-
-
-_WORDS = {
-    Cause.ABSENT: "it did not come to be tried",
-    Cause.BROKE: "its process has ended meanwhile",
+"""Without a heartbeat for so long a rank is stopped or cut off; it sends none while it measures."""
+_POLL_SECONDS = 0.02
+_DETAILS = {
+    Cause.ABSENT: "it did not take part in the test",
+    Cause.BROKE: "its process has exited",
     Cause.REFUSED: "connection refused",
 }
 
 
-def _measured(view: View, sock: socket.socket) -> View:
-    """Returns a view with what was measured, or why it was not."""
+def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return all pairs, the lower rank first, in rounds: each rank at most once in a round.
+
+    N - 1 rounds for an even number of ranks, N for an odd one.
+    Source: the circle method; Kirkman, On a problem in combinations (1847).
+    """
+    circle: list[int | None] = [*sorted(ranks), *([None] if len(ranks) % 2 else [])]
+    found: list[list[tuple[int, int]]] = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+class PairTests:
+    """One rank's tests with all other ranks, one at a time.
+
+    Args:
+        client: Of the store.
+        rank: This rank.
+        roster: The ranks that take part.
+        infos: What they registered, by rank.
+        listeners: This rank's sockets; they stay the caller's.
+    """
+
+    def __init__(
+        self, client: StoreClient, rank: int, roster: Roster, infos: dict[int, RankInfo], listeners: Listeners
+    ) -> None:
+        self.roster = roster
+        self.infos = infos
+        self._client = client
+        self._rank = rank
+        self._own = infos[rank].record
+        self._key = bytes.fromhex(roster.token)
+        self._run = infos[0].record.run
+        self._began = time.monotonic()
+        self._next_heartbeat = Deadline(0.0)
+        self._accepted: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        sockets = [listener for listener in (listeners.tcp, listeners.unix) if listener is not None]
+        self._acceptor = Acceptor(sockets, f"rank {rank}", self._key, self._judge, self._admit, self._selector)
+
+    def run(self) -> None:
+        """Test every pair of this rank and write the results to the store."""
+        for number, pairs in enumerate(rounds(self.roster.ranks)):
+            for pair in pairs:
+                if self._rank in pair:
+                    peer = sum(pair) - self._rank
+                    self._client.set(f"result/{self._rank}/{peer}", to_json(self._test(peer, number)))
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._acceptor.close()
+        for sock in self._accepted.values():
+            sock.close()
+        self._selector.close()
+
+    def wait_for_key(self, key: str, peer: int, deadline: Deadline, *, probes_port: bool = False) -> Cause:
+        """Wait until a rank has written a key to the store; return why it has not.
+
+        Args:
+            key: Of the store.
+            peer: The rank that writes it; without its heartbeat the wait ends early.
+            deadline: When to give up in any case.
+            probes_port: Also give up if the peer's port refuses connections: on another machine that tells sooner that
+                its process has exited, or that a firewall refuses.
+        """
+        record, cause, heartbeat = self.infos[peer].record, Cause.NONE, b""
+        tick, silence = Deadline(_HEARTBEAT_SECONDS), Deadline(_SILENT_SECONDS)
+
+        def is_decided() -> bool:
+            nonlocal tick, silence, heartbeat, cause
+            self._serve()
+            if self._client.has(key):
+                return True
+            if state_of(record.process, self._own.process) is State.GONE:
+                cause = Cause.BROKE
+            elif tick.passed():
+                tick = Deadline(_HEARTBEAT_SECONDS)
+                if probes_port and record.machine != self._own.machine and _is_refused(record.host, record.port):
+                    cause = Cause.REFUSED
+                if (latest := self._client.get(f"heartbeat/{peer}") or b"") != heartbeat:
+                    heartbeat, silence = latest, Deadline(_SILENT_SECONDS)
+            return cause is not Cause.NONE or silence.passed()
+
+        poll_until(is_decided, deadline)
+        return cause if cause is not Cause.NONE or self._client.has(key) else Cause.ABSENT
+
+    def _serve(self, seconds: float = 0.0) -> None:
+        """Accept connections, for at most so long, and write a heartbeat when it is due."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        self._acceptor.expire(time.monotonic())
+        if self._next_heartbeat.passed():
+            self._next_heartbeat = Deadline(_HEARTBEAT_SECONDS)
+            self._client.set(f"heartbeat/{self._rank}", str(time.monotonic()))
+
+    def _judge(self, hello: Hello) -> str:
+        return "" if hello.run == self._run else "it belongs to another run"
+
+    def _admit(self, hello: Hello, sock: socket.socket) -> None:
+        before = self._accepted.pop(hello.rank, None)
+        if before is not None:
+            before.close()
+        self._accepted[hello.rank] = sock
+
+    def _test(self, peer: int, number: int) -> PeerResult:
+        """Test one pair, in the round of that number."""
+        self._client.set(f"ready/{self._rank}/{peer}", "yes")
+        until = self._began + (number + 1) * ROUND_SECONDS + _SLACK_SECONDS
+        patience = Deadline(until - time.monotonic())
+        cause = self.wait_for_key(f"ready/{peer}/{self._rank}", peer, patience, probes_port=True)
+        if cause is not Cause.NONE:
+            return PeerResult(self._rank, peer, cause.value, _DETAILS[cause])
+        deadline, is_higher = Deadline(CONNECT_SECONDS), self._rank > peer
+        dialed, cause, detail = self._dial(peer, deadline)
+        while not deadline.passed() and peer not in self._accepted:
+            self._serve(_POLL_SECONDS)
+        accepted = self._accepted.pop(peer, None)
+        with contextlib.ExitStack() as stack:
+            for sock in filter(None, (dialed, accepted)):
+                stack.enter_context(sock)
+            result = PeerResult(self._rank, peer, cause.value, detail, self._transport(peer))
+            if dialed is not None and is_higher:
+                return _measured(result, dialed)
+            if accepted is not None and not is_higher:
+                watch_over(accepted)
+                with contextlib.suppress(measure.ConnectionEndedError, OSError):  # the rank that measures reports it
+                    measure.follow(accepted, MEASURE_SECONDS)
+            return result
+
+    def _dial(self, peer: int, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
+        """Return (connection or None, why there is none, the same in words)."""
+        hello = Hello(self._run, 0, Role.COLLECTIVES, self._rank, self.roster.world_size, checksums=False, to_rank=peer)
+        address = socket_address(self.infos[peer].record, unix=False)
+        try:
+            return dial_once(address, hello, self._key, deadline, self._serve), Cause.NONE, ""
+        except (RefusedError, HandshakeError) as error:
+            return None, Cause.STRANGER, f"another program answers there ({error})"
+        except ClosedError:
+            return None, Cause.BROKE, "it closed the connection"
+        except ConnectionRefusedError:
+            return None, Cause.REFUSED, "connection refused"
+        except OSError as error:
+            if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+                return None, Cause.SILENT, f"no answer within {CONNECT_SECONDS:g} s"
+            reason = os.strerror(error.errno).lower() if error.errno else str(error)
+            return None, Cause.NO_WAY, f"its own system does not send there ({reason})"
+
+    def _transport(self, peer: int) -> str:
+        """Return what the ring would use from this rank; empty between machines."""
+        record = self.infos[peer].record
+        if record.machine != self._own.machine:
+            return ""
+        if not (self._own.unix and record.unix and _accepts(*socket_address(record, unix=True))):
+            return "tcp"
+        can_read = record.memory and PeerMemory(record.process.pid).can_be_read(record.memory)
+        return "cma" if can_read else "unix"
+
+
+def _measured(result: PeerResult, sock: socket.socket) -> PeerResult:
+    """Return a result with measurements, or why there are none."""
     watch_over(sock)
+    cause = Cause.BROKE
     try:
-        figures = measure.lead(sock, MEASURE_SECONDS)
+        trip, rate, skew = measure.lead(sock, MEASURE_SECONDS)
+        return replace(result, round_trip_seconds=trip, bytes_per_second=rate, skew_seconds=skew)
     except measure.LargeLostError:
-        detail = f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
-        return _failed(view, Cause.LARGE, detail)
+        cause, detail = Cause.LARGE, f"short messages arrive, and 256 KiB do not within {MEASURE_SECONDS:g} s"
     except TimeoutError:
-        return _failed(view, Cause.BROKE, f"connected, and then no answer within {MEASURE_SECONDS:g} s")
-    except (measure.ClosedError, OSError) as error:
+        detail = f"connected, and then no answer within {MEASURE_SECONDS:g} s"
+    except (measure.ConnectionEndedError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it was closed"
-        return _failed(view, Cause.BROKE, f"the connection ended in the middle ({reason.lower()})")
-    return View(
-        view.rank,
-        view.peer,
-        transport=view.transport,
-        round_trip_seconds=figures.round_trip_seconds,
-        bytes_per_second=figures.bytes_per_second,
-        skew_seconds=figures.skew_seconds,
-    )
+        detail = f"the connection ended during the test ({reason.lower()})"
+    return replace(result, cause=cause.value, detail=detail)
 
 
-def _failed(view: View, cause: Cause, detail: str) -> View:
-    return View(view.rank, view.peer, cause.value, detail, view.transport)
-
-
-def _follow(sock: socket.socket) -> None:
-    """Answers the rank that measures, which also says what goes wrong."""
-    watch_over(sock)
-    try:
-        measure.follow(sock, MEASURE_SECONDS)
-    except (measure.ClosedError, OSError):
-        return
-
-
-def _cause_of(error: OSError) -> tuple[Cause, str]:
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return Cause.SILENT, f"no answer within {CONNECT_SECONDS:g} s"
-    if isinstance(error, ConnectionRefusedError):
-        return Cause.REFUSED, "connection refused"
-    reason = os.strerror(error.errno).lower() if error.errno else str(error)
-    return Cause.NO_WAY, f"its own system does not send there ({reason})"
+def _accepts(family: int, address: Any) -> bool:
+    """Return whether a socket accepts connections."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
+        sock.settimeout(_HEARTBEAT_SECONDS)
+        sock.connect(address)
+        return True
+    return False
 
 
 def _is_refused(host: str, port: int) -> bool:
-    """Returns whether nobody listens there any more; False where that cannot be told."""
+    """Return whether a port refuses connections; False if that cannot be told."""
     try:
-        socket.create_connection((host, port), timeout=_TICK_SECONDS).close()
+        socket.create_connection((host, port), timeout=_HEARTBEAT_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -1,45 +1,34 @@
-"""Ranks say at the store that they are there, and rank 0 says who was: all within one deadline.
+"""Ranks register at the store, and rank 0 publishes which are there, within one deadline.
 
-/cyxtrain/doctor/claims/R     how many processes came as rank R
-                 machine/R    where it runs
-                 entry/R      how it is reached; set last
-                 roster       rank 0: who came in time, and a token that only they know
-                 ready/R/P    R is ready to be tried with P
-                 view/R/P     what R found of P
-    pulse/R      counts up while R works
-                 proof/R      R knows which secret
-                 done/R       R has tried all
-                 over         rank 0 has read all
-                 left/R       R needs the store no more
+/cyxtrain/doctor/claims/R      the first process that registered as rank R
+                 machine/R     where it runs
+                 record/R      how to reach it; set last
+                 roster        by rank 0: the ranks that registered in time, and a token that only they know
+                 ready/R/P     R is ready to test the connection to P
+                 result/R/P    R's result for P
+    heartbeat/R                changes while R works
+                 proof/R       proof of R's secret
+                 done/R        R has tested all its pairs
+                 over          rank 0 has read all results
+                 left/R        R no longer needs the store
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor.findings import Arrival, from_json, to_json
+from cyxtrain.doctor.findings import RankInfo, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.membership import naps
-from cyxtrain.ring.rendezvous.record import RankRecord, not_ours
-from cyxtrain.ring.rendezvous.store_client import StoreClient
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring import Deadline, RankRecord, StoreClient, foreign_value, parse_record, poll_until
 
 _ANSWER_SECONDS = 10.0
-_GRACE_SECONDS = 5.0
-"""How much longer than rank 0, which decides, the others wait for its word."""
 
 
 class AnswerDeadline(Deadline):
-    """For every answer of the store as long, from when it is asked: one that lives answers at once.
-
-    Where rank 0 is stopped, or the network to it is cut, that must not take until the end of everything.
-    """
+    """A deadline for every answer of the store, counted from its request: a store that is alive answers at once."""
 
     __slots__ = ()
 
@@ -47,116 +36,86 @@ class AnswerDeadline(Deadline):
         super().__init__(_ANSWER_SECONDS)
 
     def left(self) -> float:
-        """Returns the same at any time."""
+        """Return the same at any time."""
         return _ANSWER_SECONDS
 
 
-@dataclass(frozen=True)
-class Roster:
-    """Who came in time, as rank 0 saw it.
-
-    Attributes:
-        ranks: In order.
-        world_size: Of rank 0.
-        token: That only they know; in hexadecimal.
-    """
+class Roster(NamedTuple):
+    """The ranks that registered in time, rank 0's world size, and a token (hexadecimal) that only they know."""
 
     ranks: list[int]
     world_size: int
     token: str
 
 
-def arrive(board: StoreClient, rank: int, entry: RankRecord, machine: Machine) -> None:
-    """Says that this rank is there.
+def register(store: StoreClient, rank: int, record: RankRecord, machine: Machine) -> None:
+    """Register this rank.
 
     Raises:
-        RendezvousError: Another process came as this rank.
+        RendezvousError: Another process registered as this rank.
     """
     token = secrets.token_hex(8)
-    if board.set_first(f"claims/{rank}", token) != token.encode():
+    if store.set_first(f"claims/{rank}", token) != token.encode():
         raise RendezvousError(
-            f"rank {rank} is taken: another process has come as rank {rank} already. Give every process a RANK of its "
-            "own; where that one is left from an earlier run, end it.",
+            f"rank {rank} is taken: another process has registered as rank {rank}. Give every process its own RANK; if "
+            "that process is left from an earlier run, end it.",
             rank=rank,
         )
-    board.set(f"machine/{rank}", to_json(machine))
-    board.set(f"entry/{rank}", entry.to_json())
+    store.set(f"machine/{rank}", to_json(machine))
+    store.set(f"record/{rank}", record.to_json())
 
 
-def await_all(board: StoreClient, world_size: int, deadline: Deadline) -> list[int]:
-    """Returns who is there, once all are, or at the deadline."""
-    here: set[int] = set()
+def publish_roster(store: StoreClient, world_size: int, deadline: Deadline) -> Roster:
+    """Wait on rank 0 until all ranks have registered, or for the deadline; publish which have."""
+    ranks: set[int] = set()
 
-    def all_are_here() -> bool:
-        here.update(rank for rank in range(world_size) if rank not in here and board.has(f"entry/{rank}"))
-        return len(here) == world_size
+    def all_have_registered() -> bool:
+        ranks.update(rank for rank in range(world_size) if rank not in ranks and store.has(f"record/{rank}"))
+        return len(ranks) == world_size
 
-    wait_for(all_are_here, deadline)
-    return sorted(here)
-
-
-def call_roster(board: StoreClient, roster: Roster) -> None:
-    """Says who has come: rank 0 alone does so."""
-    board.set("roster", json.dumps([roster.ranks, roster.world_size, roster.token]))
-
-
-def hear_roster(board: StoreClient, rank: int, world_size: int, deadline: Deadline) -> Roster:
-    """Waits until rank 0 says who has come, and returns it.
-
-    Raises:
-        RendezvousError: Rank 0 says nothing, or does without this rank.
-    """
-    if not wait_for(lambda: board.has("roster"), deadline):
-        raise RendezvousError(
-            f"rank {rank} came, and rank 0 did not, within the time that ranks wait for each other. Was it started? "
-            "Look at its output; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
-            rank=0,
-        )
-    try:
-        roster = Roster(*json.loads(board.get("roster") or b""))
-        bytes.fromhex(roster.token)
-    except (ValueError, TypeError) as error:
-        raise not_ours(error) from None
-    if rank not in roster.ranks and roster.world_size != world_size:
-        raise RendezvousError(
-            f"rank {rank} was started for a world of {world_size}, rank 0 for a world of {roster.world_size}. Start "
-            "all ranks with the same WORLD_SIZE.",
-            rank=rank,
-        )
-    if rank not in roster.ranks:
-        raise RendezvousError(
-            f"rank {rank} came when rank 0 had ceased to wait. Start all ranks within the time that "
-            "DISTRIBUTED_TIMEOUT_MS (timeout_ms) sets, or set it higher.",
-            rank=rank,
-        )
+    poll_until(all_have_registered, deadline)
+    roster = Roster(sorted(ranks), world_size, secrets.token_hex(32))
+    store.set("roster", json.dumps(roster))
     return roster
 
 
-def read_arrivals(board: StoreClient, ranks: list[int]) -> dict[int, Arrival]:
-    """Returns what each of those who came has said of itself.
+def read_roster(store: StoreClient, rank: int, world_size: int, deadline: Deadline) -> Roster:
+    """Wait until rank 0 publishes the roster, and return it.
+
+    Raises:
+        RendezvousError: Rank 0 publishes none, or one without this rank.
+    """
+    if not poll_until(lambda: store.has("roster"), deadline):
+        raise RendezvousError(
+            f"rank {rank} waited for rank 0, which did not register in time. Was it started? Look at its output; "
+            "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
+            rank=0,
+        )
+    try:
+        roster = Roster(*json.loads(store.get("roster") or b""))
+        bytes.fromhex(roster.token)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise foreign_value(error) from None
+    if rank not in roster.ranks:
+        reason = f"rank {rank} registered after rank 0 had stopped waiting"
+        remedy = "Start all ranks within DISTRIBUTED_TIMEOUT_MS (timeout_ms), or increase it."
+        if roster.world_size != world_size:
+            reason = f"rank {rank} was started with WORLD_SIZE={world_size}, rank 0 with WORLD_SIZE={roster.world_size}"
+            remedy = "Start all ranks with the same WORLD_SIZE."
+        raise RendezvousError(f"{reason}. {remedy}", rank=rank)
+    return roster
+
+
+def read_infos(store: StoreClient, ranks: list[int]) -> dict[int, RankInfo]:
+    """Return what each rank of the roster has registered.
 
     Raises:
         RendezvousError: It is something else.
     """
     return {
-        rank: Arrival(
-            RankRecord.from_json(board.get(f"entry/{rank}") or b""),
-            from_json(Machine, board.get(f"machine/{rank}") or b""),
+        rank: RankInfo(
+            RankRecord.from_json(store.get(f"record/{rank}") or b""),
+            parse_record(Machine, store.get(f"machine/{rank}") or b""),
         )
         for rank in ranks
     }
-
-
-def others_patience(config: DistributedConfig) -> Deadline:
-    """Returns until when the ranks that rank 0 waits for wait for its word."""
-    return Deadline(config.timeout_ms / 1000 + _GRACE_SECONDS)
-
-
-def wait_for(condition: Callable[[], bool], deadline: Deadline) -> bool:
-    """Waits until something is so; returns False where it is not at the deadline."""
-    lasting = naps()
-    while not condition():
-        if deadline.passed():
-            return False
-        time.sleep(min(next(lasting), deadline.left()))
-    return True

@@ -1,4 +1,4 @@
-"""Things by name: the package's own, PyTorch's by their class, a user's as "module:name"; with settings, strictly."""
+"""Create objects by name: this package's names, PyTorch's classes, or "module:name" of your own."""
 
 from __future__ import annotations
 
@@ -17,32 +17,23 @@ Maker = Callable[..., Any]
 
 
 def is_path(name: object) -> bool:
-    """Returns whether a name is that of a user's own: "module:name"."""
+    """Return whether a name is "module:name"."""
     return isinstance(name, str) and ":" in name
 
 
 def section_of(values: Mapping[str, Any], section: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Returns (name, settings) of a section.
-
-    Args:
-        values: Of the experiment.
-        section: Which.
-        default: Its name where it says none.
-
-    Raises:
-        ConfigError: It has no name.
-    """
+    """Return (name, settings) of a section; raise a ConfigError if it has no name and there is no default."""
     return named(values.get(section), f"the section '{section}'", f"{section}: {{name: ...}}", default)
 
 
 def named(found: Any, owner: str, form: str, default: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Returns (name, settings) of something that is a name, or settings with a name.
+    """Return (name, settings) of a name, or of settings with a name.
 
     Args:
-        found: What there is.
-        owner: How errors call it.
-        form: How it should look.
-        default: Its name where it says none.
+        found: The value.
+        owner: Names it in errors.
+        form: An example of a valid value.
+        default: The name if there is none.
 
     Raises:
         ConfigError: It has no name.
@@ -56,13 +47,10 @@ def named(found: Any, owner: str, form: str, default: str | None = None) -> tupl
 
 @dataclass(frozen=True)
 class Names:
-    """Finds what has a name.
-
-    Attributes:
-        own_code: Whether names may be a user's own, "module:name", which runs that module.
-    """
+    """Finds classes and functions by name."""
 
     own_code: bool
+    """Whether names may be "module:name", which runs that module."""
 
     def find(
         self,
@@ -72,14 +60,14 @@ class Names:
         module: types.ModuleType | None = None,
         kind: type = object,
     ) -> Maker:
-        """Returns the class or function of a name.
+        """Return the class or function of a name.
 
         Args:
-            what: What it is, for messages: "optimizer".
+            what: What it is, for errors: "optimizer".
             name: One of `known`, in lower or upper case; a class of `module`; or "module:name".
             known: By name.
-            module: Whose classes are known by theirs.
-            kind: What those classes derive from.
+            module: Its classes are known by their names.
+            kind: Base class of those classes.
 
         Raises:
             ConfigError: There is none, with the nearest name; or a module cannot be imported.
@@ -98,14 +86,10 @@ class Names:
         raise unknown_name("cyxtrain", name, [*known, *classes], what)
 
     def imported(self, what: str, path: str) -> Maker:
-        """Returns what "module:name" is.
-
-        Raises:
-            ConfigError: There is no such module, or it has no such name; or no code may be run.
-        """
+        """Return the class or function "module:name"; raise a ConfigError if there is none or code is not allowed."""
         module, _, name = path.partition(":")
         if not module or not name:
-            raise ConfigError(f"the {what} '{path}': a name of your own is \"module:name\".")
+            raise ConfigError(f"the {what} '{path}': write it as \"module:name\".")
         found: Any = self.module(f"the {what} '{path}'", module)
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -115,40 +99,32 @@ class Names:
         return made
 
     def module(self, owner: str, name: str) -> types.ModuleType:
-        """Imports a module.
-
-        Args:
-            owner: What names it, for messages.
-            name: Of the module.
-
-        Raises:
-            ConfigError: There is none; or no code may be run.
-        """
+        """Import a module; raise a ConfigError if there is none, or if code is not allowed."""
         if not self.own_code:
             raise ConfigError(
-                f"{owner} is code that is not cyxtrain's, and a checkpoint runs none: give the file of its settings by "
-                "--config."
+                f"{owner} is code from outside cyxtrain, which a checkpoint may not run: pass the experiment's file "
+                "with --config."
             )
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"{owner}: there is no module {error.name!r}. Modules are looked for in the folder in which the "
-                f"command is called (now {Path.cwd()}), and among those that are installed."
+                f"{owner}: there is no module {error.name!r}. It must be installed, or be in the current folder "
+                f"({Path.cwd()})."
             ) from error
 
 
 def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any:
-    """Returns what a class or function makes of its settings.
+    """Call a class or function with settings, after the arguments `first`.
 
     Args:
-        owner: How errors call it: "the optimizer 'adam'".
+        owner: Names it in errors: "the optimizer 'adam'".
         maker: The class or function.
         given: Settings by name.
-        *first: Its first arguments, which are no settings.
+        *first: Its first arguments.
 
     Raises:
-        ConfigError: A setting that it does not have, or that it refuses; or one is missing.
+        ConfigError: A setting is unknown, missing or invalid.
     """
     check_arguments(owner, maker, given, len(first))
     try:
@@ -156,4 +132,4 @@ def make(owner: str, maker: Maker, given: Mapping[str, Any], *first: Any) -> Any
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{owner} cannot be made of {dict(given)}: {error}") from error
+        raise ConfigError(f"{owner} cannot be created with {dict(given)}: {error}") from error

@@ -1,4 +1,4 @@
-"""From settings to a trainer with its data, and what is done with them."""
+"""Create a trainer and its data from settings, and train, resume or evaluate it."""
 
 from __future__ import annotations
 
@@ -36,29 +36,28 @@ from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
 
 _KEY = "experiment"
-"""Under which a checkpoint's metadata have the settings."""
+"""The key of the settings in a checkpoint's metadata."""
 
 
 class Experiment:
-    """A trainer and its data, as a file of settings has them.
+    """A trainer and its data, created from settings.
 
-    The model's first weights are drawn from `training.seed`, alike on every rank. Checkpoints keep the settings.
+    The model's weights are initialized from `training.seed`, the same on every rank. Checkpoints save the settings.
 
     Args:
         config: Settings in the sections `imports model data loss_fn optimizer scheduler metrics callbacks training
-            distributed`; all but `model` and `data` may be missing.
-        source: What they are, for messages: the file.
-        own_code: Whether they may name code of one's own, in `imports` or as "module:name"; False: they come from
-            somebody else.
+            distributed`; only `model` and `data` are required.
+        source: Names the settings in errors: the file.
+        own_code: Whether they may run your own code, in `imports` or as "module:name"; False for settings that
+            somebody else wrote.
 
     Attributes:
         config: The settings.
         trainer: A `DistributedTrainer`.
-        data: What it is trained, validated and tested on.
+        data: Training, validation and test data.
 
     Raises:
-        ConfigError: A section, a setting or a name that does not exist, with the nearest one that does; or one that
-            cannot be. Nothing has started.
+        ConfigError: A section, setting or name is unknown, with the nearest one, or invalid. Nothing has started.
     """
 
     def __init__(self, config: Mapping[str, Any], source: str = "the config", *, own_code: bool = True) -> None:
@@ -87,54 +86,56 @@ class Experiment:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
-        """Returns the experiment of a YAML file.
+        """Return the experiment of a YAML file.
 
         Args:
             path: As in `Config.from_file`.
             overrides: As in `Config.from_file`.
 
         Raises:
-            ConfigError: As `Config.from_file`, and the class.
+            ConfigError: As in `Config.from_file` and `Experiment`.
         """
         with_overrides = f" with {' '.join(words_of(overrides))}" if overrides else ""
         return cls(Config.from_file(path, overrides), f"{os.fspath(path)}{with_overrides}")
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Experiment:
-        """Returns the experiment of a checkpoint that one has written; the checkpoint is not yet loaded.
+        """Return the experiment whose settings a checkpoint holds, without loading the weights.
 
-        It runs no code but this package's and PyTorch's, and connects to nobody: what names other modules is refused,
-        and the sections `callbacks` and `distributed` are left out.
+        It runs only code of this package and PyTorch and opens no connection: names of other modules raise an error,
+        and the sections `callbacks` and `distributed` are ignored.
 
         Args:
             path: Of the checkpoint.
             overrides: As in `Config.from_file`.
 
         Raises:
-            CheckpointError: There is none, or it is damaged.
-            ConfigError: It is of no experiment, or names code that it cannot bring along.
+            CheckpointError: It does not exist or is corrupt.
+            ConfigError: It has no settings, or they name code of other modules.
         """
         values = read_checkpoint(path).metadata.get(_KEY)
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{path} was not made by an experiment: it has no settings. Give its file by --config.")
+            raise ConfigError(
+                f"{path} was not saved by an experiment: it has no settings. Pass the experiment's file with --config."
+            )
         kept = {name: value for name, value in values.items() if name not in ("callbacks", "distributed")}
         return cls(Config(kept).with_overrides(overrides), f"checkpoint {path}", own_code=False)
 
     def join(self) -> None:
-        """Joins the world, as the section `distributed` and the environment say; harmless twice."""
+        """Join the ranks, by the section `distributed` and the environment; a second call does nothing."""
         if self._distributed is None:
             runtime.join_for_all()
         else:
             runtime.init(self._distributed)
 
     def fit(self, resume: str | None = None) -> TrainingHistory:
-        """Trains, as the section `training` says. All ranks call it.
+        """Train with the settings of the section `training`. All ranks call it.
 
         Args:
             resume: As in `DistributedTrainer.fit`.
 
         Raises:
-            CyxtrainError: As `DistributedTrainer.fit`.
+            CyxtrainError: As in `DistributedTrainer.fit`.
         """
         self.join()
         validation = self.data.validation
@@ -142,10 +143,10 @@ class Experiment:
         return self.trainer.fit(*self.data.train, self._training, resume=resume, **given)
 
     def evaluate(self) -> Evaluation | None:
-        """Returns the measures of the test data; None where there are none. All ranks call it.
+        """Return the metrics of the test data, or None if there is none. All ranks call it.
 
         Raises:
-            CyxtrainError: As `DistributedTrainer.evaluate`.
+            CyxtrainError: As in `DistributedTrainer.evaluate`.
         """
         self.join()
         return self.trainer.evaluate(*self.data.test) if self.data.test else None
@@ -153,7 +154,7 @@ class Experiment:
 
 @contextlib.contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Lets errors begin with the file that is wrong."""
+    """Prefix errors with the name of the file."""
     try:
         yield
     except ConfigError as error:
@@ -161,7 +162,7 @@ def _naming(source: str) -> Iterator[None]:
 
 
 def _settings_of(values: Mapping[str, Any], section: str, *kinds: type) -> dict[str, Any]:
-    """Returns the settings of a section, all of which must be fields of some classes of settings."""
+    """Return the settings of a section after checking that all are fields of these classes."""
     found = values.get(section) or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"the section '{section}' must have settings by name, got {found!r}.")
@@ -185,7 +186,7 @@ def _training(values: Mapping[str, Any]) -> DistributedTrainingConfig:
 
 
 def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, DDPConfig | None]:
-    """Returns how ranks find each other, and how gradients travel; None where nothing is said of it."""
+    """Return the settings of joining and of gradient averaging; None for those that are not set."""
     found = _settings_of(values, "distributed", DistributedConfig, DDPConfig)
     made: list[Any] = []
     for kind in (DistributedConfig, DDPConfig):
@@ -197,7 +198,7 @@ def _distributed(values: Mapping[str, Any]) -> tuple[DistributedConfig | None, D
 
 
 def _import(values: Mapping[str, Any], names: Names) -> None:
-    """Imports the modules in which an experiment's models are registered."""
+    """Import the modules that register an experiment's models."""
     modules = values.get("imports") or []
     if not isinstance(modules, list) or not all(isinstance(each, str) and each for each in modules):
         raise ConfigError(f"the section 'imports' must be a list of modules, such as [my_models], got {modules!r}.")
@@ -214,14 +215,14 @@ def _model(values: Mapping[str, Any], names: Names, seed: int) -> nn.Module:
 
 
 def _loss(values: Mapping[str, Any], names: Names) -> Any:
-    """Returns the loss function; None: the model computes its own."""
+    """Return the loss function; None: the model computes its own."""
     if values.get("loss_fn") is None:
         return None
     name, settings = section_of(values, "loss_fn")
     found = names.find("loss", name, LOSSES, nn, torch_compat.LossModule)
     if is_path(name) and not settings and not isinstance(found, type):
         return found  # a function of (output, target)
-    if not is_path(name):  # weights of classes are tensors to PyTorch, and lists in YAML
+    if not is_path(name):  # PyTorch takes class weights as tensors
         settings = {key: _as_tensor(value) for key, value in settings.items()}
     return make(f"the loss '{name}'", found, settings)
 
@@ -256,7 +257,7 @@ def _scheduler(values: Mapping[str, Any], names: Names, optimizer: torch.optim.O
 
 
 def _metrics(values: Mapping[str, Any], names: Names) -> Any:
-    """Returns what the trainer takes: names; and functions or classes of a user's own, by theirs."""
+    """Return metrics for the trainer: names, and functions or classes of "module:name"."""
     found = values.get("metrics") or []
     found = [found] if isinstance(found, (str, Mapping)) else found
     if not isinstance(found, list):

@@ -1,7 +1,4 @@
-"""Settings by name, as a YAML file has them: `config.training.epochs`.
-
-What reads and writes YAML is imported by the methods that do: who has no such file saves its memory and time.
-"""
+"""Settings of a YAML file: `config.training.epochs`. The YAML libraries are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from cyxtrain.experiment.sections import Overrides, with_names
 class Config(Mapping[str, Any]):
     """Settings by name, with dots or brackets: `config.training.epochs`, `config["training"]["epochs"]`.
 
-    Each section is a `Config`, too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
+    Each section is a `Config` too; lists are lists. In a file a section that is only a name (`optimizer: adam`) means
     `{"name": "adam"}`.
 
     Args:
-        values: Settings by name, also in sections; taken as they are.
+        values: A dictionary of settings, possibly nested; it is copied unchanged.
 
     Raises:
-        ConfigError: They have no names.
+        ConfigError: It is not a dictionary.
     """
 
     _values: dict[str, Any]
@@ -37,33 +34,33 @@ class Config(Mapping[str, Any]):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Config:
-        """Returns what a YAML file says.
+        """Return the settings of a YAML file.
 
-        `_base_: base.yaml` (or a list of files, beside this one) takes over what others say, and this file rules over
-        them, setting by setting; a section with another `name` does so whole. `${DATA_DIR}` is a variable of the
-        environment, `${DATA_DIR:./data}` with a default, and `${training.seed}` another setting. `1e-3` is a number.
+        `_base_: base.yaml` (or a list of files, relative to this one) inherits settings, and this file overrides them
+        one by one; a section with another `name` replaces the whole section. `${DATA_DIR}` is an environment variable,
+        `${DATA_DIR:./data}` has a default, and `${training.seed}` is another setting. `1e-3` is a number.
 
         Args:
             path: Of the file.
-            overrides: Settings that rule over it, such as ["training.epochs=3", "model.hidden=[64, 64]"] or
+            overrides: Settings that take precedence, such as ["training.epochs=3", "model.hidden=[64, 64]"] or
                 {"scheduler": None}; the value after "=" is YAML.
 
         Raises:
-            ConfigError: There is no such file, or it is no YAML; files that are each other's base; a variable that
-                is not set; a section that does not exist, with the nearest one that does.
+            ConfigError: The file does not exist or is not valid YAML; bases are circular; a variable is not set; a
+                section is unknown, with the nearest name.
         """
         from cyxtrain.experiment.reading import merged, read_file, resolved
 
         return cls(resolved(merged(read_file(path), overrides), process_env.to_pass_on(), os.fspath(path)))
 
     def with_overrides(self, overrides: Overrides) -> Config:
-        """Returns a copy in which some settings are others: `config.with_overrides(["training.epochs=3"])`.
+        """Return a copy with other settings: `config.with_overrides(["training.epochs=3"])`.
 
         Args:
             overrides: As in `from_file`.
 
         Raises:
-            ConfigError: As `from_file`.
+            ConfigError: As in `from_file`.
         """
         from cyxtrain.experiment.reading import literal, merged, resolved
 
@@ -71,11 +68,11 @@ class Config(Mapping[str, Any]):
         return Config(resolved(values, process_env.to_pass_on(), "the config"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a copy of all settings, as dictionaries."""
+        """Return a copy of all settings as dictionaries."""
         return _plain(self._values)
 
     def to_yaml(self) -> str:
-        """Returns the settings as a YAML file has them."""
+        """Return the settings as YAML."""
         from cyxtrain.experiment.reading import to_yaml
 
         return to_yaml(self._values)
@@ -85,7 +82,7 @@ class Config(Mapping[str, Any]):
         if not isinstance(value, dict):
             return value
         section = Config()
-        object.__setattr__(section, "_values", value)  # the same settings: what is set there is set here
+        object.__setattr__(section, "_values", value)  # shared: setting a value there sets it here
         return section
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -98,7 +95,7 @@ class Config(Mapping[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in dir(type(self)) or name == "_values":
-            raise AttributeError(f"{name!r} is a method of every config: write config[{name!r}] = ...")
+            raise AttributeError(f"{name!r} is a method of Config: write config[{name!r}] = ...")
         self[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -124,7 +121,7 @@ class Config(Mapping[str, Any]):
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy that shares nothing that can change."""
+    """Return a deep copy of dictionaries and lists."""
     return {name: _copied(value) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The section `data`: what an experiment is trained, validated and tested on."""
+"""The section `data`: training, validation and test data of an experiment."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from cyxtrain.experiment.by_name import Names, make, section_of
 _PARTS = ("train", "validation", "test")
 _ARRAYS = [f"{kind}_{part}" for part in ("train", "val", "test") for kind in "xy"]
 _MOST_DEFLATED = 1032
-"""Bytes that one byte of zlib's can become."""
+"""The largest ratio of zlib's compression."""
 _MOST_RECORDS_BYTES = 1 << 20
-"""Of the zip and at the head of an array, before it is known how many arrays there are."""
+"""Of the zip's directory and an array's header."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What an experiment is about: each part as `fit` and `evaluate` take it, (X, y), (X,) or (loader,); () is none."""
+    """Each part as arguments of `fit` and `evaluate`: (X, y), (X,) or (loader,); () if there is none."""
 
     train: tuple[Any, ...]
     validation: tuple[Any, ...] = ()
@@ -40,23 +40,19 @@ class Data:
 
 
 def digits(targets: bool = True) -> dict[str, Any]:
-    """Returns the handwritten digits of `cyxtrain.datasets`.
-
-    Args:
-        targets: Whether with the digit that each picture shows; False: for a model that needs none.
-    """
+    """Return the handwritten digits of `cyxtrain.datasets`, with or without targets."""
     train, test = load_digits()
     return {"train": train if targets else train[:1], "test": test if targets else test[:1]}
 
 
 def npz(path: str) -> dict[str, Any]:
-    """Returns the arrays of a file of NumPy's, under Keras's names: x_train, y_train, x_val, y_val, x_test, y_test.
+    """Return the arrays of an .npz file, under Keras's names: x_train, y_train, x_val, y_val, x_test, y_test.
 
     Args:
-        path: Of the file; only x_train must be in it.
+        path: Of the file; only x_train is required.
 
     Raises:
-        ConfigError: There is none, it is something else, or holds other arrays.
+        ConfigError: It does not exist, is not an .npz file or holds other arrays.
     """
     try:
         with open_regular(path) as file:
@@ -65,11 +61,9 @@ def npz(path: str) -> dict[str, Any]:
         raise ConfigError(f"data.path: there is no file {brief(str(path))} (now in {Path.cwd()}).") from None
     except ConfigError:
         raise
-    except Exception as error:  # whatever a file of other bytes makes zip and NumPy raise
+    except Exception as error:  # zip and NumPy raise many types for corrupt files
         reason = brief(str((error.strerror if isinstance(error, OSError) else None) or error)) or type(error).__name__
-        raise ConfigError(
-            f"data.path: {brief(str(path))} is no file of arrays that np.savez has written: {reason}."
-        ) from error
+        raise ConfigError(f"data.path: {brief(str(path))} is not a valid .npz file of np.savez: {reason}.") from error
     if "x_train" not in arrays:
         raise ConfigError(f"data.path: {brief(str(path))} has no x_train.")
     parts = {"train": "train", "validation": "val", "test": "test"}
@@ -80,11 +74,11 @@ def npz(path: str) -> dict[str, Any]:
 
 
 def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
-    """Returns the arrays of an open file, by name, after comparing what each says of itself with the bytes there."""
+    """Return the arrays of an open file, by name, after checking their headers against their bytes."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         is_one = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
-        raise ValueError("it holds a single one, without a name" if is_one else "it is no zip")
+        raise ValueError("it holds a single array without a name" if is_one else "it is not a zip file")
     with zipfile.ZipFile(at_a_glance(file, _MOST_RECORDS_BYTES)) as archive:
         entries = archive.infolist()
         names = [entry.filename.removesuffix(".npy") for entry in entries]
@@ -96,16 +90,12 @@ def _read_arrays(file: io.BufferedReader, path: str) -> dict[str, Any]:
         if sum(_content_bytes(archive, entry, size_bytes) for entry in entries) > most:
             raise ValueError(f"its arrays have more bytes than this machine's memory, {most:,}")
     file.seek(0)
-    with np.load(file) as arrays:  # without pickles: it runs no code
+    with np.load(file) as arrays:  # allow_pickle is False by default: it runs no code
         return {name: arrays[name] for name in names}
 
 
 def _content_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file_bytes: int) -> int:
-    """Returns how many bytes an array has.
-
-    Raises:
-        ValueError: Its shape and type are not those of its bytes, or these do not fit into the file.
-    """
+    """Return an array's bytes; raise a ValueError if its header does not match its bytes, or these the file."""
     ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _MOST_DEFLATED}.get(entry.compress_type, 0)
     if entry.compress_size > file_bytes or entry.file_size > entry.compress_size * ratio:
         raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes that the file cannot hold")
@@ -115,10 +105,10 @@ def _content_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file_bytes:
         shape, _, dtype = read(content)
         own_bytes = math.prod(shape) * dtype.itemsize
         if dtype.hasobject:
-            raise ValueError(f"{entry.filename} holds Python objects, and arrays of numbers are read alone")
+            raise ValueError(f"{entry.filename} holds Python objects; only arrays of numbers are read")
         if min(shape, default=0) < 0 or own_bytes != entry.file_size - content.tell():
             raise ValueError(
-                f"{entry.filename} says that it is {dtype} of shape {brief(shape)}, {own_bytes:,} bytes, and has "
+                f"the header of {entry.filename} says {dtype} of shape {brief(shape)}, {own_bytes:,} bytes, but it has "
                 f"{entry.file_size - content.tell():,}"
             )
     return own_bytes
@@ -128,27 +118,27 @@ KNOWN: dict[str, Callable[..., Any]] = {"digits": digits, "npz": npz}
 
 
 def open_data(values: Mapping[str, Any], names: Names) -> Data:
-    """Returns the data of an experiment.
+    """Return the data of an experiment.
 
     Args:
-        names: Finds functions of a user's own.
-        values: Of the experiment. `data.name` is "digits", "npz", or "module:function": a function whose arguments are
-            the other settings. It returns (train, test), or a dictionary with "train" and, where there are such,
-            "validation" and "test"; each is (X, y), or what `fit` takes alone, such as a DataLoader.
+        names: Finds "module:function".
+        values: Of the experiment. `data.name` is "digits", "npz", or "module:function", a function that takes the other
+            settings. It returns (train, test), or a dictionary with "train" and optionally "validation" and "test";
+            each is (X, y), or a single argument of `fit`, such as a DataLoader.
 
     Raises:
-        ConfigError: There are no such data.
+        ConfigError: There is no such data.
     """
     name, settings = section_of(values, "data")
     owner = f"the data '{name}'"
     found = make(owner, names.find("data set", name, KNOWN), settings)
     if isinstance(found, tuple) and any(isinstance(part, (np.ndarray, torch.Tensor)) for part in found):
-        raise ConfigError(f"{owner} gives arrays, (X, y): it must be ((X, y), (X_test, y_test)), or ((X, y), None).")
+        raise ConfigError(f"{owner} returned (X, y): return ((X, y), (X_test, y_test)) or ((X, y), None).")
     if isinstance(found, tuple) and len(found) == 2:
         found = dict(zip(("train", "test"), found, strict=True))
     if not isinstance(found, Mapping) or "train" not in found:
         raise ConfigError(
-            f"{owner} must be (train, test), or a dictionary with 'train', 'validation' and 'test', got "
+            f"{owner} must return (train, test), or a dictionary with 'train', 'validation' and 'test', got "
             f"{type(found).__name__}."
         )
     for part in found:
@@ -158,14 +148,14 @@ def open_data(values: Mapping[str, Any], names: Names) -> Data:
 
 
 def as_validation(part: tuple[Any, ...]) -> Any:
-    """Returns a part as `fit` takes it for validation."""
+    """Return a part as an argument of `fit` for validation."""
     if len(part) == 1:
         return part[0] if gives_batches(part[0]) else (part[0], None)
     return part
 
 
 def _arguments(part: Any) -> tuple[Any, ...]:
-    """Returns a part as arguments of `fit`."""
+    """Return a part as arguments of `fit`."""
     if part is None:
         return ()
     return tuple(part) if isinstance(part, (tuple, list)) else (part,)

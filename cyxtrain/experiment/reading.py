@@ -1,4 +1,4 @@
-"""From YAML files to settings: bases, overrides, variables. OmegaConf reads, merges and resolves."""
+"""Read settings from YAML: bases, overrides, variables. OmegaConf parses, merges and resolves."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BASE = "_base_"
 _LONGEST_BYTES = 1 << 24
 _DEEPEST = 32
 _LONGEST_NUMBER = 70
-"""Characters of a whole number; one of 64 bits has as many in base 2."""
+"""Characters of an integer; in base 2, 64 bits need about as many."""
 _WHOLE_NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9_]+(:[0-5]?[0-9])*)")
 _INTEGER = "tag:yaml.org,2002:int"
-_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not everywhere
+_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one is not always built
 _VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
@@ -32,32 +32,29 @@ _Answer = TypeVar("_Answer")
 
 
 def read_file(path: str | os.PathLike[str]) -> Values:
-    """Returns what a YAML file and its bases say, merged; variables are as they are written.
-
-    Args:
-        path: Of the file.
+    """Return the merged settings of a YAML file and its bases, with unresolved variables.
 
     Raises:
-        ConfigError: There is no such file, it is no YAML, or files are each other's base.
+        ConfigError: The file does not exist or is not valid YAML, or bases are circular.
     """
     return _with_bases(Path(path), (), {}, "")
 
 
 def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values], asked: str) -> Values:
-    """Returns what a file and its bases say.
+    """Return the settings of a file and its bases.
 
     Args:
         file: To read.
         readers: The files of which this one is a base, the first one first.
-        known: What files say that have been read; takes this one's, so that each is read once.
-        asked: Which file names this one, for messages.
+        known: Settings of files that have been read; extended with this one's.
+        asked: Names the file that refers to this one, for errors.
     """
     values = _parsed(file, asked)
     here = Path(os.path.realpath(file))
     chain = (*readers, here)
     if here in readers or len(chain) > _DEEPEST:
         way = brief(" -> ".join(each.name for each in chain))
-        what = "goes in a circle" if here in readers else f"is more than {_DEEPEST} files deep"
+        what = "is circular" if here in readers else f"is more than {_DEEPEST} files deep"
         raise ConfigError(f"{file}: {_BASE} {what}: {way}.")
     if here in known:
         return known[here]
@@ -75,14 +72,10 @@ def _with_bases(file: Path, readers: tuple[Path, ...], known: dict[Path, Values]
 
 
 def merged(values: Values, overrides: Overrides) -> Values:
-    """Returns settings over which others rule, all of them at once.
-
-    Args:
-        values: The settings.
-        overrides: Such as "training.epochs=3"; the later rule over the earlier ones.
+    """Return settings with overrides such as "training.epochs=3"; later ones take precedence.
 
     Raises:
-        ConfigError: One is no such thing, or of a section that does not exist.
+        ConfigError: One is malformed or has an unknown section.
     """
     given: Values = {}
     for override in words_of(overrides):
@@ -91,9 +84,7 @@ def merged(values: Values, overrides: Overrides) -> Values:
         if not equals or not all(name.split(".")) or name != name.strip():
             raise ConfigError(f"an override is name=value, such as training.epochs=3; got {brief([override])[1:-1]}.")
         if re.search(r"\[|\.\d+(\.|$)", name):
-            raise ConfigError(
-                f"the override {brief(override)}: lists are replaced whole, such as model.hidden=[64, 64]."
-            )
+            raise ConfigError(f"the override {brief(override)}: replace the whole list, such as model.hidden=[64, 64].")
         check_section("the config", name.split(".")[0])
         source = f"the override {brief(override)}"
         given = _over(source, given, with_names(_parsed_override(source, override)), by_name=False)
@@ -101,15 +92,10 @@ def merged(values: Values, overrides: Overrides) -> Values:
 
 
 def resolved(values: Values, variables: Mapping[str, str], source: str) -> Values:
-    """Returns settings in which variables and other settings stand for what they are.
-
-    Args:
-        values: The settings.
-        variables: The environment.
-        source: What the settings are, for messages: the file.
+    """Return settings with variables of the environment and references to other settings replaced.
 
     Raises:
-        ConfigError: A variable is not set and has no default; or there is no such setting.
+        ConfigError: A variable is not set and has no default, or a setting does not exist; it names `source`.
     """
     found = _replaced(values, variables, source, "")
     made = _library(source, lambda: OmegaConf.create(found))
@@ -117,17 +103,17 @@ def resolved(values: Values, variables: Mapping[str, str], source: str) -> Value
 
 
 def literal(value: Any) -> Any:
-    """Returns settings that `resolved` leaves as they are: in them "${" has no meaning any more."""
+    """Return settings that `resolved` does not change: "${" is escaped."""
     if isinstance(value, Mapping):
         return {name: literal(each) for name, each in value.items()}
     if isinstance(value, list):
         return [literal(each) for each in value]
-    # A backslash before it takes its meaning away, and one before that the backslash's.
+    # OmegaConf reads a backslash before "${" as an escape, and two as a backslash.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def to_yaml(values: Values) -> str:
-    """Returns settings as a YAML file has them."""
+    """Return settings as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
@@ -157,7 +143,7 @@ def _parsed_override(source: str, override: str) -> Values:
 
 
 def _check_text(source: str, text: str) -> None:
-    """Refuses YAML that is nested deeper than what reads it can go, and numbers that no computer calculates with."""
+    """Raise a ConfigError for YAML that is nested too deep for its parser, and for very long integers."""
     depth = 0
     for event in yaml.parse(text, _PARSER):
         line = source if event.start_mark is None else f"{source}, line {event.start_mark.line + 1}"
@@ -171,11 +157,11 @@ def _check_text(source: str, text: str) -> None:
 
 
 def _no_file(file: Path) -> str:
-    """Returns that there is no such file, and which one may have been meant."""
+    """Return an error for a missing file, with the nearest name."""
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
     except (OSError, ValueError):
-        return f"there is no file {file}. Nor is there a folder {file.parent}."
+        return f"there is no file {file}: the folder {file.parent} does not exist."
     close = difflib.get_close_matches(file.stem, names, n=1, cutoff=0.6)
     if close:
         return f"there is no file {file}. Did you mean {file.parent / names[close[0]]}?"
@@ -184,7 +170,7 @@ def _no_file(file: Path) -> str:
 
 
 def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Values:
-    """Returns settings over which others rule: a section of another name rules whole, if `by_name`."""
+    """Return `base` overridden by `own`; if `by_name`, a section with another name replaces the whole section."""
     kept = {
         name: value
         for name, value in base.items()
@@ -193,7 +179,7 @@ def _over(source: str, base: Values, own: Values, *, by_name: bool = True) -> Va
     try:
         return _library(source, lambda: _container(OmegaConf.merge(kept, own)))
     except TypeError as error:
-        raise ConfigError(f"{source}: settings do not fit what they rule over: {error}.") from error
+        raise ConfigError(f"{source}: settings do not match the type of what they override: {error}.") from error
 
 
 def _name_of(section: Any) -> Any:
@@ -201,7 +187,7 @@ def _name_of(section: Any) -> Any:
 
 
 def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) -> Any:
-    """Returns a value in which variables of the environment have been replaced by what they are."""
+    """Return a value with variables of the environment replaced."""
     if isinstance(value, Mapping):
         return {key: _replaced(each, variables, source, f"{name}.{key}".lstrip(".")) for key, each in value.items()}
     if isinstance(value, list):
@@ -214,13 +200,13 @@ def _replaced(value: Any, variables: Mapping[str, str], source: str, name: str) 
         text = variables.get(variable) or default
         if text is None:
             raise ConfigError(
-                f"{source}: {brief(name)} is {brief(value)}, and the environment has no {brief(variable, 50)}: set it, "
+                f"{source}: {brief(name)} is {brief(value)}, but the environment has no {brief(variable, 50)}: set it, "
                 f"or write a default, as in ${{{brief(variable, 50)}:...}}."
             )
         return str(literal(text))
 
     text = _VARIABLE.sub(replacement, value)
-    # What is all of the value is YAML, as if it stood there: a number is a number.
+    # A variable that is the whole value is parsed as YAML, so that numbers are numbers.
     return _scalar(text) if _VARIABLE.fullmatch(value) else text
 
 
@@ -229,7 +215,7 @@ def _scalar(text: str) -> Any:
         value = _parsed_override("the environment", f"value={text}")["value"]
     except ConfigError:
         return text
-    # 0123 is no number that anybody means: YAML takes it for one of base 8, and 1:30 for one of base 60.
+    # Not 0123, which YAML reads in base 8, and 1:30, in base 60.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return text if is_number and not _PLAIN_NUMBER.fullmatch(text.strip()) else value
 
@@ -241,16 +227,7 @@ def _container(values: Any, *, resolve: bool = False) -> Values:
 
 
 def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answer:
-    """Returns what a call of the library gives; its errors in one line that says where.
-
-    Args:
-        source: What it is about.
-        call: The call.
-        text: What it reads.
-
-    Raises:
-        ConfigError: In place of the library's errors, but for those that callers know more of.
-    """
+    """Call a library, and raise a ConfigError of one line, naming `source`, for most of its errors."""
     try:
         return call()
     except (AssertionError, ConfigError, TypeError):
@@ -263,15 +240,15 @@ def _library(source: str, call: Callable[[], _Answer], text: str = "") -> _Answe
         raise ConfigError(f"{source}{line}: this is not valid YAML: {problem}{hint}.") from error
     except UnsupportedInterpolationType as error:
         raise ConfigError(
-            f"{source}: {_first_line(error)}. Variables of the environment are in capitals, such as "
-            "${DATA_DIR:./data}, and settings have dots, such as ${training.seed}."
+            f"{source}: {_first_line(error)}. Environment variables are in capitals, such as "
+            "${DATA_DIR:./data}; settings have dots, such as ${training.seed}."
         ) from error
     except OmegaConfBaseException as error:
         where = f" (in {brief(error.full_key)})" if error.full_key else ""
         raise ConfigError(f"{source}: {_first_line(error)}{where}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: this is not valid YAML: {_first_line(error)}.") from error
-    except Exception as error:  # YAML's numbers and dates are made by Python, which has its own errors
+    except Exception as error:  # Python's own errors for YAML's numbers and dates
         raise ConfigError(f"{source}: a value cannot be read: {_first_line(error)}.") from error
 
 
@@ -280,11 +257,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _hint(problem: str, text: str, number: int) -> str:
-    """Returns what is often wrong with such a line of YAML."""
+    """Return a hint at the usual mistake in a line of YAML."""
     lines = text.splitlines()
     line = "\n".join(lines[max(number - 1, 0) : number + 1])
     if "\t" in line:
-        return ": there is a tab, and YAML indents with spaces"
+        return ": it has a tab; YAML indents with spaces"
     if "${" in line and line.count("{") > line.count("${"):
-        return ': within { } put what has ${...} in quotes, "${...}"'
-    return ": look at the indentation" if "mapping values" in problem or "block" in problem else ""
+        return ': within { } write "${...}" in quotes'
+    return ": check the indentation" if "mapping values" in problem or "block" in problem else ""

@@ -1,4 +1,4 @@
-"""What an experiment's sections are called, and overrides as words. It reads no YAML: OmegaConf takes time to load."""
+"""Names of an experiment's sections; overrides. Without OmegaConf, which takes time to import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECTIONS = (
     "distributed",
 )
 NAMED = ("model", "data", "loss_fn", "optimizer", "scheduler")
-"""Sections of one thing that has a name, and settings of its own."""
+"""Sections of one object with a name and settings."""
 _TRAINING = {field.name for field in dataclasses.fields(DistributedTrainingConfig)}
 
 Values = dict[str, Any]
@@ -32,11 +32,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def words_of(overrides: Overrides) -> list[str]:
-    """Returns overrides as words, also those of a dictionary.
-
-    Raises:
-        ConfigError: It is one word, not a list of them.
-    """
+    """Return overrides as a list of "name=value"; raise a ConfigError for a single string."""
     if isinstance(overrides, Mapping):
         return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
     if isinstance(overrides, str):
@@ -45,23 +41,14 @@ def words_of(overrides: Overrides) -> list[str]:
 
 
 def with_names(values: Values) -> Values:
-    """Returns settings in which a section that is only a name has it as its setting."""
+    """Return settings in which sections that are only a name become {"name": ...}."""
     return {
         name: {"name": value} if name in NAMED and isinstance(value, str) else value for name, value in values.items()
     }
 
 
 def check_section(owner: str, section: str, *more: str) -> None:
-    """Refuses a section that does not exist.
-
-    Args:
-        owner: What has it, for messages.
-        section: Its name.
-        *more: What else may stand beside sections.
-
-    Raises:
-        ConfigError: With the nearest one that does.
-    """
+    """Raise a ConfigError, with the nearest name, unless a section exists or is one of `more`."""
     if section in _TRAINING:
         raise ConfigError(f"{owner} has no section '{section}'. Did you mean 'training.{section}'?")
     if section not in SECTIONS:

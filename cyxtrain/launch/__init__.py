@@ -1,1 +1,1 @@
-"""The command line: cyxtrain fit, launch, bench, doctor."""
+"""The command line: cyxtrain fit, evaluate, launch, bench, doctor, completion."""

@@ -1,4 +1,4 @@
-"""`python -m cyxtrain.launch ...` is `cyxtrain launch ...`, without a script on the path."""
+"""`python -m cyxtrain.launch ...` is `cyxtrain launch ...` without an installed script."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ import sys
 from cyxtrain.launch.command_line import main
 
 if __name__ == "__main__":
-    # As cyxtrain/__main__.py, a place besides process_env.py that reads os.environ: not to learn anything from it, but
-    # because whoever starts processes has to pass an environment on.
+    # Besides process_env.py, this and cyxtrain/__main__.py read os.environ: to pass it on to processes that they start.
     sys.exit(main(["launch", *sys.argv[1:]], dict(os.environ)))

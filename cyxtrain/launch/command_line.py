@@ -1,21 +1,28 @@
-"""What `cyxtrain` can be told. Each command imports what it needs: starting processes needs no PyTorch."""
+"""The command `cyxtrain`. Each subcommand imports what it needs: starting processes needs no PyTorch."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from cyxtrain.errors import ConfigError, CyxtrainError
+from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError
 from cyxtrain.launch.starting import files_of, launch
 
-_USAGE_ERROR = 2  # the exit code of a command line that cannot be understood
-_COMPLETE = "_CYXTRAIN_COMPLETE"  # click's variable: with it, this is not a call but a question of a shell
+if TYPE_CHECKING:
+    from cyxtrain.experiment import Experiment
+
+_USAGE_ERROR = 2
+"""Exit code of an invalid command line."""
+_COMPLETE = "_CYXTRAIN_COMPLETE"
+"""Click's variable: a shell sets it to ask for completions."""
 
 _HELP = """\b
 examples:
@@ -25,8 +32,8 @@ examples:
   cyxtrain evaluate checkpoints/best.ckpt
   cyxtrain launch -n 4 -- cyxtrain doctor
 
-Errors are one line; `cyxtrain --traceback fit ...` shows where they come from. Names that the shell completes:
-`eval "$(cyxtrain completion bash)"` (or zsh, fish) in its start file."""
+Errors are one line; `cyxtrain --traceback fit ...` also prints where they were raised. To let your shell complete
+names, add `eval "$(cyxtrain completion bash)"` (or zsh, fish) to its start file."""
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -39,24 +46,28 @@ def _show_version(context: click.Context, parameter: click.Parameter, asked: boo
 
 @click.group(epilog=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it, and end."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print versions and exit.",
 )
-@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.option("--traceback", is_flag=True, help="Print tracebacks of errors.")
 @click.option("--local-rank", "--local_rank", type=int, hidden=True)
 def cyxtrain(traceback: bool, local_rank: int | None) -> None:
-    """Trains PyTorch models on as many processes as there are: exact, fast, honest."""
-    del local_rank  # torch.distributed.launch gives it, and says the same in LOCAL_RANK
+    """Train PyTorch models on one or many processes with the same code."""
+    del local_rank  # torch.distributed.launch passes it, and sets LOCAL_RANK too
     if not traceback:
-        sys.excepthook = _one_line
+        sys.excepthook = _print_in_one_line
     if "" not in sys.path:
-        sys.path.insert(0, "")  # "module:name" means those of the folder, as with python -m
+        sys.path.insert(0, "")  # "module:name" finds modules of the current folder, as with python -m
 
 
 cyxtrain.add_command(launch)
 
 
 def _complete_overrides(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes sections, and the settings of those that have the same ones always."""
     from cyxtrain.config import DistributedTrainingConfig
     from cyxtrain.experiment.sections import SECTIONS
 
@@ -76,31 +87,31 @@ examples:
   torchrun --nproc-per-node 4 -m cyxtrain fit configs/digits_cnn.yaml
   srun cyxtrain fit configs/digits_cnn.yaml
 
-The last lines are the measures of the test data, where there are some.""",
+The last lines are the metrics of the test data, if there is any.""",
 )
 @click.argument("config", metavar="CONFIG", shell_complete=files_of)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_complete_overrides)
-@click.option("--resume", metavar="auto|PATH", help="Go on from its newest checkpoint, or from one.")
-@click.option("--print-config", is_flag=True, help="Show the settings with all bases and overrides, and end.")
+@click.option("--resume", metavar="auto|PATH", help="Resume from the newest checkpoint, or from this one.")
+@click.option("--print-config", is_flag=True, help="Print the settings with all bases and overrides, and exit.")
 def fit(config: str, overrides: tuple[str, ...], resume: str | None, print_config: bool) -> None:
-    """Trains the experiment of a YAML file.
+    """Train the experiment of a YAML file.
 
-    KEY=VALUE overrides a setting, such as training.epochs=3; null, lists and numbers are YAML's. Under a launcher,
-    torchrun or a scheduler all of its ranks train together; alone it is one process, or training.num_processes of them.
+    KEY=VALUE overrides a setting, such as training.epochs=3; write null, lists and numbers as in YAML. Under a
+    launcher, torchrun or a scheduler all ranks train together; otherwise one process, or training.num_processes of
+    them.
     """
     from cyxtrain.experiment import Config, Experiment
-    from cyxtrain.launch.reporting import show_measures
 
     if print_config:
         click.echo(Config.from_file(config, overrides).to_yaml(), nl=False)
         return
     experiment = Experiment.from_file(config, overrides)
     experiment.fit(resume)
-    show_measures(experiment)
+    _evaluate(experiment)
 
 
 @cyxtrain.command(
-    short_help="Show the measures of a checkpoint.",
+    short_help="Evaluate a checkpoint.",
     epilog="""\b
 examples:
   cyxtrain evaluate checkpoints/best.ckpt
@@ -108,28 +119,43 @@ examples:
   cyxtrain launch -n 4 -- cyxtrain evaluate checkpoints/best.ckpt
   cyxtrain evaluate checkpoints/best.ckpt --config configs/digits_cnn.yaml data.path=other.npz""",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path())
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--config", metavar="FILE", help="The experiment; without it, the one that the checkpoint keeps.")
-def evaluate(checkpoint: str, overrides: tuple[str, ...], config: str | None) -> None:
-    """Shows the measures of the test data with a checkpoint: a file, or a folder of which the newest is taken."""
+@click.option("--config", metavar="FILE", help="The experiment; default: the one saved in the checkpoint.")
+def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -> None:
+    """Print the metrics of the test data with a checkpoint: a file, or the newest one of a folder."""
+    from cyxtrain.checkpoint.folder import CheckpointFolder
     from cyxtrain.experiment import Experiment
-    from cyxtrain.launch.reporting import newest_of, show_measures
 
-    path = newest_of(Path(checkpoint))
+    if checkpoint.is_dir():
+        found = [each.path for each in CheckpointFolder(checkpoint).newest_first() if each.position]
+        if not found:
+            raise CheckpointError(f"{checkpoint} has no intact checkpoint.")
+        checkpoint = found[0]
     if config is not None:
         experiment = Experiment.from_file(config, overrides)
     else:
-        experiment = Experiment.from_checkpoint(path, overrides)
+        experiment = Experiment.from_checkpoint(checkpoint, overrides)
     if not experiment.data.test:
-        raise ConfigError(f"{config or path}: its data have no test part to evaluate.")
+        raise ConfigError(f"{config or checkpoint}: its data has no test part to evaluate.")
     experiment.join()
-    experiment.trainer.load_checkpoint(path)
-    show_measures(experiment)
+    experiment.trainer.load_checkpoint(checkpoint)
+    _evaluate(experiment)
+
+
+def _evaluate(experiment: Experiment) -> None:
+    """Evaluate the test data, if there is any, and print the metrics on rank 0, accuracy last; all ranks call it."""
+    from cyxtrain.world import runtime
+
+    measured = experiment.evaluate()
+    if measured is not None and runtime.is_master():
+        for name, value in sorted(dict(measured).items(), key=lambda item: item[0] == "accuracy"):
+            if not math.isnan(value):
+                click.echo(f"test {name}: {value:.4f}")
 
 
 @cyxtrain.command(
-    short_help="Say what works here, and between ranks.",
+    short_help="Check this machine and the network between ranks.",
     epilog="""\b
 examples:
   cyxtrain doctor
@@ -137,13 +163,13 @@ examples:
   cyxtrain launch --nnodes 2 --node-rank 0 --master-addr node0 -n 1 -- cyxtrain doctor
   srun cyxtrain doctor
 
-Exit code: 0 where all is well, 1 where something is broken.""",
+Exit code: 0 if all is well, 1 if something is broken.""",
 )
 def doctor() -> int:
-    """Shows versions, backends, GPUs, transports and ports; with several ranks every pair of them, one by one.
+    """Print versions, backends, GPUs, transports and ports; with several ranks, test every pair of them.
 
-    Started as a training is, it tells which ranks do not come, which pairs do not reach each other and why, round
-    trips, bandwidths and how far clocks are apart. It does not join: it works where joining does not.
+    Start it as you start a training: it names ranks that are missing and pairs that cannot reach each other and why,
+    and measures round trips, bandwidth and clock skew. It does not join the ranks: it works when joining fails.
     """
     from cyxtrain.config import DistributedConfig
     from cyxtrain.doctor import examine
@@ -159,28 +185,28 @@ examples:
   srun cyxtrain bench""",
 )
 def bench() -> int:
-    """Measures all_reduce from 4 B to 16 MiB over the ring and, in turns, over PyTorch's Gloo: ten seconds."""
+    """Measure all_reduce from 4 B to 16 MiB, alternating between the ring and PyTorch's Gloo, for ten seconds."""
     from cyxtrain.config import DistributedConfig
     from cyxtrain.launch.bench import bench
 
     return bench(DistributedConfig.from_environment())
 
 
-@cyxtrain.command(short_help="Let a shell complete names.")
+@cyxtrain.command(short_help="Set up completion in your shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Prints what lets a shell complete commands, options and files: eval "$(cyxtrain completion bash)"."""
+    """Print a script that completes commands, options and files: eval "$(cyxtrain completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cyxtrain, {}, "cyxtrain", _COMPLETE).source())
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command line and returns its exit code.
+    """Run a command line and return its exit code.
 
     Args:
-        arguments: Without the name of the program.
-        environment: What processes that it starts begin with.
+        arguments: Without the program's name.
+        environment: Inherited by processes that it starts.
     """
     hook = sys.excepthook
     try:
@@ -190,14 +216,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         name = "cyxtrain" if context is None else context.command_path
         print(f"{name}: {error.format_message().rstrip('.')} (see --help)", file=sys.stderr)
         return _USAGE_ERROR
-    except click.Abort as error:  # what click makes of Ctrl-C, and of an EOFError of the user's
+    except click.Abort as error:  # click raises it for Ctrl-C, and for an EOFError of the user's code
         raise error.__cause__ or error from None
     sys.excepthook = hook
     return code if isinstance(code, int) else 0
 
 
-def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Shows an error that says for itself what is wrong, and where; others with their traceback."""
+def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print our own errors in one line, others with their traceback."""
     if isinstance(error, CyxtrainError):
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):

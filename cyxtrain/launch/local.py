@@ -1,4 +1,4 @@
-"""The ranks on this machine: the environment of each, restarts, and the last thing on the screen."""
+"""Run the ranks of this machine: environment of each, restarts, and the report of a failure."""
 
 from __future__ import annotations
 
@@ -14,58 +14,56 @@ from types import FrameType
 from cyxtrain.workers.machine import free_port, launch_environment
 from cyxtrain.workers.output import Terminal
 from cyxtrain.workers.process import RankSpec
-from cyxtrain.workers.supervisor import Outcome, Supervisor, comes_again
+from cyxtrain.workers.supervisor import Outcome, Supervisor, would_recur
 
 
 @dataclass(frozen=True)
 class Start:
-    """What to start."""
+    """What to start on this machine."""
 
     command: tuple[str, ...]
-    """The program of each rank and its arguments."""
     num_ranks: int
-    """On this machine."""
     nnodes: int = 1
-    """How many machines there are, all with as many ranks."""
+    """Machines, all with as many ranks."""
     node_rank: int = 0
-    """Which of them this is."""
+    """This machine's number."""
     master_addr: str = "127.0.0.1"
-    """Machine 0."""
+    """Of machine 0."""
     master_port: str | None = None
-    """At which the ranks meet there; None: a free one."""
+    """Of the rendezvous; None: a free one."""
     restarts: int = 0
-    """How often all ranks are started again after a failure."""
+    """How often all ranks are restarted after a failure."""
     logs: Path | None = None
-    """The folder for each rank's output, or None."""
+    """Folder for a copy of each rank's output."""
 
     @property
     def ranks(self) -> range:
-        """Those of this machine."""
+        """The ranks of this machine."""
         return range(self.node_rank * self.num_ranks, (self.node_rank + 1) * self.num_ranks)
 
-    def log_of(self, rank: int) -> Path:
-        """Returns where the output of a rank goes, if there are logs."""
-        return (self.logs or Path()) / f"rank{rank}.log"
+    def log_of(self, rank: int) -> Path | None:
+        """Return the file for a rank's output, if there are logs."""
+        return None if self.logs is None else self.logs / f"rank{rank}.log"
 
-    def begin_logs(self) -> None:
-        """Makes the folder for logs, if there are some, and an empty one for each rank: restarts add to it.
+    def create_logs(self) -> None:
+        """Create an empty log for each rank; restarts append to it.
 
         Raises:
-            OSError: They cannot be written there.
+            OSError: They cannot be written.
         """
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
-            for rank in self.ranks:
-                self.log_of(rank).unlink(missing_ok=True)
-                self.log_of(rank).touch()
+            for path in filter(None, map(self.log_of, self.ranks)):
+                path.unlink(missing_ok=True)
+                path.touch()
 
 
 def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
-    """Runs the ranks of this machine and returns the exit code for the launcher.
+    """Run the ranks of this machine and return the launcher's exit code.
 
     Args:
         start: What to start.
-        environment: What the ranks' environment begins with.
+        environment: Inherited by the ranks.
 
     Raises:
         OSError: The command cannot be started.
@@ -74,18 +72,17 @@ def run_ranks(start: Start, environment: Mapping[str, str]) -> int:
     terminal = Terminal.standard()
     for attempt in range(start.restarts + 1):
         outcome = _run_once(start, {**environment, "CYXTRAIN_ATTEMPT": str(attempt)}, terminal)
-        ends = outcome.stopped_by is not None or outcome.first_failure is None or bool(outcome.unstoppable)
-        in_vain = not ends and comes_again(outcome)
-        again = f"restart {attempt + 1} of {start.restarts}"
-        says = "no restart: this error would come again" if in_vain else again
+        failed = outcome.first_failure is not None and outcome.stopped_by is None and not outcome.unstoppable
+        restarts = failed and attempt < start.restarts and not would_recur(outcome)
+        text = describe(outcome)
+        if restarts:
+            text += f"restart {attempt + 1} of {start.restarts}\n".encode()
+        elif failed and attempt < start.restarts:
+            text += b"no restart: the same error would occur again\n"
         with contextlib.suppress(OSError):  # nobody reads our stderr any more
-            terminal.write_err(describe(outcome) + (b"" if ends or attempt == start.restarts else f"{says}\n".encode()))
-        if ends or in_vain:
+            terminal.write_err(text)
+        if not restarts:
             break
-    return _exit_code(outcome)
-
-
-def _exit_code(outcome: Outcome) -> int:
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
     if outcome.first_failure is not None:
@@ -94,40 +91,36 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _run_once(start: Start, environment: Mapping[str, str], terminal: Terminal) -> Outcome:
+    if start.nnodes == 1:
+        # Keeps other users of this machine and ranks of other runs out. Launchers of several machines cannot share one.
+        environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
     with free_port() if start.master_port is None else contextlib.nullcontext(start.master_port) as port:
-        supervisor = Supervisor(_specs(start, environment, str(port)), terminal)
-        with _stops_on_signals(supervisor):
+        specs = [
+            RankSpec(
+                label=f"rank {rank}",
+                command=start.command,
+                environment=launch_environment(
+                    environment,
+                    local_rank,
+                    start.num_ranks,
+                    str(port),
+                    nnodes=start.nnodes,
+                    node_rank=start.node_rank,
+                    address=start.master_addr,
+                ),
+                shares_terminal=start.num_ranks == 1 and start.logs is None,
+                log=start.log_of(rank),
+            )
+            for local_rank, rank in enumerate(start.ranks)
+        ]
+        supervisor = Supervisor(specs, terminal)
+        with _stopping_on_signals(supervisor):
             return supervisor.run()
 
 
-def _specs(start: Start, environment: Mapping[str, str], port: str) -> list[RankSpec]:
-    if start.nnodes == 1:
-        # Ranks let in only who knows it: no other user of this machine, and no rank of another run. The launchers of
-        # several machines have no way of telling each other.
-        environment = {**environment, "CYXTRAIN_SECRET": environment.get("CYXTRAIN_SECRET") or secrets.token_hex(32)}
-    return [
-        RankSpec(
-            label=f"rank {rank}",
-            command=start.command,
-            environment=launch_environment(
-                environment,
-                local_rank,
-                start.num_ranks,
-                port,
-                nnodes=start.nnodes,
-                node_rank=start.node_rank,
-                address=start.master_addr,
-            ),
-            shares_terminal=start.num_ranks == 1 and start.logs is None,
-            log=None if start.logs is None else start.log_of(rank),
-        )
-        for local_rank, rank in enumerate(start.ranks)
-    ]
-
-
 @contextlib.contextmanager
-def _stops_on_signals(supervisor: Supervisor) -> Iterator[None]:
-    """Lets Ctrl-C, SIGTERM and SIGHUP stop the ranks; puts the handlers back as they were."""
+def _stopping_on_signals(supervisor: Supervisor) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP stop the ranks; restore the handlers afterwards."""
 
     def request_stop(number: int, _: FrameType | None) -> None:
         supervisor.request_stop(signal.Signals(number))
@@ -135,7 +128,7 @@ def _stops_on_signals(supervisor: Supervisor) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if sys.platform == "win32":
         numbers.append(signal.SIGBREAK)
-    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and means it
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, request_stop) for number in numbers}
     try:
@@ -146,14 +139,14 @@ def _stops_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 
 def describe(outcome: Outcome) -> bytes:
-    """Returns what the launcher says last: nothing after a success, else who failed first and its last words."""
+    """Return the launcher's last message: nothing after a success, otherwise which rank failed first and its stderr."""
     lines = [f"{label} cannot be ended, not even by SIGKILL" for label in outcome.unstoppable]
     if outcome.stopped_by is not None:
         lines.append(f"all ranks were stopped by {outcome.stopped_by.name}")
-    first, words = outcome.first_failure, outcome.last_words
-    if first is not None and words is not None:
-        end = "; its last words:" if words else ", and left no last words"
-        lines.append(f"{first.label} failed first, with {first.describe()}{end}")
-    elif first is not None and first.killed_by is not None:  # else its own words are on the screen already
-        lines.append(f"{first.label} failed, with {first.describe()}")
-    return "".join(f"{line}\n" for line in lines).encode() + (words or b"")
+    first, stderr = outcome.first_failure, outcome.last_lines
+    if first is not None and stderr is not None:
+        end = "; its last lines on stderr:" if stderr else " and printed no error"
+        lines.append(f"{first.label} failed first ({first.describe()}){end}")
+    elif first is not None and first.killed_by is not None:  # otherwise its own error is on the screen already
+        lines.append(f"{first.label} failed ({first.describe()})")
+    return "".join(f"{line}\n" for line in lines).encode() + (stderr or b"")

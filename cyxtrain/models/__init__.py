@@ -1,8 +1,6 @@
-"""Models by name: the registry, and the small ones that examples and `configs/` name."""
+"""Models by name: the registry, and small models for examples and `configs/`."""
 
-from cyxtrain.models.cnn import CNN
-from cyxtrain.models.mlp import MLP
+from cyxtrain.models.networks import CNN, MLP, VAE
 from cyxtrain.models.registry import get_model, list_models, register_model
-from cyxtrain.models.vae import VAE
 
 __all__ = ["CNN", "MLP", "VAE", "get_model", "list_models", "register_model"]

@@ -1,4 +1,4 @@
-"""Names for models, so that a file of settings can say which one."""
+"""Register models by name, for settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {}
 
 
 class ModelMaker:
-    """Makes one kind of model.
-
-    Args:
-        name: By which it is registered.
-        make: The class or function.
-    """
+    """Creates models of one name by a class or function."""
 
     def __init__(self, name: str, make: Callable[..., nn.Module]) -> None:
         self.name = name
@@ -30,24 +25,23 @@ class ModelMaker:
     def _takes_config(self) -> bool:
         try:
             return next(iter(inspect.signature(self.make).parameters), None) == "config"
-        except ValueError:  # some functions of C do not say what they take
+        except ValueError:  # some C functions have no signature
             return False
 
     def __call__(self, config: Mapping[str, Any] | None = None, /, **settings: Any) -> nn.Module:
-        """Returns a model.
+        """Return a model.
 
         Args:
-            config: Settings by name, such as `Config.from_file(...)`, whose section `model` is taken, or that section
-                itself; its "name" is no setting.
-            **settings: The same one by one; they rule.
+            config: Settings, such as `Config.from_file(...)`, of which the section `model` is used, or that section
+                itself; its "name" is ignored.
+            **settings: Single settings, which take precedence.
 
         Raises:
-            ConfigError: A setting that the model does not have, with the nearest one that it has; or one is missing,
-                or the model cannot be made of them.
+            ConfigError: A setting is unknown, with the nearest one, missing or invalid.
         """
         owner, whole = f"the model '{self.name}'", {} if config is None else config
         if not isinstance(whole, Mapping):
-            raise ConfigError(f"{owner} is made of a Config, or of settings by name, got {whole!r}.")
+            raise ConfigError(f"{owner} takes a Config or settings by name, got {whole!r}.")
         if self._takes_config():
             given, first = settings, [whole]
         else:
@@ -60,23 +54,23 @@ class ModelMaker:
             model = self.make(*first, **given)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
             made_of = "the config" if first else given
-            raise ConfigError(f"{owner} cannot be made of {made_of}: {error}") from error
+            raise ConfigError(f"{owner} cannot be created with {made_of}: {error}") from error
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"{owner} must be a torch.nn.Module, and {self.make!r} returned {type(model).__name__}.")
+            raise ConfigError(f"{owner} must be a torch.nn.Module, but {self.make!r} returned {type(model).__name__}.")
         return model
 
 
 def register_model(name: str) -> Callable[[_Maker], _Maker]:
-    """Gives a class or a function that returns a model a name: `@register_model("mlp")`.
+    """Register a class, or a function that returns a model, by name: `@register_model("mlp")`.
 
-    Its keyword arguments are the settings of the section `model`; one whose first argument is called `config` is given
-    the whole config.
+    Its keyword arguments are the settings of the section `model`; if its first argument is called `config`, it gets the
+    whole config.
 
     Args:
-        name: Not yet another's; the same module may register it again, as a notebook's cell does.
+        name: Unique; the same module may register it again, as a notebook's cell does.
 
     Raises:
-        ConfigError: Another one has that name.
+        ConfigError: Another module has registered that name.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f'register_model takes a name, as in @cx.register_model("mlp"), got {name!r}.')
@@ -84,7 +78,7 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
     def register(make: _Maker) -> _Maker:
         there = _MODELS.get(name)
         if there is not None and there.__module__ != make.__module__:
-            raise ConfigError(f"the model '{name}' is {there!r} already: register {make!r} by another name.")
+            raise ConfigError(f"the model '{name}' is already {there!r}: register {make!r} by another name.")
         _MODELS[name] = make
         return make
 
@@ -92,13 +86,13 @@ def register_model(name: str) -> Callable[[_Maker], _Maker]:
 
 
 def get_model(name: str) -> ModelMaker:
-    """Returns what makes the models of a name: `get_model("mlp")(config)`, `get_model("mlp")(inputs=64, outputs=10)`.
+    """Return a function that creates a model: `get_model("mlp")(config)` or `get_model("mlp")(inputs=64, outputs=10)`.
 
     Args:
         name: One of `list_models()`.
 
     Raises:
-        ConfigError: No model has that name, with the nearest that has one.
+        ConfigError: No model has that name, with the nearest name.
     """
     if name not in _MODELS:
         raise unknown_name("cyxtrain", str(name), list_models(), "model")
@@ -106,5 +100,5 @@ def get_model(name: str) -> ModelMaker:
 
 
 def list_models() -> list[str]:
-    """Returns the names of all models, sorted."""
+    """Return the names of all models, sorted."""
     return sorted(_MODELS)

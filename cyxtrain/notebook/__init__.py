@@ -1,1 +1,1 @@
-"""Worker processes behind a notebook's fit, evaluate and predict. Above training."""
+"""Worker processes that run a notebook's fit, evaluate and predict. Above training."""

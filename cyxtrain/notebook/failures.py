@@ -1,4 +1,4 @@
-"""Errors on their way from a worker to whoever called: as themselves, with their rank and where they came about."""
+"""Send errors from a worker to the notebook: with their class, rank and traceback."""
 
 from __future__ import annotations
 
@@ -18,48 +18,43 @@ from cyxtrain.errors import BLAMING_ANOTHER, CyxtrainError, DistributedTrainingE
 from cyxtrain.notebook.sharing import as_bytes, from_bytes, returning
 
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-"""What leads to the user's code, in a traceback."""
+"""Frames of these files before the user's code are left out of tracebacks."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error of one rank.
-
-    Attributes:
-        error: (class, arguments, attributes) of the exception, pickled; None: they cannot be.
-        name: Of its class.
-        message: What it says.
-        text: Its traceback, as far as it is of the user's code.
-        is_own: Whether it came about here, not because of another rank.
-        about: The rank that it says it is about, or None.
-    """
+    """An error of one rank."""
 
     error: bytes | None
+    """Pickled (class, arguments, attributes); None if they cannot be pickled."""
     name: str
+    """Of its class."""
     message: str
     text: str
+    """The traceback of the user's code."""
     is_own: bool
+    """Whether this rank caused it, not another one."""
     about: int | None
+    """The rank that it names."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        """Returns what travels of an error."""
+        """Return an error in a form that can be sent."""
         pickled = None
         for attributes in (vars(error), {}):
             try:
                 pickled = pickled or as_bytes((type(error), error.args, attributes), returning({}))
             except Exception:
                 continue
-        about = error.rank if isinstance(error, CyxtrainError) else None
-        return cls(
-            pickled, type(error).__name__, str(error), _told(error), not isinstance(error, BLAMING_ANOTHER), about
-        )
+        rank = error.rank if isinstance(error, CyxtrainError) else None
+        is_own = not isinstance(error, BLAMING_ANOTHER)
+        return cls(pickled, type(error).__name__, str(error), _traceback_of(error), is_own, rank)
 
 
-def _told(error: BaseException) -> str:
-    """Returns the traceback of an error and of those that led to it, without what is not the user's code.
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error and of its causes, without frames before the user's code.
 
-    An error of ours that no code of the user's led to says all that there is to say.
+    An error of this package that no user code led to needs none: its message says everything.
     """
     links: list[str] = []
     link: BaseException | None = error
@@ -74,17 +69,16 @@ def _told(error: BaseException) -> str:
 
 
 def _from_users_code(found: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback from the first frame on that is not in this package or in PyTorch; None: all are."""
     while found is not None and found.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
         found = found.tb_next
     return found
 
 
 def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
-    """Returns an error of a worker's as itself, with the traceback that it had over there."""
+    """Return a worker's error as an exception of its own class, with its traceback as the cause."""
     try:
         kind, arguments, attributes = from_bytes(failed.error or b"")
-        # Its own __init__ may want other arguments than it passes on.
+        # A class's __init__ may take other arguments than it passes to Exception's.
         error: BaseException = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
         vars(error).update(attributes)
     except Exception:
@@ -97,15 +91,15 @@ def raised(failed: Failed, rank: int, num_ranks: int) -> BaseException:
     return error
 
 
-class WorkerTraceback(Exception):  # noqa: N818 - it is no error, but where one was
-    """Where in a worker an error came about."""
+class WorkerTraceback(Exception):  # noqa: N818 - a cause that only carries text
+    """Where in a worker an error was raised."""
 
     def __str__(self) -> str:
         return f'\n"""\n{super().__str__()}"""'
 
 
 def _with_sources(text: str) -> str:
-    """Returns a traceback with the lines of cells in it, which a worker does not have."""
+    """Return a traceback with the source lines of notebook cells, which a worker does not have."""
     lines, found = text.splitlines(), []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         found.append(line)

@@ -1,6 +1,6 @@
-"""Calls of a trainer's that worker processes make: all cores from one cell of a notebook.
+"""Run a trainer's call in worker processes: all cores from one cell of a notebook.
 
-fit(num_processes=4) -> is there no launcher? -> workers, kept from call to call -> `performing.py` in each
+fit(num_processes=4) -> if there is no launcher: workers, kept between calls -> `worker_calls.py` in each
 <- weights, optimizer, history, callbacks: the notebook's own objects, changed in place
 """
 
@@ -50,7 +50,7 @@ def run_in_workers(method: _Method) -> _Method:
             return method(trainer, *arguments, **keywords)
         inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
         with workers.used_for(method.__name__):
-            return _Call(trainer, method.__name__, arguments, keywords).made_by(*workers.pool(count, trainer))
+            return _Call(trainer, method.__name__, arguments, keywords).run_by(*workers.pool(count, trainer))
 
     return call  # type: ignore[return-value]
 
@@ -58,7 +58,7 @@ def run_in_workers(method: _Method) -> _Method:
 def _num_workers(
     trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> int:
-    """Returns how many processes shall make a call; below 2: this one."""
+    """Return how many processes run a call; below 2: this one."""
     launched = process_env.is_launched() or (runtime.is_initialized() and runtime.get_world_size() > 1)
     if launched or trainer._fit is not None or keywords.get("distributed") is False:
         return 1
@@ -68,18 +68,11 @@ def _num_workers(
     if asked == "auto":
         on_gpus = is_on_gpu(trainer)
         return accelerator.count() if on_gpus else ranks_by_cores(process_env.to_pass_on())
-    return asked if type(asked) is int else 1  # what else there is, the call itself refuses
+    return asked if type(asked) is int else 1  # the call itself refuses anything else
 
 
 class _Call:
-    """One call, from here to the workers and back.
-
-    Args:
-        trainer: Whose.
-        method: Its name.
-        arguments: As they were given.
-        keywords: As they were given.
-    """
+    """One call: sent to the workers, and its result applied here."""
 
     def __init__(
         self, trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -92,34 +85,29 @@ class _Call:
         self._display: Display | None = None
         self._has_begun = self._is_interrupted = self._verbose = self._stops = False
         self._problem: BaseException | None = None
-        if method == FIT:  # what is wrong with it is better heard before anything starts
+        if method == FIT:  # raise errors before anything starts
             self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
             self._verbose = parse_fit(arguments, dict(keywords)).config.verbose
         self._parts = parts_of(trainer, self._callbacks)
         stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
         self._staying = {name: self._parts[name] for name in stays}
         for callback in (*trainer.callbacks, *self._callbacks) if method == FIT else ():
-            callback.set_trainer(trainer)  # not that of an earlier fit, which would come along
+            callback.set_trainer(trainer)  # otherwise that of an earlier fit would be sent too
 
-    def made_by(self, pool: Pool, why_new: str) -> Any:
-        """Lets workers make the call, and returns what it returns.
-
-        Args:
-            pool: They.
-            why_new: Why they are just starting; "": they are not.
-        """
+    def run_by(self, pool: Pool, why_new: str) -> Any:
+        """Run the call in the workers and return its value; `why_new` tells why they are starting, or is empty."""
         __tracebackhide__ = True
         can_go_on = True
         try:
-            with pool.hearing_signals():
+            with pool.handling_signals():
                 if why_new and self._verbose:
                     self._show("header", ([("workers", why_new)],))
                 with closing(SharedFile()) as trainer, closing(SharedFile()) as given:
                     self._send(trainer, given)
                     call = (self._method, trainer.path, given.path, list(self._staying))
-                    answers = pool.run(perform, call, partial(self._heed, pool), self._hear)
+                    answers = pool.run(perform, call, partial(self._on_report, pool), self._on_signal)
                 can_go_on = answers.can_go_on
-                return self._take_in(answers, pool.num_processes)
+                return self._apply(answers, pool.num_processes)
         finally:
             for callback in self._staying.values():
                 callback.close()
@@ -128,7 +116,7 @@ class _Call:
             if self._is_interrupted or not can_go_on:
                 pool.close()
             elif pool.is_usable:
-                pool.forget_answers()
+                pool.release_answers()
 
     def _send(self, trainer: SharedFile, given: SharedFile) -> None:
         data = {name: value for name, value in self._keywords.items() if name != "callbacks"}
@@ -143,16 +131,16 @@ class _Call:
         except Exception as error:
             what = _what_cannot_go(self._trainer, self._arguments, self._keywords)
             raise ConfigError(
-                f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}. What holds an open file, "
-                "a lock or a generator is best made over there: in a callback's on_train_begin, or by a function that "
-                "is given in its place. Or leave num_processes out."
+                f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}. Create objects with an "
+                "open file, a lock or a generator in the workers: in a callback's on_train_begin, or by a function "
+                "passed in their place. Or leave num_processes out."
             ) from error
 
-    def _heed(self, pool: Pool, report: tuple[Any, ...]) -> None:
-        """Shows what the workers show, and calls the callbacks that have stayed."""
+    def _on_report(self, pool: Pool, report: tuple[Any, ...]) -> None:
+        """Display progress, and call the callbacks that stay in the notebook."""
         if report[0] == BEGUN:
             self._has_begun = True
-            if self._problem is not None or self._stops:  # there was nothing yet that could have heard of it
+            if self._problem is not None or self._stops:  # until now nothing could handle the signal
                 pool.interrupt()
         elif report[0] == SHOW:
             self._show(*report[1:])
@@ -160,7 +148,7 @@ class _Call:
             _, name, hook, arguments = report
             try:
                 getattr(self._staying[name], hook)(*arguments)
-            except BaseException as error:  # the fit stops at a step, so that its work is not lost
+            except BaseException as error:  # stop the fit at a step, so that its work is kept
                 self._problem = error
                 pool.interrupt()
             if self._trainer.stop_training or vars(self._trainer.model).pop("stop_training", False):
@@ -171,16 +159,16 @@ class _Call:
         self._display = self._display or make_display(True)
         getattr(self._display, method)(*arguments)
 
-    def _hear(self, number: int) -> bool:
-        """Returns whether the workers shall hear a signal: a fit stops at a step, the rest has nothing to keep."""
+    def _on_signal(self, number: int) -> bool:
+        """Return whether to pass a signal on: a fit stops at a step, other calls have nothing to keep."""
         self._is_interrupted = True
-        hears = self._method == FIT and self._has_begun
-        if hears and number == signal.SIGINT:
+        passes = self._method == FIT and self._has_begun
+        if passes and number == signal.SIGINT:
             sys.stderr.write("stopping after this step; interrupt again to stop at once\n")
-        return hears
+        return passes
 
-    def _take_in(self, answers: JobAnswers, num_ranks: int) -> Any:
-        """Changes the trainer's objects to what they have become, and returns the value of the call or raises."""
+    def _apply(self, answers: JobAnswers, num_ranks: int) -> Any:
+        """Apply the changes to the trainer's objects, and return the call's value or raise its error."""
         __tracebackhide__ = True
         ranks: dict[int, Performed] = answers.by_rank
         value = None
@@ -195,7 +183,7 @@ class _Call:
         if failures:
             rank = min(failures, key=lambda rank: (not failures[rank].is_own, rank))
             about = failures[rank].about
-            rank = about if about in failures else rank  # it was told of that one's
+            rank = about if about in failures else rank  # the other rank has the original error
             error = raised(failures[rank], rank, num_ranks)
             goes_on = self._stops or runtime.is_interactive()
             if not (isinstance(error, KeyboardInterrupt) and goes_on):
@@ -204,7 +192,7 @@ class _Call:
 
 
 def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> str:
-    """Returns what of a call cannot be sent, in words."""
+    """Return which part of a call cannot be sent."""
     parts = {
         "the model": trainer.model,
         "loss_fn": trainer.loss_fn,
@@ -223,4 +211,4 @@ def _what_cannot_go(trainer: DistributedTrainer, arguments: tuple[Any, ...], key
                 write(part, file, {} if part is trainer.model else known)
         except Exception:
             return name
-    return "something of this call"
+    return "a part of this call"

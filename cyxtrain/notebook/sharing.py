@@ -1,17 +1,18 @@
-"""Objects on their way to other processes of this machine: pickled, their arrays in memory that all of them map.
+"""Send objects to other processes of this machine: pickled, with large arrays in memory that all of them map.
 
-Where something is sent, classes and functions of a notebook go along as they are (cloudpickle), and what the arrays
-hold is written once, into a file without a name; each receiver maps it. Memory maps go by the name of their file. Parts
-that both sides have already, such as a trainer's model, go by name and stay what they are; so do, on the way back, the
-classes and functions that had been sent.
+Classes and functions of a notebook are sent by value (cloudpickle). Arrays are written once, into a file without a
+name, which each receiver maps; memory maps are sent as the name of their file. Parts that both sides have, such as a
+trainer's model, are sent by name; on the way back, so are the classes and functions that were sent.
 
-Loading runs whatever the sender wants: only what `pool.py` and `worker.py` send each other is loaded here, over a
-connection that nobody else has.
+Loading runs whatever code the sender chooses: only messages of `pool.py` and `worker.py` are loaded here, over a
+connection that nobody else can reach.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import functools
 import io
 import itertools
 import mmap
@@ -30,32 +31,33 @@ from typing import Any
 import numpy as np
 import torch
 from cloudpickle import cloudpickle
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.serialization import config as serialization
 
+from cyxtrain.environment import torch_compat
 from cyxtrain.environment.regular_files import open_regular
-from cyxtrain.notebook import reducers
 
 _SHARED_BYTES = 4096
-"""Smaller arrays go with the rest."""
+"""Smaller arrays are pickled."""
 _KINDS = "biufc"
-"""Of NumPy's dtypes: those that PyTorch has."""
+"""NumPy's kinds of types that PyTorch has too."""
+_WRAPPED = "step"
+"""Attribute that a learning-rate schedule sets on an optimizer; `LearningRates` sets it again."""
+_TAG = "_cyxtrain_tag"
+"""Attribute that identifies a function when it comes back."""
 _known: ContextVar[Mapping[str, Any]] = ContextVar("known")
 _objects: ContextVar[dict[str, Any]] = ContextVar("objects")
-_TAG = "_cyxtrain_tag"
-"""Attribute by which a function is known when it comes back."""
-_here = secrets.token_hex(4)
+_process_tag = secrets.token_hex(4)
 _tags = itertools.count()
 _functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
 
 
 class SharedFile:
-    """A file in memory that other processes of this user open by its path, until it is closed.
+    """A file in memory that other processes of this user open by its path, until it is closed; pickled as its path.
 
-    On Linux it has no name, so that nothing is left of it however its processes end, and a container's small /dev/shm
-    does not limit it; elsewhere it is a temporary file. It is pickled as its path.
-
-    Attributes:
-        path: Where others open it.
+    On Linux it has no name: nothing is left of it when its processes end, and a container's small /dev/shm does not
+    limit it. Elsewhere it is a temporary file.
     """
 
     def __init__(self) -> None:
@@ -74,32 +76,31 @@ class SharedFile:
         self.close()
 
     def close(self) -> None:
-        """Closes it; who has mapped it keeps what it holds."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        os.close(self._file)
-        if sys.platform != "linux":
-            with contextlib.suppress(OSError):  # Windows does not remove what is still mapped
-                os.unlink(self.path)
+        """Close it; processes that have mapped it keep its content."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._file)
+            if sys.platform != "linux":
+                with contextlib.suppress(OSError):  # Windows does not remove a mapped file
+                    os.unlink(self.path)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles what another process shall have."""
+    """Pickles for another process of this machine."""
 
     names: Mapping[int, str] = {}
-    """What the receiver has already: names by id."""
+    """Objects that the receiver has: names by id."""
     is_data = False
-    """Whether tensors are rows: then a view of a large one goes without what it does not show."""
+    """Whether tensors are rows: a small view of a large tensor is then copied, not sent with all of it."""
     storages: Mapping[int, str] = {}
-    """Tensors whose memory the receiver has already: names by address."""
+    """Tensors whose memory the receiver has: names by address."""
     objects: dict[str, Any] | None = None
-    """Where objects that are sent are noted by name, so that what becomes of each can be told of it; None: nowhere."""
+    """Filled with the plain objects that are sent, by name, so that changes of each can be reported; None: not."""
     returns = False
-    """Whether this goes back to who has sent the classes and functions that are here."""
+    """Whether the receiver is the process that sent the classes and functions of this one."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Says how an object is to be made anew."""
+        """Return how to rebuild an object, or what cloudpickle does."""
         if id(obj) in self.names:
             return _known_part, (self.names[id(obj)],)
         if isinstance(obj, np.ndarray):
@@ -115,20 +116,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 _functions.setdefault(tag, obj)
                 return _function_of, (tag,)
             return super().reducer_override(obj)
-        if type(obj) is torch.Tensor and self.storages and (name := self.storages.get(address_of(obj))):
+        if type(obj) is Tensor and self.storages and (name := self.storages.get(address_of(obj))):
             return _part_of_known, (name, obj.dtype, obj.size(), obj.stride(), obj.storage_offset())
-        if self.is_data and type(obj) is torch.Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
-            return reducers.same, (obj.detach().clone(),)
-        reduced = reducers.reduced(obj)
-        if reduced is None and self.objects is not None and reducers.is_plain(obj):
-            return self._noted(obj, self.objects)
+        if self.is_data and type(obj) is Tensor and obj.untyped_storage().nbytes() > 2 * obj.nbytes:
+            return _same, (obj.detach().clone(),)
+        reduced = _reduced(obj)
+        if reduced is None and self.objects is not None and _is_plain(obj):
+            name = f"object {len(self.objects)}"
+            self.objects[name] = obj
+            _, arguments, *rest = obj.__reduce_ex__(5)
+            return _named_object, (name, *arguments), *rest
         return reduced or super().reducer_override(obj)
-
-    def _noted(self, obj: Any, objects: dict[str, Any]) -> tuple[Any, ...]:
-        name = f"object {len(objects)}"
-        objects[name] = obj
-        _, arguments, *rest = obj.__reduce_ex__(5)
-        return _noted_object, (name, *arguments), *rest
 
 
 def write(
@@ -140,106 +138,91 @@ def write(
     returns: bool = False,
     objects: dict[str, Any] | None = None,
 ) -> None:
-    """Writes an object and all that it holds.
+    """Write an object and all that it holds.
 
-    Cost: the bytes of its arrays once, but for memory maps.
+    Cost: the bytes of its arrays once, except memory maps.
 
     Args:
         value: Anything.
         file: Empty.
-        known: What the receiver has already, by name.
+        known: What the receiver has, by name.
         is_data: As in `Pickler`.
         returns: As in `Pickler`.
         objects: As in `Pickler`.
 
     Raises:
-        Exception: It holds what cannot be sent, such as an open file.
+        Exception: It holds something that cannot be sent, such as an open file.
     """
-    options = {"names": _by_id(known), "is_data": is_data, "returns": returns, "objects": objects}
-    pickler = type("Pickler", (Pickler,), options)
+    pickler = _pickler(known, is_data=is_data, returns=returns, objects=objects)
     fast = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with fast, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of arrays that are not to be written to
+        warnings.simplefilter("ignore")  # about arrays that are not writable
         torch.save(value, file.path, pickle_module=_module(pickler), pickle_protocol=5)
 
 
 def read(path: str, known: Mapping[str, Any], *, mapped: bool, objects: dict[str, Any] | None = None) -> Any:
-    """Returns what another process has written; its tensors are on the CPU.
+    """Return what another process has written, with tensors on the CPU.
 
     Args:
         path: Of the file.
-        known: What stands for the names that were given there.
-        mapped: Whether arrays stay in the memory of the file; what is written to them is this process's own. Else
-            they are copies.
-        objects: Takes those that were noted there, by name.
+        known: Replaces the names that were given there.
+        mapped: Whether arrays stay in the file's memory, with changes private to this process; otherwise they are
+            copied.
+        objects: Filled with the plain objects that were named there.
     """
-    with _knowing(known):
-        token = _objects.set({} if objects is None else objects)
-        try:
-            return _load(path, mapped=mapped)
-        finally:
-            _objects.reset(token)
-
-
-def _load(path: str, *, mapped: bool) -> Any:
-    return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
+    with _setting(_known, known), _setting(_objects, {} if objects is None else objects):
+        return torch.load(path, "cpu", _module(pickle.Pickler), weights_only=False, mmap=mapped)
 
 
 def returning(known: Mapping[str, Any]) -> type[Pickler]:
-    """Returns what pickles for who has sent what this process has; it may be used many times."""
-    tensors = {name: part for name, part in known.items() if isinstance(part, torch.Tensor)}
+    """Return a pickler, usable many times, for the process that sent what this one has."""
+    tensors = {name: part for name, part in known.items() if isinstance(part, Tensor)}
     storages = {address_of(tensor): name for name, tensor in tensors.items() if address_of(tensor)}
-    return type("Pickler", (Pickler,), {"names": _by_id(known), "storages": storages, "returns": True})
+    return _pickler(known, storages=storages, returns=True)
 
 
 def as_bytes(value: Any, pickler: type[Pickler]) -> bytes:
-    """Returns something small, such as an exception.
-
-    Raises:
-        Exception: As `write`.
-    """
+    """Pickle something small, such as an exception; errors are those of `write`."""
     target = io.BytesIO()
     pickler(target, protocol=5).dump(value)
     return target.getvalue()
 
 
 def from_bytes(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
-    """Returns what `as_bytes` was given.
+    """Return what `as_bytes` was given.
 
     Raises:
-        Exception: It cannot be made anew from what it has said of itself.
+        Exception: It cannot be rebuilt.
     """
-    with _knowing(known or {}):
+    with _setting(_known, known or {}):
         return pickle.loads(data)
 
 
-def _by_id(known: Mapping[str, Any]) -> dict[int, str]:
-    return {id(part): name for name, part in known.items()}
-
-
-@contextlib.contextmanager
-def _knowing(known: Mapping[str, Any]) -> Iterator[None]:
-    token = _known.set(known)
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-def _module(pickler: type) -> Any:
-    """Returns what PyTorch takes for a module like pickle."""
-    return types.SimpleNamespace(__name__="pickle", Pickler=pickler, Unpickler=pickle.Unpickler, load=pickle.load)
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Returns where a tensor's memory is; 0: it has none here."""
+def address_of(tensor: Tensor) -> int:
+    """Return where a tensor's memory is; 0 if it is not in this process's memory."""
     on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
     return tensor.untyped_storage().data_ptr() if on_cpu else 0
 
 
-def _noted_object(name: str, kind: Any, *arguments: Any) -> Any:
-    found = _objects.get()[name] = kind.__new__(kind, *arguments)
-    return found
+def _pickler(known: Mapping[str, Any], **options: Any) -> type[Pickler]:
+    return type("Pickler", (Pickler,), {"names": {id(part): name for name, part in known.items()}, **options})
+
+
+def _module(pickler: type) -> Any:
+    """Return what PyTorch accepts as a module like pickle."""
+    return types.SimpleNamespace(__name__="pickle", Pickler=pickler, Unpickler=pickle.Unpickler, load=pickle.load)
+
+
+@contextlib.contextmanager
+def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# --- parts that the receiver has -----------------------------------------------------------------------------------
 
 
 def _known_part(name: str) -> Any:
@@ -253,19 +236,36 @@ def _part_of_known(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, tuple(size), tuple(stride))
 
 
+def _named_object(name: str, kind: Any, *arguments: Any) -> Any:
+    found = _objects.get()[name] = kind.__new__(kind, *arguments)
+    return found
+
+
+def _is_plain(obj: Any) -> bool:
+    """Return whether an object is a class and attributes, without pickling code of its own."""
+    kind = type(obj)
+    ways: tuple[Any, ...] = (kind.__reduce_ex__, kind.__reduce__)
+    if ways != (object.__reduce_ex__, object.__reduce__) or kind in copyreg.dispatch_table:
+        return False
+    is_code = isinstance(obj, (type, types.ModuleType, types.FunctionType))
+    if is_code or not isinstance(getattr(obj, "__dict__", None), dict):
+        return False
+    return bool(obj.__reduce_ex__(5)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
+
+
 def _tagged(function: types.FunctionType) -> str:
-    """Gives a function a tag by which it will be known."""
+    """Return the tag that identifies a function; set it if there is none."""
     tag = _tag_of(function)
     if not tag or _functions.get(tag) is not function:
         code = function.__code__
-        tag = f"{_here} {next(_tags)} {code.co_name} {code.co_firstlineno}"
+        tag = f"{_process_tag} {next(_tags)} {code.co_name} {code.co_firstlineno}"
         vars(function)[_TAG] = tag
         _functions[tag] = function
     return tag
 
 
 def _tag_of(function: types.FunctionType) -> str:
-    """Returns the tag of a function, "" where it has none: a wrapper has that of what it wraps, which is another."""
+    """Return a function's tag or ""; a wrapper also carries the tag of the function that it wraps, which is not its."""
     tag, code = str(vars(function).get(_TAG, "")), function.__code__
     return tag if tag.endswith(f" {code.co_name} {code.co_firstlineno}") else ""
 
@@ -274,26 +274,76 @@ def _function_of(tag: str) -> types.FunctionType:
     return _functions[tag]
 
 
-def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
-    """Returns code that knows where it is from: from 3.1.3 on cloudpickle forgets it, and a traceback has no lines."""
-    return make(*arguments).replace(co_filename=filename)
-
-
 def _class_of(key: str) -> type:
     found: type = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[key]
     return found
 
 
+def _code_of(make: Callable[..., types.CodeType], arguments: tuple[Any, ...], filename: str) -> types.CodeType:
+    """Return code with its file name, which cloudpickle drops from 3.1.3 on: tracebacks need it."""
+    return make(*arguments).replace(co_filename=filename)
+
+
+# --- objects whose own pickles leave something out -----------------------------------------------------------------
+
+
+def _reduced(obj: Any) -> tuple[Any, ...] | None:
+    """Return how to rebuild an object whose own pickle would lose something; None: any other."""
+    if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+        return _bare, (type(obj).__base__,), vars(obj), None, None, _fill_parametrized
+    if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
+    if isinstance(obj, torch.optim.Optimizer):  # its own pickle has neither hooks nor further attributes
+        return _bare, (type(obj),), {name: value for name, value in vars(obj).items() if name != _WRAPPED}
+    if isinstance(obj, Tensor) and obj.is_leaf and any(hooks := torch_compat.hooks_of(obj)):
+        plain = obj.__reduce_ex__(5)
+        assert isinstance(plain, tuple)
+        return _with_hooks, (*plain[:2], *hooks)
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _bare(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _fill_parametrized(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Fill a module whose parameters are computed, as by spectral norm; PyTorch refuses to pickle those."""
+    vars(module).update(attributes)
+    torch_compat.inject_parametrizations(module, [*attributes["_modules"]["parametrizations"]])
+
+
+def _with_hooks(
+    remake: Callable[..., Tensor], arguments: tuple[Any, ...], hooks: Sequence[Any], after: Sequence[Any]
+) -> Tensor:
+    """Return a tensor with its gradient hooks, which PyTorch's pickle leaves out."""
+    tensor = remake(*arguments)
+    for hook in hooks:
+        tensor.register_hook(hook)
+    for hook in after:
+        tensor.register_post_accumulate_grad_hook(hook)
+    return tensor
+
+
+# --- arrays --------------------------------------------------------------------------------------------------------
+
+
 def _reduced_array(array: np.ndarray[Any, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Returns how an array comes to be in another process without being pickled; None: it is pickled."""
+    """Return how to share an array; None: it is pickled."""
     if type(array) is np.memmap and (place := _place_in_file(array)) is not None:
         return _open_array, place
     kind, size = array.dtype.kind, array.dtype.itemsize
     shared = kind in _KINDS and array.dtype.isnative and size <= (16 if kind == "c" else 8)
     if type(array) not in (np.ndarray, np.memmap) or not shared or array.nbytes < _SHARED_BYTES:
         return None
-    # What is not in one piece may lie in much that nobody wants.
-    return _as_array, (torch.from_numpy(np.ascontiguousarray(array)),)
+    return _as_array, (torch.from_numpy(np.ascontiguousarray(array)),)  # a view of a large array is copied
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
@@ -301,7 +351,7 @@ def _as_array(tensor: torch.Tensor) -> Any:
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
-    """Returns (file, offset, bytes, shape, strides, dtype) of a memory map; None where its file does not have it."""
+    """Return (file, offset, bytes, shape, strides, dtype) of a memory map; None if its file does not hold it."""
     mapping: Any = array
     root = array
     while isinstance(mapping, np.ndarray):
@@ -311,7 +361,7 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     if not isinstance(mapping, mmap.mmap) or name is None or private or array.dtype.hasobject or array.size == 0:
         return None
     begins = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-    if min(array.strides, default=0) < 0 or not _is_still(str(name), begins):
+    if min(array.strides, default=0) < 0 or not _is_mapped_at(str(name), begins):
         return None
     skipped = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY
     offset = skipped + array.__array_interface__["data"][0] - begins
@@ -319,8 +369,8 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     return os.path.realpath(name), offset, extent, array.shape, array.strides, array.dtype
 
 
-def _is_still(name: str, address: int) -> bool:
-    """Returns whether a path leads to the file that is mapped at an address, and to no other one of its name."""
+def _is_mapped_at(name: str, address: int) -> bool:
+    """Return whether the file at a path is the one mapped at an address, not a new file of that name."""
     try:
         inode = os.stat(name).st_ino
         if sys.platform != "linux":

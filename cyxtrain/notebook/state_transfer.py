@@ -1,11 +1,10 @@
-"""What a call has changed in one process, done to the same objects in another.
+"""Apply what a call has changed in one process to the same objects in another.
 
-A trainer's parts have names that are the same on both sides: `parts_of`. One side notes what their attributes are
-before the call (`Marks`) and gathers afterwards what is another (`Changes`); the other puts it into its own objects, in
-place.
+A trainer's parts have the same names on both sides: `parts_of`. One side records their attributes before the call
+(`Marks`) and collects the changes afterwards (`Changes`); the other applies them to its own objects, in place.
 
-Not a checkpoint: that keeps what a program needs to go on that builds everything anew. Here both sides are one program,
-whose objects hold more than a checkpoint can: attributes, buffers that are in no `state_dict`, numbers of any type.
+A checkpoint holds less: what a program that rebuilds everything needs to resume. Here also attributes, buffers outside
+`state_dict` and values of any type are transferred.
 """
 
 from __future__ import annotations
@@ -31,21 +30,16 @@ if TYPE_CHECKING:
     from cyxtrain.training.trainer import DistributedTrainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has: parameters, buffers and children have names of their own; hooks stay."""
+"""Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""
 _OF_TRAINERS = frozenset({"_fit", "_wrappers", "_state"})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step", "defaults"})
 _NOTHING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
-"""What is compared as it is, and sent as it is."""
+"""Types that are compared and sent directly."""
 
 
 def parts_of(trainer: DistributedTrainer, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
-    """Returns what both sides have, by name: whatever refers to it refers to the own one over there.
-
-    Args:
-        trainer: Whose.
-        callbacks: Of a call of `fit`, beside the trainer's own.
-    """
+    """Return the parts of a trainer, and of a call's callbacks, that both sides have, by name."""
     state, rates = trainer._state, trainer._state.rates
     parts = {"trainer": trainer, "its state": state, "the optimizer": trainer.optimizer, "rates": rates}
     schedules = [] if rates is None else schedules_in(rates.scheduler)
@@ -65,14 +59,14 @@ def _modules(trainer: DistributedTrainer) -> list[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class _Packed:
-    """An attribute, pickled by itself: where one cannot be made anew, the others can."""
+    """An attribute, pickled separately: if one cannot be rebuilt, the others can."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class _Attribute:
-    """What has become of an attribute: a value, or one that is packed; and whether it is the object that it was."""
+    """An attribute's new value, or `_Packed`, and whether it is still the same object."""
 
     value: Any
     is_same: bool
@@ -80,33 +74,24 @@ class _Attribute:
 
 @dataclass
 class Changes:
-    """What has become of a trainer's parts.
-
-    Attributes:
-        children: Modules that are new, by (module that has it, name in it).
-        tensors: Parameters and buffers by name, with whether they are trained.
-        optimizer: Its state by parameter, and its groups.
-        attributes: Those that are others than before, by part and name.
-        removed: (part, name) of those that are not there any more.
-        lost: (part, name, why) of those that cannot be sent.
-    """
+    """Changes of a trainer's parts."""
 
     children: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
+    """New modules, by (parent module, name)."""
     tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+    """Parameters and buffers by name, with `requires_grad`."""
     optimizer: tuple[Any, Any] | None = None
+    """Its state by parameter, and its groups."""
     attributes: dict[str, dict[str, _Attribute]] = field(default_factory=dict)
+    """Changed ones, by part and name."""
     removed: list[tuple[str, str]] = field(default_factory=list)
+    """(part, name) of attributes that were deleted."""
     lost: list[tuple[str, str, str]] = field(default_factory=list)
+    """(part, name, reason) of attributes that cannot be sent."""
 
 
 class Marks:
-    """What the attributes of a trainer's parts are, as far as is needed to see that they have become others.
-
-    Args:
-        trainer: Whose.
-        parts: As `parts_of`.
-        objects: What else came along, by name.
-    """
+    """Digests of the attributes of a trainer's parts (`parts_of`) and of other plain objects, to detect changes."""
 
     def __init__(self, trainer: DistributedTrainer, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
         self._trainer = trainer
@@ -119,7 +104,7 @@ class Marks:
         self._before = {place: self._mark(value)[0] for place, value in self._values.items()}
 
     def changes(self) -> tuple[Changes, dict[str, Any]]:
-        """Returns what is another than it was, and the parts that it may refer to."""
+        """Return the changes, and the parts that they may refer to."""
         found, now = Changes(), set()
         for part, module in self._parts.items():
             if isinstance(module, nn.Module) and " module " in part:
@@ -129,7 +114,10 @@ class Marks:
             for name, parameter in module.named_parameters():
                 found.tensors[f"{what} parameter {name}"] = parameter.detach(), parameter.requires_grad
             for name, buffer in module.named_buffers():
-                found.tensors[f"{what} buffer {name}"] = buffer.detach(), False  # not itself: it would go by its name
+                found.tensors[f"{what} buffer {name}"] = (
+                    buffer.detach(),
+                    False,
+                )  # not itself: it would be sent by name
         optimizer = self._trainer.optimizer
         found.optimizer = dict(optimizer.state), optimizer.param_groups
         for part, name, value in _attributes(self._parts):
@@ -150,12 +138,13 @@ class Marks:
         return found, self._parts
 
     def _mark(self, value: Any) -> tuple[Any, Any]:
-        """Returns (what tells a value from another one, what is sent of it)."""
+        """Return (a digest of a value, what to send of it)."""
         plain = type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
         if plain or id(value) in self._known:
             return value, value
         try:
-            if type(value) in (np.ndarray, Tensor) and _is_in_one_piece(value) and not self._is_of_a_part(value):
+            in_a_part = isinstance(value, Tensor) and address_of(value) in self._addresses
+            if type(value) in (np.ndarray, Tensor) and _is_contiguous(value) and not in_a_part:
                 array = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value
                 return (type(value), value.shape, value.dtype, xxhash.xxh3_128_digest(array.data)), value
             data = as_bytes(value, self._pickler)
@@ -163,12 +152,8 @@ class Marks:
             return ("cannot be sent", id(value)), error
         return xxhash.xxh3_128_digest(data), _Packed(data)
 
-    def _is_of_a_part(self, value: Any) -> bool:
-        """Returns whether a tensor lies in the memory of a parameter or a buffer."""
-        return isinstance(value, Tensor) and address_of(value) in self._addresses
 
-
-def _is_in_one_piece(array: Any) -> bool:
+def _is_contiguous(array: Any) -> bool:
     if isinstance(array, Tensor):
         plain = address_of(array) != 0 and not array.is_conj() and not array.is_neg() and not array.requires_grad
         return plain and array.is_contiguous() and array.numel() > 0
@@ -180,7 +165,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Gives (part, name, value) of all that may be mirrored."""
+    """Yield (part, name, value) of all attributes to transfer."""
     for part, owner in parts.items():
         hidden: frozenset[str] = frozenset()
         if isinstance(owner, Tensor):
@@ -197,20 +182,14 @@ def _attributes(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any]) -> None:
-    """Does to a trainer's parts what was done to those of another process.
-
-    Args:
-        changes: Of its parts.
-        trainer: Whose.
-        parts: As `parts_of`.
-    """
+    """Apply the changes of another process to a trainer's parts (`parts_of`)."""
     modules = dict(_modules(trainer))
     for (part, name), child in changes.children.items():
         vars(parts[part]).pop(name, None)
         torch_compat.own_modules(parts[part])[name] = child
     with torch.no_grad():
         for name, (tensor, is_trained) in changes.tensors.items():
-            _take_in_tensor(modules, name, tensor, is_trained)
+            _merge_tensor(modules, name, tensor, is_trained)
         for what, module in modules.items():
             for name in [name for name, _ in module.named_buffers() if f"{what} buffer {name}" not in changes.tensors]:
                 place, _, last = name.rpartition(".")
@@ -238,10 +217,10 @@ def merge(changes: Changes, trainer: DistributedTrainer, parts: Mapping[str, Any
         vars(parts[part]).pop(name, None)
     for part, name, why in changes.lost:
         what = f"{part} ({type(parts[part]).__name__})"
-        warn(f"{what} has another .{name} where it was trained, which cannot be sent back: {why}.")
+        warn(f"{what} has changed .{name} in the workers, which cannot be sent back: {why}.")
 
 
-def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:
+def _merge_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor, is_trained: bool) -> None:
     what, kind, path = name.split(" ", 2)
     place, _, last = path.rpartition(".")
     module = modules[what].get_submodule(place)
@@ -260,14 +239,14 @@ def _take_in_tensor(modules: Mapping[str, nn.Module], name: str, tensor: Tensor,
 
 
 def _in_place(own: Any, new: Any) -> Any:
-    """Returns a value with all that it holds, in the objects that were there: of optimizers, which keep theirs."""
+    """Return an optimizer's value, filled recursively into the existing objects."""
     if isinstance(own, dict) and isinstance(new, dict):
         return _refilled(own, {key: _in_place(own[key], each) if key in own else each for key, each in new.items()})
     return _refilled(own, new) if isinstance(own, Tensor) else new
 
 
 def _refilled(own: Any, new: Any) -> Any:
-    """Returns a value, in the object that was there before where that can take it: others may refer to it."""
+    """Return a value, filled into the existing object if that is possible: others may refer to it."""
     if type(own) is not type(new) or own is new:
         return new
     if isinstance(own, dict):

@@ -1,4 +1,14 @@
-"""A notebook's worker: one rank, which waits for jobs, and ends with the process that has started it."""
+"""A notebook's worker, one rank that waits for jobs and exits with its notebook, and the messages between them.
+
+    worker: Ready                           once, when it can take jobs
+    pool:   Job                             a function to call
+    worker: Report, Report, ... Answer      progress, and the result
+    pool:   Release                         the answer has been read: what it refers to may be freed
+    pool:   Signal                          at any time: a signal to raise in the worker
+
+The connection is a pair of sockets (`multiprocessing.Pipe`); a worker inherits one end. It has no address, so nobody
+else can connect, and nothing is left of it when its processes end.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +22,113 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from cyxtrain.environment import process_env
-from cyxtrain.notebook.channel import Answer, Channel, Done, Here, Job, Report, Signal, open_end
 from cyxtrain.world import runtime
 
 NAME = "cyxtrain worker"
 _PR_SET_NAME = 15
 _IDLE_SECONDS = 0.5
 
+Channel: TypeAlias = "Connection[Any, Any]"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker takes jobs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function of a module to call with these arguments and, as the last one, a function that takes reports."""
+
+    function: Callable[..., tuple[Any, bool]]
+    """Returns (answer, whether the worker can take another job)."""
+    arguments: tuple[Any, ...]
+    mark: bytes
+    """The worker writes it to stdout and stderr at the end: then all earlier output has arrived too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Progress of a job."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a job."""
+
+    value: Any
+    can_go_on: bool
+
+
+@dataclass(frozen=True)
+class Release:
+    """The answer has been read."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal that the notebook has received and passes on."""
+
+    number: int
+
 
 def main() -> None:
-    """Joins the world of workers, and does what comes, until the other side is gone."""
-    _call_myself(NAME)
-    settings = json.loads(process_env.take_worker_channel())
-    connection = open_end(settings["channel"])
-    jobs: queue.SimpleQueue[Job | Done] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, jobs), name="the notebook", daemon=True).start()
-    # What is meant for a fit, it hears itself; what comes too late for it is nothing to anybody.
+    """Join the workers' world and do jobs until the notebook's process is gone."""
+    if sys.platform == "linux":  # shown in the list of processes; elsewhere the arguments show it
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
+    handle = json.loads(process_env.take_worker_channel())["channel"]
+    if sys.platform == "win32":
+        from multiprocessing.connection import PipeConnection
+
+        channel: Channel = PipeConnection(handle)
+    else:
+        channel = Connection(handle)
+    jobs: queue.SimpleQueue[Job | Release] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, jobs), name="the notebook", daemon=True).start()
+    # A fit has its own handler; without a fit Ctrl-C does nothing. SIG_IGN would be inherited by child processes.
     signal.signal(signal.SIGINT, _ignore)
     runtime.init()
-    connection.send(Here())
+    channel.send(Ready())
+    kept: list[Any] = []  # what an answer refers to
     while True:
         try:
             message = jobs.get(timeout=_IDLE_SECONDS)
         except queue.Empty:
-            gc.collect()  # what refers to itself; it takes as long as a small job
+            gc.collect()  # reference cycles, while idle: it takes as long as a small job
             message = jobs.get()
-        _do(message, connection)
+        if isinstance(message, Job):
+            value, can_go_on = message.function(*message.arguments, lambda value: channel.send(Report(value)))
+            kept[:] = [value]
+            _write_marks(message.mark)
+            channel.send(Answer(value, can_go_on))
+            del value
+        else:
+            kept.clear()
+        del message
 
 
-def _do(message: Job | Done, connection: Channel) -> None:
-    """Does a job, and keeps what the answer refers to until it has been taken in: by the next message."""
-    if isinstance(message, Job):
-        value, can_go_on = message.function(*message.arguments, lambda value: connection.send(Report(value)))
-        _kept[:] = [value]
-        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-            with contextlib.suppress(AttributeError, ValueError, OSError):  # its user has closed it, or has none
-                stream.flush()
-            with contextlib.suppress(OSError):
-                os.write(number, message.mark)
-        connection.send(Answer(value, can_go_on))
-    else:
-        _kept.clear()
+def _write_marks(mark: bytes) -> None:
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # the user's code has closed or removed it
+            stream.flush()
+        with contextlib.suppress(OSError):
+            os.write(number, mark)
 
 
-_kept: list[Any] = []
-
-
-def _listen(connection: Channel, jobs: queue.SimpleQueue[Job | Done]) -> None:
-    """Takes what the other side says; ends this process when that has ended, whatever goes on here."""
+def _listen(channel: Channel, jobs: queue.SimpleQueue[Job | Release]) -> None:
+    """Receive messages; exit at once, even in the middle of a job, when the notebook's process has ended."""
     try:
         while True:
-            message = connection.recv()
+            message = channel.recv()
             if isinstance(message, Signal) and sys.platform == "win32":
                 _thread.interrupt_main(message.number)
             elif isinstance(message, Signal):
@@ -78,10 +140,4 @@ def _listen(connection: Channel, jobs: queue.SimpleQueue[Job | Done]) -> None:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """A handler, so that others may hear the signal; to ignore it would keep it from them."""
-
-
-def _call_myself(name: str) -> None:
-    """Shows a name in the list of processes, where the system has one; elsewhere it is among the arguments."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    pass

@@ -1,4 +1,4 @@
-"""Workers that are kept from call to call, as long as they are what ones that start now would be."""
+"""Keep workers between calls, as long as new ones would be the same."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The workers of this process, of which there is one set at a time."""
+    """The workers of this process; there is one pool at a time."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
         self._variables: dict[str, str] = {}
         self._sources: dict[str, int] = {}
-        self._is_heard = False
+        self._is_registered = False
         self._one_at_a_time = threading.Lock()
         self._user = 0
 
     @contextlib.contextmanager
     def used_for(self, method: str) -> Iterator[None]:
-        """Within, this thread has them for itself.
+        """Reserve them for this thread.
 
         Raises:
-            ConfigError: It has them already: a callback that has stayed in the notebook makes a call.
+            ConfigError: It uses them already: a callback that stays in the notebook makes a call.
         """
         if self._user == threading.get_ident():
             raise ConfigError(
-                f"{method} was called by a callback that stays in the notebook, while the workers are in the middle of "
-                "a call: it can have them afterwards. With distributed=False evaluate and predict need none, and have "
-                "the weights from before that call."
+                f"{method} was called by a callback that stays in the notebook while the workers are busy with a call. "
+                "Call it afterwards, or use distributed=False for evaluate and predict, which then run here with the "
+                "weights from before that call."
             )
         with self._one_at_a_time:
             self._user = threading.get_ident()
@@ -54,21 +54,21 @@ class Workers:
                 self._user = 0
 
     def pool(self, count: int, trainer: DistributedTrainer) -> tuple[Pool, str]:
-        """Returns workers that are as if they had just been started, and why they have been; "": they were there."""
+        """Return workers equal to new ones, and why they have been started, or "" if they existed."""
         variables, sources = process_env.to_pass_on(), _own_sources()
         if accelerator.visible() is not None and not is_on_gpu(trainer):
-            variables.setdefault("DISTRIBUTED_BACKEND", "cpu")  # else the workers would connect their GPUs
+            variables.setdefault("DISTRIBUTED_BACKEND", "cpu")  # otherwise the workers would use NCCL
         pool, why = self._pool, self._why_others(count, variables, sources)
         if pool is None or why:
             self.end()
-            if not self._is_heard:
-                self._is_heard = True
+            if not self._is_registered:
+                self._is_registered = True
                 runtime.before_leaving(self.end)
                 if sys.platform != "win32":
                     os.register_at_fork(after_in_child=self.abandon)
             cores = usable_cores(variables)
             if count > cores and not is_on_gpu(trainer):
-                warn(f"num_processes={count}, and this process may use {counted(cores, 'core')}: they share them.")
+                warn(f"num_processes={count}, but this process may use {counted(cores, 'core')}: workers share them.")
             self._pool = pool = Pool(count, variables)
             self._variables, self._sources = variables, {}
             pool.start()
@@ -77,39 +77,36 @@ class Workers:
         return pool, why
 
     def _why_others(self, count: int, variables: Mapping[str, str], sources: Mapping[str, int]) -> str:
-        """Returns why the workers that are there cannot be used; "": they can, or there are none."""
+        """Return why the existing workers cannot be used; "" if they can, or if there are none."""
         pool = self._pool
         if pool is None:
             return ""
         changed = [name for name, _ in sorted(variables.items() ^ self._variables.items())]
         edited = [name for name, time in self._sources.items() if sources.get(name, time) != time]
         if not pool.is_usable:
-            return ", because the earlier ones have ended"
+            return ", because the previous ones have exited"
         if pool.num_processes != count:
             return f", because there were {pool.num_processes}"
         if edited:
-            return f", because {shortened(edited)} was edited: reload it here, too (importlib.reload)"
-        return f", because the environment has another {shortened(dict.fromkeys(changed))}" if changed else ""
+            return f", because {shortened(edited)} was edited: reload it here too (importlib.reload)"
+        return f", because the environment has changed: {shortened(dict.fromkeys(changed))}" if changed else ""
 
     def end(self) -> None:
-        """Ends them, where there are any."""
+        """End them, if there are any."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
     def abandon(self) -> None:
-        """Forgets them, in a forked child: they are its parent's."""
-        self._one_at_a_time = threading.Lock()  # another thread may have had it
+        """Release them in a forked child: they belong to its parent."""
+        self._one_at_a_time = threading.Lock()  # another thread of the parent may hold it
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.abandon()
 
 
 def _own_sources() -> dict[str, int]:
-    """Returns when each imported file that belongs to no installed package was last written to.
-
-    A worker has imported its own copy; where one has been edited since, it is not what the notebook has.
-    """
+    """Return when each imported file of no installed package was modified: a worker has imported its own copy."""
     installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(torch.__file__)})
     found = {}
     for module in list(sys.modules.values()):
@@ -123,7 +120,7 @@ def _own_sources() -> dict[str, int]:
 
 
 def is_on_gpu(trainer: DistributedTrainer) -> bool:
-    """Returns whether a trainer's workers compute on GPUs or their like."""
+    """Return whether a trainer's workers use accelerators."""
     device, parameter = trainer._device, next(trainer.model.parameters(), None)
     if device != "auto":
         return accelerator.is_accelerator(torch.device(device))

@@ -1,12 +1,12 @@
-"""What a notebook's worker does: one call of a trainer's, as a rank among others, and what comes back of it.
+"""A trainer's call in a notebook's worker, one rank among others, and what is sent back.
 
 notebook                                  each worker
 the trainer, by value            ->       its own, with the notebook's weights
 arguments and data, mapped       ->       the call
-progress, for callbacks there    <-       rank 0: what `relaying.py` tells
-weights, optimizer, history      <-       rank 0: what the call has changed (`mirroring.py`)
+progress, for callbacks there    <-       rank 0: reports of `relay.py`
+weights, optimizer, history      <-       rank 0: what the call has changed (`state_transfer.py`)
 the call's value                 <-       rank 0
-an error                         <-       any rank, as itself (`failures.py`)
+an error                         <-       any rank, with its class (`failures.py`)
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 FIT = "fit"
 OF_FITS = ("the optimizer", "rates")
-"""Parts of a trainer that other calls do not need: they stay where they are, with the optimizer's state."""
+"""Parts of a trainer that other calls do not need and are not sent: the optimizer's state is large."""
 _PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
 )
-"""What reads and sets the precision of float32 by PyTorch's old names. Once a new name below is set to something else,
-PyTorch refuses to read the old ones: workers set these first, and the new ones only where they still differ."""
+"""Get and set float32 precision by PyTorch's old names. Once a new name below is set, PyTorch refuses to read the old
+ones: workers set the old ones first, and the new ones only if they still differ."""
 _FLAGS = (
     (torch.backends.cudnn, "benchmark"),
     (torch.backends.cudnn, "deterministic"),
@@ -55,7 +55,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class SideEffects:
-    """What a process has set for all that it does, and numbers or messages depend on."""
+    """Global settings of a process on which results or messages depend."""
 
     folder: str
     path: list[str]
@@ -68,7 +68,7 @@ class SideEffects:
 
     @classmethod
     def here(cls) -> SideEffects:
-        """Returns those of this process."""
+        """Return those of this process."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -79,11 +79,11 @@ class SideEffects:
         return cls(os.getcwd(), sys.path, *made, deterministic, precisions, flags, list(warnings.filters))
 
     def enter(self) -> None:
-        """Makes them those of this process."""
+        """Apply them to this process."""
         os.chdir(self.folder)
         sys.path[:] = self.path
         torch.set_default_dtype(self.dtype)
-        if self.device != torch.get_default_device().type:  # without a number: each rank has a device of its own
+        if self.device != torch.get_default_device().type:  # without a number: each rank has its own device
             torch.set_default_device(None if self.device == "cpu" else self.device)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         for (read_now, change), value in zip(_PRECISIONS, self.precisions, strict=True):
@@ -96,7 +96,7 @@ class SideEffects:
 
 
 def _known(read: Callable[[], Any]) -> Any:
-    """Returns a setting, None where PyTorch refuses to read it."""
+    """Return a setting; None if PyTorch refuses to read it."""
     try:
         return read()
     except RuntimeError:
@@ -105,32 +105,27 @@ def _known(read: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Performed:
-    """What has become of a call, on one rank.
-
-    Attributes:
-        failed: Its error, or None.
-        result: File with the value of the call, or after a fit, however it ended, with the `Changes` of the trainer's
-            parts; None but on rank 0.
-    """
+    """The result of a call on one rank."""
 
     failed: Failed | None
     result: Any = None
+    """On rank 0 a file with the call's value or, after a fit, however it ended, the `Changes` of its trainer."""
 
 
 def perform(
     method: str, trainer_path: str, call_path: str, staying: Sequence[str], report: Callable[[Any], None]
 ) -> tuple[Performed, bool]:
-    """Makes a call of a trainer's on this rank.
+    """Run a trainer's call on this rank.
 
     Args:
         method: Its name.
         trainer_path: File with the trainer.
-        call_path: File with (surroundings, arguments, named arguments).
-        staying: Names of callbacks that have stayed where the call is made.
-        report: Takes what the notebook shall know meanwhile.
+        call_path: File with (settings, arguments, keyword arguments).
+        staying: Names of callbacks that stay in the notebook.
+        report: Takes reports for the notebook.
 
     Returns:
-        What has become of it, and whether this rank can go on.
+        The result, and whether this rank can take another job.
     """
     try:
         is_master = runtime.is_master()
@@ -139,43 +134,39 @@ def perform(
         objects: dict[str, Any] = {}
         trainer, callbacks = read(trainer_path, {**dict.fromkeys(OF_FITS), **relays}, mapped=False, objects=objects)
         parts = parts_of(trainer, callbacks)
-        surroundings, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
-        surroundings.enter()
+        side_effects, arguments, keywords = read(call_path, {**objects, **parts, **relays}, mapped=True)
+        side_effects.enter()
         if method == FIT:
             keywords["callbacks"] = callbacks
         marks = Marks(trainer, parts, objects) if method == FIT and is_master else None
     except BaseException as error:
-        _tell(error)
+        _announce(error)
         return Performed(Failed.of(error)), False
     value, failed, can_go_on = None, None, True
     try:
         with displays_by(partial(display_here, report)):
-            # A subclass's own method has been called where the call was made.
-            value = getattr(_base_of(trainer, method), method)(trainer, *arguments, **keywords)
+            # The base class's method: a subclass's override runs in the notebook.
+            base = next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
+            value = getattr(base, method)(trainer, *arguments, **keywords)
     except BaseException as error:
         failed, can_go_on = Failed.of(error), is_on_all_ranks(error)
         if not can_go_on:
-            _tell(error)
+            _announce(error)
     try:
         return Performed(failed, _written(value, marks) if is_master else None), can_go_on
-    except Exception as error:  # what a call returns is made of tensors, and attributes have been tried: ours
+    except Exception as error:  # a bug of ours: values are tensors, and attributes were checked
         return Performed(failed or Failed.of(error)), False
 
 
-def _base_of(trainer: DistributedTrainer, method: str) -> Any:
-    """Returns the class that has a method which workers make calls of."""
-    return next(base for base in reversed(type(trainer).__mro__) if method in vars(base))
-
-
 def _written(value: Any, marks: Marks | None) -> SharedFile:
-    """Writes what a call has returned, or what it has changed."""
+    """Write what a call has returned or changed."""
     found = SharedFile()
     result, parts = (value, {}) if marks is None else marks.changes()
     write(result, found, parts, returns=True)
     return found
 
 
-def _tell(error: BaseException) -> None:
-    """Lets the other ranks know of an error that this one has alone."""
+def _announce(error: BaseException) -> None:
+    """Inform the other ranks of an error of this one."""
     told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
     runtime.tell(told, in_training=True)

@@ -1,1 +1,1 @@
-"""Processes: start, watch, end. No training."""
+"""Processes of ranks on this machine: start, watch, label their output, stop. They know nothing of training."""

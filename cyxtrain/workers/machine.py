@@ -1,4 +1,4 @@
-"""Ranks that share this machine: their cores, their meeting point, the environment of each."""
+"""What ranks on this machine share: cores, the rendezvous port, environment variables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from cyxtrain.environment import schedulers
 from cyxtrain.environment.cpu import count_usable_cores
 
-_MOST_RANKS = 8
-"""With more, each has so little to do that they mostly wait for each other."""
+_MAX_DEFAULT_RANKS = 8
+"""With more ranks each has so little work that they mostly wait for each other."""
 
 
 def launch_environment(
@@ -24,22 +24,21 @@ def launch_environment(
     node_rank: int = 0,
     address: str = "127.0.0.1",
 ) -> dict[str, str]:
-    """Returns the environment of one rank; `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` that are set are kept.
+    """Return one rank's environment; keep `OMP_NUM_THREADS` and `PYTHONUNBUFFERED` if they are set.
 
-    Without its share of the cores each rank would start as many threads as there are cores, and N ranks would
-    slow each other down.
+    Each rank gets its share of the cores: by default every rank would start a thread for each core.
 
     Args:
-        environment: What it begins with.
-        local_rank: Among those of this machine.
-        num_ranks: On each machine.
-        port: At which the ranks meet.
-        nnodes: How many machines there are.
-        node_rank: Which of them this is.
-        address: Of the first one.
+        environment: Inherited variables.
+        local_rank: Rank on this machine.
+        num_ranks: Ranks on each machine.
+        port: Of the rendezvous.
+        nnodes: Number of machines.
+        node_rank: This machine's number.
+        address: Of machine 0.
     """
     return {
-        "OMP_NUM_THREADS": str(cores_of_each(num_ranks, environment)),
+        "OMP_NUM_THREADS": str(cores_per_rank(num_ranks, environment)),
         "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in environment.items() if value or name != "OMP_NUM_THREADS"},
         "RANK": str(node_rank * num_ranks + local_rank),
@@ -51,33 +50,28 @@ def launch_environment(
     }
 
 
-def usable_cores(variables: Mapping[str, str]) -> int:
-    """Returns how many cores affinity, cgroup quotas and the scheduler leave to this process and those that it starts.
-
-    Args:
-        variables: The environment.
-    """
+def usable_cores(environment: Mapping[str, str]) -> int:
+    """Return how many cores affinity, cgroup quotas and the scheduler allow this process and its children."""
     cores = count_usable_cores()
-    return min(cores, schedulers.cores_left(variables) or cores)
+    return min(cores, schedulers.cores_left(environment) or cores)
 
 
-def cores_of_each(num_ranks: int, variables: Mapping[str, str]) -> int:
-    """Returns the share of this machine's cores that each of so many ranks has: at least one."""
-    return max(1, usable_cores(variables) // num_ranks)
+def cores_per_rank(num_ranks: int, environment: Mapping[str, str]) -> int:
+    """Return each rank's share of this machine's usable cores, at least one."""
+    return max(1, usable_cores(environment) // num_ranks)
 
 
-def ranks_by_cores(variables: Mapping[str, str]) -> int:
-    """Returns how many ranks there are where nobody says how many and none has a GPU: one per core, up to 8."""
-    return min(usable_cores(variables), _MOST_RANKS)
+def ranks_by_cores(environment: Mapping[str, str]) -> int:
+    """Return the default number of ranks without GPUs: one per core, up to 8."""
+    return min(usable_cores(environment), _MAX_DEFAULT_RANKS)
 
 
 @contextlib.contextmanager
 def free_port() -> Iterator[int]:
-    """Lends a TCP port that is free on all addresses of this machine, as the kernel picks one.
+    """Reserve a free TCP port.
 
-    On Linux nobody else gets it meanwhile: it stays bound, and only who asks for it by its number, and sets
-    SO_REUSEADDR as the store of rank 0 does, may listen there. Elsewhere that is not possible, and another process may
-    get it before rank 0 listens: seldom, and then joining fails with an error that names the port.
+    On Linux it stays bound: only a process that asks for this number with SO_REUSEADDR, as rank 0's store does, can
+    listen there. On other systems another process may take it before rank 0 listens; the error then names the port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         if sys.platform == "linux":

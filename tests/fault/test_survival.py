@@ -207,7 +207,7 @@ def test_the_launcher_shows_the_traceback_of_the_rank_whose_own_code_failed_and_
         assert not any(runs(pid) for pid in noted_pids(tmp_path))
     text = errors.decode()
     assert launcher.returncode == 1
-    _, _, words = text.partition("rank 1 failed first, with exit code 1; its last words:\n")
+    _, _, words = text.partition("rank 1 failed first (exit code 1); its last lines on stderr:\n")
     assert "Traceback (most recent call last):" in words, text
     assert words.endswith("ValueError: the loss is a banana\n"), text
     assert re.search(r"\[rank 0\] .*PeerLostError: rank 1 has ended: ValueError: the loss is a banana", text), text

@@ -16,7 +16,6 @@ import strangers
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor import examine, measure, pairs
 from cyxtrain.launch import bench
-from cyxtrain.ring.rendezvous.dial import socket_address
 
 
 def said_by(function: Callable[..., int], *arguments: Any) -> dict[str, Any]:
@@ -42,20 +41,20 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             nobody = probe.getsockname()
-        visit = pairs.StreamPasses._visit
+        address_of, test = pairs.socket_address, pairs.PairTests._test
 
-        def visit_blindly(self: pairs.StreamPasses, other: int, number: int) -> Any:
-            theirs = self._arrivals[other].entry
+        def test_blindly(self: pairs.PairTests, other: int, number: int) -> Any:
+            record = self.infos[other].record
 
-            def address_of(entry: Any, *, near: bool) -> tuple[int, Any]:
-                if other == peer and entry is theirs and not near:
+            def blind_address_of(entry: Any, *, unix: bool) -> tuple[int, Any]:
+                if other == peer and entry is record and not unix:
                     return socket.AF_INET, nobody
-                return socket_address(entry, near=near)
+                return address_of(entry, unix=unix)
 
-            with mock.patch.object(pairs, "socket_address", address_of):
-                return visit(self, other, number)
+            with mock.patch.object(pairs, "socket_address", blind_address_of):
+                return test(self, other, number)
 
-        mock.patch.object(pairs.StreamPasses, "_visit", visit_blindly).start()
+        mock.patch.object(pairs.PairTests, "_test", test_blindly).start()
     return examine_here(1.0)
 
 
@@ -70,26 +69,26 @@ def examine_and_stop(rank: int) -> dict[str, Any]:
     """One rank stops before it tries anybody."""
     if int(os.environ["RANK"]) == rank:
 
-        def stop(passes: pairs.StreamPasses) -> None:
+        def stop(tests: pairs.PairTests) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        mock.patch.object(pairs.StreamPasses, "make", stop).start()
+        mock.patch.object(pairs.PairTests, "run", stop).start()
     return examine_here()
 
 
 def examine_among_strangers() -> dict[str, Any]:
     """Before the ranks call each other, and while they do, somebody says all sorts of things to each port."""
-    make = pairs.StreamPasses.make
+    make = pairs.PairTests.run
     left: list[socket.socket] = []
 
-    def make_among_strangers(self: pairs.StreamPasses) -> None:
-        for arrival in self._arrivals.values():
+    def make_among_strangers(self: pairs.PairTests) -> None:
+        for info in self.infos.values():
             for words in (*strangers.WORDS.values(), *strangers.UNFINISHED.values()):
-                left.append(strangers.connect((arrival.entry.host, arrival.entry.port)))
+                left.append(strangers.connect((info.record.host, info.record.port)))
                 strangers.say(left[-1], words)
         make(self)
 
-    mock.patch.object(pairs.StreamPasses, "make", make_among_strangers).start()
+    mock.patch.object(pairs.PairTests, "run", make_among_strangers).start()
     try:
         return examine_here()
     finally:

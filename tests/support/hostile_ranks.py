@@ -97,7 +97,7 @@ def _tell_port(folder: Folder, rank: int) -> None:
 
     def listen_and_tell(*args: Any) -> Any:
         listener = listen(*args)
-        folder.tell(f"port{rank}", str(listener.getsockname()[1]))
+        folder.tell(f"port{rank}", str(listener.tcp.getsockname()[1]))
         return listener
 
     mock.patch.object(rendezvous, "listen", listen_and_tell).start()
@@ -119,14 +119,14 @@ def _tell_what_is_said(folder: Folder, rank: int) -> None:
 
 def _hold_back(folder: Folder) -> None:
     """The others open their doors and wait, for as long as strangers want."""
-    gather = rendezvous._Members.gather
+    gather = rendezvous._Connector.connect_all
 
     def gather_when_allowed(*args: Any) -> None:
         folder.tell("all are here")
         folder.hear("gather")
         gather(*args)
 
-    mock.patch.object(rendezvous._Members, "gather", gather_when_allowed).start()
+    mock.patch.object(rendezvous._Connector, "connect_all", gather_when_allowed).start()
 
 
 def _train(folder: Folder) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Callback, ProgressBar, SlowRankMonitor
-from cyxtrain.callbacks.slow_ranks import slow_rank
+from cyxtrain.callbacks.monitors import slow_rank
 from cyxtrain.environment import accelerator
 from cyxtrain.progress.step_timer import PARTS, StepTimer
 
@@ -154,7 +154,7 @@ def test_a_slow_rank_is_named_with_what_it_does_also_where_one_rank_looks(what, 
         assert seconds[1]["optimizer" if what == "compute" else "data"] >= SLOW_SECONDS
         assert seconds[0]["communication"] >= SLOW_SECONDS / 2
     assert len(found[0][2]) == (who != 1)
-    assert all("rank 1 is slow: it takes" in text for text in found[0][2])
+    assert all("rank 1 is slow: its step takes" in text for text in found[0][2])
     assert all(("It waits for data" if what == "data" else "It computes") in text for text in found[0][2])
     assert not found[1][2]
 

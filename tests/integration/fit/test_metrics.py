@@ -337,7 +337,7 @@ def test_a_direction_that_nobody_has_said_is_asked_for(tmp_path):
     given = {"metrics": {"dice": dice}, "checkpoint_dir": str(tmp_path)}
     early = cx.callbacks.EarlyStopping
     with one_process():
-        with pytest.raises(cx.ConfigError, match='nobody has said whether more of it is better: give mode="min"'):
+        with pytest.raises(cx.ConfigError, match='it is unknown whether larger is better: set mode="min"'):
             fit(**given, callbacks=[early("dice")])
         with pytest.raises(cx.ConfigError, match=r"keep_best='val_dice': nobody has said .*higher_is_better = True"):
             fit(**given, keep_best="val_dice")

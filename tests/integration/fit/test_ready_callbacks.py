@@ -143,7 +143,7 @@ def test_two_that_set_the_rate_are_refused():
                 fit(callback, scheduler="cosine")
             with pytest.raises(cx.ConfigError, match=r"and warmup_steps both set the learning rate"):
                 fit(callback, warmup_steps=3)
-        with pytest.raises(cx.ConfigError, match="returned 'fast' for epoch 0: no rate"):
+        with pytest.raises(cx.ConfigError, match="returned 'fast' for epoch 0: no learning rate"):
             fit(LearningRateScheduler(lambda epoch: "fast"))  # type: ignore[arg-type, return-value]
 
 
@@ -276,7 +276,7 @@ def test_models_are_saved_where_and_when_it_is_asked_for(tmp_path):
 
 
 def test_a_path_that_cannot_be_filled_in_is_an_error(tmp_path):
-    with one_process(), pytest.raises(cx.ConfigError, match=r"cannot be filled in .*val_loss.*: there are epoch, loss"):
+    with one_process(), pytest.raises(cx.ConfigError, match=r"has unknown names .*val_loss.*; available: epoch, loss"):
         fit(ModelCheckpoint(f"{tmp_path}/{{val_loss}}.ckpt"))
 
 
@@ -444,7 +444,7 @@ def test_gradients_are_seen_between_averaging_and_clipping():
         (lambda: LambdaCallback(on_epoch_ends=print), "Did you mean 'on_epoch_end'"),
         (lambda: LambdaCallback(on_epoch_end=3), "must be a function"),  # type: ignore[arg-type]
         (lambda: ModelCheckpoint("x", save_freq=0), "save_freq must be a whole number"),
-        (lambda: ModelCheckpoint("x", save_freq=2, save_best_only=True), "save_freq must be 'epoch'"),
+        (lambda: ModelCheckpoint("x", save_freq=2, save_best_only=True), "save_best_only needs save_freq='epoch'"),
         (lambda: Timer(0), "seconds must be above 0"),
         (lambda: GradientNormMonitor(0), "every_n_steps must be at least 1"),
         (lambda: EMA(1.0), "decay must be between 0 and 1"),
@@ -539,8 +539,8 @@ def test_callbacks_that_are_verbose_say_what_they_do_on_rank_0(tmp_path, capsys)
         assert trainer.epoch == 4
     shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
     assert shown == [
-        "epoch 2: loss stands still, the learning rate falls to 0.05",
+        "epoch 2: loss has not improved, reducing the learning rate to 0.05",
         "epoch 4: early stopping, loss was best in 1",
-        "the model has the weights of epoch 1",
+        "restored the weights of epoch 1",
     ]
     assert (tmp_path / "1.ckpt").exists()

@@ -9,6 +9,7 @@ from doctor_ranks import bench_here
 from rank_processes import rank_server, run_ranks, values  # noqa: F401 - a fixture
 
 from cyxtrain.config import DistributedConfig
+from cyxtrain.doctor.terminal import print_report
 from cyxtrain.launch import bench
 from cyxtrain.launch.bench import Row
 
@@ -36,15 +37,16 @@ def test_two_ranks_measure_both_and_rank_0_shows_it():
     assert rows[1][4] == pytest.approx((64 << 10) / rows[1][1], rel=0.05)  # of 2 ranks: bytes / seconds
 
 
-def test_ratios_are_those_of_the_two_times_and_the_bus_bandwidth_is_that_of_nccl_tests():
-    lines = bench.lines_of([Row(1 << 20, 0.5e-3, 2e-3)], 4)
-    assert parsed("\n".join(lines)) == [("1 MiB", 0.5e-3, 2e-3, 4.0, pytest.approx(1.5 * 2**20 / 0.5e-3, rel=0.01))]
-    assert "2 (N - 1) / N x bytes / seconds" in " ".join(" ".join(lines).split())
+def test_ratios_are_those_of_the_two_times_and_the_bus_bandwidth_is_that_of_nccl_tests(capsys):
+    print_report(bench.report_of([Row(1 << 20, 0.5e-3, 2e-3)], 4))
+    out = capsys.readouterr().out
+    assert parsed(out) == [("1 MiB", 0.5e-3, 2e-3, 4.0, pytest.approx(1.5 * 2**20 / 0.5e-3, rel=0.01))]
+    assert "2 (N - 1) / N x bytes / seconds" in " ".join(out.split())
 
 
-def test_where_there_is_no_gloo_the_ring_is_measured_alone():
-    row = bench.lines_of([Row(4, 1e-4, None)], 2)[2]
-    assert re.fullmatch(r" *4 B  100 us  none +40\.0 kB/s", row)
+def test_where_there_is_no_gloo_the_ring_is_measured_alone(capsys):
+    print_report(bench.report_of([Row(4, 1e-4, None)], 2))
+    assert re.search(r"^ *4 B +100 us +none +40\.0 kB/s$", capsys.readouterr().out, re.M)
 
 
 def test_alone_there_is_nothing_to_measure(capsys):

@@ -232,7 +232,7 @@ def test_doctor_and_bench_are_commands_with_their_exit_codes():
     port = free_port()
     (code, first), (other, rest) = on_ranks([launched(rank, port) for rank in (0, 1)], "doctor")
     assert (code, other, rest) == (0, 0, "")
-    assert first.splitlines()[-1] == "the pair is well"
+    assert first.splitlines()[-1] == "the pair is OK"
     quick = {"DISTRIBUTED_TIMEOUT_MS": "500"}
     code, text = on_ranks([environment(0, 2, free_port(), **quick)], "doctor")[0]
     assert code == 1

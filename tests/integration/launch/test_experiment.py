@@ -288,10 +288,10 @@ def test_a_checkpoint_runs_no_code_that_is_not_cyxtrains(own):
         trainer.save_checkpoint(f"{number}.ckpt")
         for overrides in ([], ["training.seed=1"]):
             with pytest.raises(
-                cx.ConfigError, match=r"'own_things.*' is code that is not cyxtrain's, and a checkpoint"
+                cx.ConfigError, match=r"'own_things.*' is code from outside cyxtrain, which a checkpoint"
             ):
                 cx.Experiment.from_checkpoint(f"{number}.ckpt", overrides)
-    with pytest.raises(cx.ConfigError, match="was not made by an experiment"):
+    with pytest.raises(cx.ConfigError, match="was not saved by an experiment"):
         cx.Experiment.from_checkpoint("plain.ckpt")
     assert "own_things" not in sys.modules
     cx.finalize()
@@ -329,23 +329,27 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
         ("model", {**MLP, "hiden": [3]}, r"the model 'mlp' has no setting 'hiden'. Did you mean 'hidden'\?"),
         ("model", "resnet", "no model 'resnet'. Known: cnn, mlp, vae"),
         ("model", "own_things:Nett", "own_things has no class or function 'Nett'"),
-        ("model", "own_thinks:Net", "there is no module 'own_thinks'. Modules are looked for in the folder in which"),
-        ("model", "own_things:odd", "the model 'own_things:odd' must be a torch.nn.Module, and .* returned int"),
+        (
+            "model",
+            "own_thinks:Net",
+            "there is no module 'own_thinks'. It must be installed, or be in the current",
+        ),
+        ("model", "own_things:odd", "the model 'own_things:odd' must be a torch.nn.Module, but .* returned int"),
         ("data", "digit", r"no data set 'digit'. Did you mean 'digits'\?"),
         ("data", {"name": "digits", "target": False}, r"no setting 'target'. Did you mean 'targets'\?"),
         ("data", {"name": "npz", "path": "none.npz"}, "data.path: there is no file none.npz"),
-        ("data", {"name": "npz", "path": "own_things.py"}, "own_things.py is no file of arrays"),
-        ("data", "own_things:one", r"gives arrays, \(X, y\): it must be \(\(X, y\), \(X_test, y_test\)\)"),
-        ("model", ":Net", 'a name of your own is "module:name"'),
+        ("data", {"name": "npz", "path": "own_things.py"}, "own_things.py is not a valid .npz file"),
+        ("data", "own_things:one", r"returned \(X, y\): return \(\(X, y\), \(X_test, y_test\)\)"),
+        ("model", ":Net", 'write it as "module:name"'),
         ("model", "needy", "no model 'needy'"),
         ("imports", "own_things", r"the section 'imports' must be a list of modules"),
         ("imports", ["own_thinks"], "the module 'own_thinks': there is no module 'own_thinks'"),
-        ("loss_fn", {"name": "CrossEntropyLoss", "weight": ["a"]}, "cannot be made of"),
+        ("loss_fn", {"name": "CrossEntropyLoss", "weight": ["a"]}, "cannot be created with"),
         ("metrics", ["own_things:none"], "own_things has no class or function 'none'"),
         ("metrics", [3], "each of 'metrics' needs a name"),
         ("metrics", 3, "the section 'metrics' must be a list"),
         ("callbacks", [{"CSVLogger": "a.csv"}], "each of 'callbacks' needs a name, such as '- {name: EarlyStopping"),
-        ("data", "own_things:no_data", r"must be \(train, test\), or a dictionary with 'train'.*got ndarray"),
+        ("data", "own_things:no_data", r"must return \(train, test\), or a dictionary with 'train'.*got ndarray"),
         ("loss_fn", "cross_entrop", r"no loss 'cross_entrop'. Did you mean 'cross_entropy'\?"),
         ("loss_fn", {"name": "mse", "smoothing": 1}, "the loss 'mse' has no setting 'smoothing'"),
         ("optimizer", "adamm", r"no optimizer 'adamm'. Did you mean 'adam'\?"),
@@ -353,7 +357,7 @@ def test_a_checkpoint_decides_nothing_but_what_is_computed(own, monkeypatch):
         (
             "optimizer",
             {"name": "adam", "lr": -1},
-            "the optimizer 'adam' cannot be made of {'lr': -1}: Invalid",
+            "the optimizer 'adam' cannot be created with {'lr': -1}: Invalid",
         ),
         ("scheduler", "StepLR", "the scheduler 'StepLR' needs step_size"),
         ("scheduler", {"name": "own_things:decay", "powers": 2}, "has no setting 'powers'"),
@@ -387,7 +391,7 @@ def test_a_file_of_arrays_must_have_known_names(own):
 def test_a_file_that_is_empty_or_holds_one_array_without_a_name_is_refused(own):
     (own / "empty.npz").touch()
     np.save("one.npy", np.zeros((2, 64)))
-    for name, says in (("empty.npz", "is no file of arrays"), ("one.npy", "holds a single one, without a name")):
+    for name, says in (("empty.npz", "is not a valid .npz file"), ("one.npy", "holds a single array without a name")):
         with pytest.raises(cx.ConfigError, match=f"^the config: data.path: {name} .*{says}"):
             cx.Experiment({**DIGITS, "data": {"name": "npz", "path": name}})
 

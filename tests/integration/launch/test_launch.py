@@ -278,7 +278,7 @@ def test_one_rank_alone_has_the_terminal(tmp_path: Path) -> None:
 
 def test_one_rank_alone_that_is_killed_is_named(tmp_path: Path) -> None:
     done = run_script(tmp_path, 1, "os.kill(os.getpid(), signal.SIGSEGV)")
-    assert (done.returncode, done.stderr) == (139, b"rank 0 failed, with exit code 139 (SIGSEGV)\n")
+    assert (done.returncode, done.stderr) == (139, b"rank 0 failed (exit code 139: SIGSEGV)\n")
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_a_command_line_that_cannot_be_used_is_refused_in_one_line(words: tuple[
 def test_a_missing_python_gets_a_hint() -> None:
     done = run(2, "python", "train.py", env={"PATH": ""})
     assert done.returncode == 2
-    assert b"cannot start 'python': No such file or directory; a script alone (train.py) gets Python" in done.stderr
+    assert b"cannot start 'python': No such file or directory; give the script alone (train.py)" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

@@ -165,7 +165,7 @@ def test_without_a_number_there_is_a_rank_per_gpu_or_core(started, monkeypatch):
     monkeypatch.setattr("cyxtrain.workers.machine.count_usable_cores", lambda: 6)
     start, variables, said = started("--", "true")
     assert (start.num_ranks, variables) == (6, {})
-    assert said == "cyxtrain launch: 6 ranks, one per core; -n says how many\n"
+    assert said == "cyxtrain launch: 6 ranks, one per core; set it with -n\n"
     monkeypatch.setattr("cyxtrain.workers.machine.count_usable_cores", lambda: 64)
     assert started("-n", "auto", "true")[0].num_ranks == 8
     start, variables, said = started("--config", "a.yaml", gpus=4)
@@ -193,7 +193,7 @@ def test_gpus_are_counted_or_listed(started, words, variables, num_ranks, more):
 @pytest.mark.parametrize(
     ("word", "gpus", "says"),
     [
-        ("all", 0, "--gpus all: PyTorch sees no CUDA GPU; -n N starts N ranks on what there is"),
+        ("all", 0, "--gpus all: PyTorch sees no CUDA GPU; use -n N to train on CPUs"),
         ("2", 0, "--gpus 2: PyTorch sees no CUDA GPU"),
         ("5", 4, "--gpus 5: this machine has 4"),
         ("0", 4, "--gpus 0: this machine has 4"),

@@ -544,9 +544,9 @@ class Keeping(cx.callbacks.Callback):
 
 def test_what_cannot_come_back_is_named_and_the_rest_comes():
     worker_cache, trainer = Keeping(), trainer_of()
-    with pytest.warns(UserWarning, match=r"callback 0 \(Keeping\) has another .* which cannot be sent back") as told:
+    with pytest.warns(UserWarning, match=r"callback 0 \(Keeping\) has changed .* which cannot be sent back") as told:
         trainer.fit(X, Y, callbacks=[worker_cache], **SETTINGS)
-    assert {re.search(r"another \.(\w+) ", str(each.message))[1] for each in told} == {"error", "rows"}
+    assert {re.search(r"changed \.(\w+) ", str(each.message))[1] for each in told} == {"error", "rows"}
     assert (worker_cache.epochs, trainer.epoch) == (2, 2)
 
 
@@ -624,7 +624,7 @@ def test_a_fit_that_is_not_told_of_processes_has_none():
 def test_more_processes_than_cores_are_warned_of(monkeypatch):
     monkeypatch.setattr(worker_cache, "usable_cores", lambda variables: 1)
     cx.finalize()
-    with pytest.warns(UserWarning, match="num_processes=2, and this process may use 1 core"):
+    with pytest.warns(UserWarning, match="num_processes=2, but this process may use 1 core"):
         started()
 
 
@@ -713,7 +713,7 @@ def test_why_workers_are_started_is_said(monkeypatch):
         trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True})
         trainer_of().fit(X, Y, **{**SETTINGS, "verbose": True})
     said = [line for line in out.getvalue().splitlines() if line.startswith("workers")]
-    why = "because the environment has another MY_OTHER_SETTING"
+    why = "because the environment has changed: MY_OTHER_SETTING"
     assert said == [f"workers    2 processes are starting, {why}; they stay for the next calls"]
 
 
@@ -780,7 +780,7 @@ def test_what_was_trained_until_an_error_is_kept(how):
 
     whole, trainer = trainer_of(), trainer_of()
     whole.fit(X, Y, **SETTINGS)
-    lost = r"^rank 1 has ended: its worker process, with exit code 137 \(SIGKILL"
+    lost = r"^rank 1 has exited: its worker process ended \(exit code 137: SIGKILL"
     error, says = (ZeroDivisionError, "a typo") if how == "raises" else (cx.PeerLostError, lost)
     with pytest.raises(error, match=says):
         trainer.fit(X, Y, callbacks=[Failing(fail)], **{**SETTINGS, "epochs": 4})
@@ -861,7 +861,7 @@ def test_what_cannot_be_sent_is_named(what, named):
 def test_a_worker_that_is_killed_is_named_and_the_next_call_starts_others(rank):
     trainer = trainer_of(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL), rank))
     with pytest.raises(
-        cx.PeerLostError, match=rf"^rank {rank} has ended: its worker process, .*137 \(SIGKILL"
+        cx.PeerLostError, match=rf"^rank {rank} has exited: its worker process ended .*137: SIGKILL"
     ) as caught:
         trainer.fit(X, Y, callbacks=[Begin()], **SETTINGS)
     assert caught.value.rank == rank

@@ -47,7 +47,7 @@ def test_a_vae_gives_its_loss_and_what_it_has_made_of_the_rows():
 
 def test_a_function_that_does_not_say_what_it_takes_is_tried():
     registry._MODELS["c"] = max
-    with pytest.raises(cx.ConfigError, match="the model 'c' cannot be made of"):
+    with pytest.raises(cx.ConfigError, match="the model 'c' cannot be created with"):
         cx.get_model("c")(a=3)
 
 
@@ -89,7 +89,7 @@ def test_a_cell_may_register_its_class_again_and_nobody_else_that_name():
     made(1)
     made(2)
     assert cx.get_model("mine")().weight.shape == (1, 2)
-    with pytest.raises(cx.ConfigError, match=r"the model 'mlp' is .*MLP.* already: register"):
+    with pytest.raises(cx.ConfigError, match=r"the model 'mlp' is already .*MLP.*: register"):
         cx.register_model("mlp")(nn.Linear)
     with pytest.raises(cx.ConfigError, match="register_model takes a name"):
         cx.register_model(nn.Linear)
@@ -102,9 +102,9 @@ def test_a_cell_may_register_its_class_again_and_nobody_else_that_name():
         (lambda: cx.get_model("transformer"), "no model 'transformer'. Known: cnn, mlp, vae"),
         (lambda: cx.get_model("mlp")(inputs=1, outputs=1, hiden=[2]), r"no setting 'hiden'. Did you mean 'hidden'\?"),
         (lambda: cx.get_model("mlp")(hidden=[2]), "the model 'mlp' needs inputs and outputs"),
-        (lambda: cx.get_model("mlp")(inputs="a", outputs=1), "the model 'mlp' cannot be made of"),
-        (lambda: cx.get_model("cnn")(image=[1, 8, 2], outputs=1), "pictures of 8 x 2 cannot be halved 2 times"),
-        (lambda: cx.get_model("mlp")(3), "is made of a Config, or of settings by name, got 3"),
+        (lambda: cx.get_model("mlp")(inputs="a", outputs=1), "the model 'mlp' cannot be created with"),
+        (lambda: cx.get_model("cnn")(image=[1, 8, 2], outputs=1), "images of 8 x 2 cannot be halved 2 times"),
+        (lambda: cx.get_model("mlp")(3), "takes a Config or settings by name, got 3"),
         (lambda: cx.get_model("mlp")({"model": "mlp"}), "the section 'model' must have settings by name"),
         (lambda: cx.register_model("x")(lambda: 3) and cx.get_model("x")(), "must be a torch.nn.Module"),
     ],

@@ -239,7 +239,7 @@ def test_what_cannot_be_sent_back_is_named_in_a_warning_and_the_rest_arrives():
     def change(trainer: Any) -> None:
         trainer.model[0].lock, trainer.model[0].count = threading.Lock(), 3
 
-    with pytest.warns(UserWarning, match=r"module 0 \(Linear\) has another \.lock .* cannot be sent back: TypeError"):
+    with pytest.warns(UserWarning, match=r"module 0 \(Linear\) has changed \.lock .* cannot be sent back: TypeError"):
         model: Any = mirrored(lambda _: None, change).model
     assert model[0].count == 3
     assert not hasattr(model[0], "lock")
@@ -284,7 +284,7 @@ class OnlyThere:
 
 def test_what_cannot_be_made_anew_here_is_named_in_a_warning(monkeypatch):
     monkeypatch.setattr(OnlyThere, "times", 0)
-    with pytest.warns(UserWarning, match=r"has another \.thing where it was trained.*LookupError: not here"):
+    with pytest.warns(UserWarning, match=r"has changed \.thing in the workers.*LookupError: not here"):
         model: Any = mirrored(lambda _: None, lambda trainer: setattr(trainer.model[0], "thing", OnlyThere())).model
     assert not hasattr(model[0], "thing")
 
@@ -314,15 +314,15 @@ class FakePool:
     def close(self) -> None:
         self.asked.append("close")
 
-    def forget_answers(self) -> None:
-        self.asked.append("forget_answers")
+    def release_answers(self) -> None:
+        self.asked.append("release_answers")
 
     def run(self, *_: Any) -> JobAnswers:
         assert self.answers is not None
         return self.answers
 
     @contextlib.contextmanager
-    def hearing_signals(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         yield
 
 
@@ -334,7 +334,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> worker_cache.Workers:
     variables = {"A": "1"}
     monkeypatch.setattr(process_env, "to_pass_on", lambda: dict(variables))
     workers = worker_cache.Workers()
-    workers._is_heard = True  # nothing of these tests is called when the process ends
+    workers._is_registered = True  # nothing of these tests is called when the process ends
     return workers
 
 
@@ -350,12 +350,12 @@ def test_workers_stay_for_the_next_call_unless_others_are_wanted(kept):
     first, why = kept.pool(2, trainer)
     assert (why, first.asked) == ("2 processes are starting; they stay for the next calls", ["start"])
     assert kept.pool(2, trainer) == (first, "")
-    with pytest.warns(UserWarning, match=r"num_processes=3, and this process may use 2 cores: they share them"):
+    with pytest.warns(UserWarning, match=r"num_processes=3, but this process may use 2 cores: workers share them"):
         second, why = kept.pool(3, trainer)
     assert "because there were 2;" in why
     assert first.asked == ["start", "close"]
     second.is_usable = False
-    assert "because the earlier ones have ended;" in kept.pool(2, trainer)[1]
+    assert "because the previous ones have exited;" in kept.pool(2, trainer)[1]
 
 
 def test_workers_are_others_where_a_file_was_edited_or_the_environment_is_another(kept, monkeypatch, tmp_path):
@@ -365,9 +365,9 @@ def test_workers_are_others_where_a_file_was_edited_or_the_environment_is_anothe
     file = Path(importlib.import_module("mine_of_these_tests").__file__ or "")
     kept.pool(2, trainer)
     kept._sources[str(file)] -= 1  # as if it had been written to since
-    assert f"because {file} was edited: reload it here, too" in kept.pool(2, trainer)[1]
+    assert f"because {file} was edited: reload it here too" in kept.pool(2, trainer)[1]
     monkeypatch.setattr(process_env, "to_pass_on", lambda: {"A": "2"})
-    assert "because the environment has another A;" in kept.pool(2, trainer)[1]
+    assert "because the environment has changed: A;" in kept.pool(2, trainer)[1]
 
 
 def test_workers_that_compute_on_gpus_decide_the_backend_and_may_be_more_than_cores(kept, recwarn):
@@ -406,13 +406,13 @@ def made(answers: JobAnswers) -> tuple[Any, FakePool, cx.DistributedTrainer]:
     trainer, pool = trainer_of(), FakePool(2, {}, answers)
     rows = torch.zeros(4, FEATURES), torch.zeros(4, 4)
     call = run_in_workers._Call(trainer, "fit", rows, {"epochs": 1, "verbose": True, "num_processes": 2})
-    return call.made_by(pool, "2 processes are starting"), pool, trainer  # type: ignore[arg-type]
+    return call.run_by(pool, "2 processes are starting"), pool, trainer  # type: ignore[arg-type]
 
 
 def test_a_fit_says_why_workers_start_and_without_changes_returns_the_own_history(capsys):
     found, pool, trainer = made(JobAnswers({1: Performed(None)}))
     assert found is trainer.history
-    assert pool.asked == ["forget_answers"]
+    assert pool.asked == ["release_answers"]
     assert "2 processes are starting" in "".join(capsys.readouterr())
 
 
@@ -427,5 +427,5 @@ def test_workers_that_cannot_go_on_are_ended_and_their_error_is_raised(monkeypat
 
 def test_a_call_that_cannot_be_sent_for_no_reason_of_its_parts_is_named_in_general():
     trainer = trainer_of(make_model())
-    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2),), {"batch_size": 4}) == "something of this call"
+    assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2),), {"batch_size": 4}) == "a part of this call"
     assert run_in_workers._what_cannot_go(trainer, (torch.zeros(2), threading.Lock()), {}) == "y"

@@ -14,8 +14,8 @@ import pytest
 
 import cyxtrain as cx
 from cyxtrain.notebook import pool as pools
-from cyxtrain.notebook.channel import Answer, Here, Report, Signal
-from cyxtrain.notebook.pool import JobAnswers, Pool, _Reported, _Wrote
+from cyxtrain.notebook.pool import JobAnswers, Pool, _Received, _Wrote
+from cyxtrain.notebook.worker import Answer, Ready, Report, Signal
 from cyxtrain.workers.process import RankExit
 
 KILLED = RankExit(index=1, label="rank 1", code=137, killed_by=9, at_seconds=0.0)
@@ -45,9 +45,9 @@ def marks(pool: Pool) -> list[_Wrote]:
 
 def test_answers_reports_and_lines_come_to_whoever_runs_the_job(pool, capsys):
     lines = _Wrote(False, b"[rank 0] mine\n[rank 1] yours\n")
-    answers = [_Reported(1, Answer("b", True)), _Reported(0, Answer("a", True))]
-    say(pool, _Reported(0, Here()), _Reported(1, Here()), lines, _Reported(0, Report("half")), *answers)
-    say(pool, _Reported(0, Report("too late")), *marks(pool))
+    answers = [_Received(1, Answer("b", True)), _Received(0, Answer("a", True))]
+    say(pool, _Received(0, Ready()), _Received(1, Ready()), lines, _Received(0, Report("half")), *answers)
+    say(pool, _Received(0, Report("too late")), *marks(pool))
     received: list[Any] = []
     found = run(pool, received)
     assert (found.by_rank, found.can_go_on, received) == ({0: "a", 1: "b"}, True, ["half"])
@@ -67,22 +67,22 @@ def test_nobody_else_gets_the_port_of_a_pool_until_it_is_gone(pool):
 
 
 def test_a_worker_that_ends_is_named_and_the_others_answer_is_kept(pool):
-    say(pool, _Reported(0, Here()), _Reported(1, Here()), KILLED, _Reported(0, Answer("a", True)), *marks(pool))
+    say(pool, _Received(0, Ready()), _Received(1, Ready()), KILLED, _Received(0, Answer("a", True)), *marks(pool))
     found = run(pool)
     assert (found.by_rank, found.ended, found.can_go_on) == ({0: "a"}, [KILLED], False)
-    with pytest.raises(cx.PeerLostError, match=r"rank 1 has ended: its worker process, with exit code 137 \(SIGKILL"):
+    with pytest.raises(cx.PeerLostError, match=r"rank 1 has exited: its worker process ended \(exit code 137: SIGKILL"):
         found.check()
 
 
 def test_a_worker_that_ends_after_its_answer_does_not_hold_up_what_was_answered(pool, monkeypatch):
     monkeypatch.setattr(pools, "_DRAIN_SECONDS", float("inf"))  # nobody waits for marks that cannot come
-    say(pool, *(_Reported(rank, Answer(rank, True)) for rank in range(2)), KILLED)
+    say(pool, *(_Received(rank, Answer(rank, True)) for rank in range(2)), KILLED)
     assert run(pool).by_rank == {0: 0, 1: 1}
 
 
 def test_workers_that_do_not_come_in_time_are_named_and_ended(pool, monkeypatch):
     monkeypatch.setattr(pools, "START_SECONDS", -1.0)
-    pool._here.add(0)
+    pool._ready.add(0)
     with pytest.raises(cx.RendezvousError, match=r"did not start within -1 s: ranks \[1\]"):
         run(pool)
     assert not pool.is_usable
@@ -114,7 +114,7 @@ def test_a_signal_that_workers_shall_not_hear_ends_them_and_does_what_it_does(po
 
 
 def test_a_signal_of_an_earlier_call_is_passed_over_and_the_second_one_ends_the_workers(pool):
-    say(pool, Signal(signal.SIGINT), *(_Reported(rank, Answer(rank, True)) for rank in range(2)), *marks(pool))
+    say(pool, Signal(signal.SIGINT), *(_Received(rank, Answer(rank, True)) for rank in range(2)), *marks(pool))
     assert run(pool, hears=False).by_rank == {0: 0, 1: 1}
     pool._signals += [signal.SIGINT, signal.SIGINT]
     say(pool, Signal(signal.SIGINT), Signal(signal.SIGINT))
@@ -139,7 +139,7 @@ def test_an_interruption_while_it_starts_leaves_no_thread(pool, monkeypatch):
 
 def test_what_workers_write_is_dropped_where_there_is_no_stream(pool, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    answers = [_Reported(rank, Answer(rank, True)) for rank in range(2)]
+    answers = [_Received(rank, Answer(rank, True)) for rank in range(2)]
     say(pool, _Wrote(False, b"[rank 0] lost\n"), *answers, *marks(pool))
     assert run(pool).by_rank == {0: 0, 1: 1}
 
@@ -147,12 +147,12 @@ def test_what_workers_write_is_dropped_where_there_is_no_stream(pool, monkeypatc
 def test_what_a_streams_encoding_does_not_have_becomes_a_question_mark(pool, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), "ascii", newline="")
     monkeypatch.setattr(sys, "stdout", stream)
-    pool._show(_Wrote(False, "[rank 0] 3 \u00b5s\n".encode()))
+    pool._print(_Wrote(False, "[rank 0] 3 \u00b5s\n".encode()))
     assert stream.buffer.getvalue() == b"3 ?s\n"  # type: ignore[attr-defined]
 
 
 def test_a_last_line_without_an_end_is_shown_and_the_mark_is_not(pool, capsys):
-    pool._show(_Wrote(False, b"[rank 1] half a line" + pool._mark))
+    pool._print(_Wrote(False, b"[rank 1] half a line" + pool._mark))
     assert capsys.readouterr().out == "[rank 1] half a line\n"
 
 
@@ -161,7 +161,7 @@ def test_signals_are_the_pools_within_and_anothers_afterwards(pool, monkeypatch)
     monkeypatch.setattr(pools.runtime, "is_interactive", lambda: False)
     old = {number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with pool.hearing_signals():
+        with pool.handling_signals():
             signal.raise_signal(signal.SIGTERM)
             assert (pool._signals, received) == ([signal.SIGTERM], [])
             assert pool._events.get() == Signal(signal.SIGTERM)
@@ -176,7 +176,7 @@ def test_another_thread_than_the_main_one_leaves_signals_as_they_are(pool):
     before, within = signal.getsignal(signal.SIGINT), []
 
     def use() -> None:
-        with pool.hearing_signals():
+        with pool.handling_signals():
             within.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=use)

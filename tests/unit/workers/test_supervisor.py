@@ -28,7 +28,7 @@ from launching import (
 from cyxtrain.workers import output, process, supervisor
 from cyxtrain.workers.guard import end_groups, group_is_alive
 from cyxtrain.workers.process import RankExit, RankSpec
-from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, comes_again, find_first_failure, find_stop
+from cyxtrain.workers.supervisor import Outcome, Reaction, Supervisor, find_first_failure, find_stop, would_recur
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these ranks speak POSIX")
 
@@ -53,7 +53,7 @@ def test_the_first_failure_stops_all_and_has_the_last_word(tmp_path: Path) -> No
     """
     done = run_script(tmp_path, 3, source)
     assert done.returncode == 1
-    head, _, words = done.stderr.decode().partition("rank 1 failed first, with exit code 1; its last words:\n")
+    head, _, words = done.stderr.decode().partition("rank 1 failed first (exit code 1); its last lines on stderr:\n")
     assert "[rank 1] ValueError: the loss is a banana\n" in head
     assert words.startswith("some warning\nTraceback (most recent call last):\n")
     assert words.endswith("\nValueError: the loss is a banana\n")
@@ -64,7 +64,7 @@ def test_the_first_failure_stops_all_and_has_the_last_word(tmp_path: Path) -> No
 def test_the_exit_code_is_that_of_the_rank_which_failed_first(tmp_path: Path) -> None:
     done = run_script(tmp_path, 2, "sys.exit(42 * rank)")
     assert done.returncode == 42
-    assert done.stderr == b"rank 1 failed first, with exit code 42, and left no last words\n"
+    assert done.stderr == b"rank 1 failed first (exit code 42) and printed no error\n"
 
 
 def test_a_rank_that_succeeds_stops_nobody(tmp_path: Path) -> None:
@@ -91,7 +91,9 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
         os.kill(json.loads((tmp_path / "ready2").read_text())[0], signal.SIGKILL)
         _, errors = launcher.communicate(timeout=SECONDS)
         assert launcher.returncode == 137
-        assert errors.startswith(b"rank 2 failed first, with exit code 137 (SIGKILL")
+        assert errors.startswith(
+            b"rank 2 failed first (exit code 137: SIGKILL, often out of memory) and printed no error"
+        )
         assert errors.count(b"\n") == 1
 
 
@@ -114,7 +116,9 @@ def test_a_failure_caused_by_another_rank_is_not_the_first(tmp_path: Path) -> No
     """
     done = run_script(tmp_path, 3, source)
     assert done.returncode == 3
-    assert done.stderr.endswith(b"rank 1 failed first, with exit code 3; its last words:\nValueError: the cause\n")
+    assert done.stderr.endswith(
+        b"rank 1 failed first (exit code 3); its last lines on stderr:\nValueError: the cause\n"
+    )
     assert b"[rank 0] PeerLostError: rank 1 has ended\n" in done.stderr
     assert b"[rank 2] PeerLostError: rank 1 has ended\n" in done.stderr
 
@@ -167,7 +171,7 @@ def test_an_error_that_would_come_again_is_known_by_its_name(
 ) -> None:
     failure = RankExit(1, "rank 1", 1, killed_by, 0.0)
     words = None if last_line is None else b"Traceback (most recent call last):\n" + last_line + b"\n"
-    assert comes_again(Outcome((failure,), failure, words, None, ())) is comes
+    assert would_recur(Outcome((failure,), failure, words, None, ())) is comes
 
 
 def test_after_a_failure_the_others_may_say_what_they_think(tmp_path: Path) -> None:
@@ -181,13 +185,13 @@ def test_after_a_failure_the_others_may_say_what_they_think(tmp_path: Path) -> N
     """
     done = run_script(tmp_path, 2, source)
     assert b"[rank 1] and I saw it\n" in done.stderr
-    assert done.stderr.endswith(b"rank 0 failed first, with exit code 1; its last words:\nrank 0 gives up\n")
+    assert done.stderr.endswith(b"rank 0 failed first (exit code 1); its last lines on stderr:\nrank 0 gives up\n")
 
 
 def test_only_the_end_of_a_long_speech_is_repeated(tmp_path: Path) -> None:
     source = "[print('line', i, file=sys.stderr) for i in range(1000)]; sys.exit(1)"
     done = run_script(tmp_path, 2, f"if rank == 0: {source}")
-    words = done.stderr.partition(b"its last words:\n")[2].splitlines()
+    words = done.stderr.partition(b"its last lines on stderr:\n")[2].splitlines()
     assert words == [b"line %d" % i for i in range(1000 - output.KEPT_LINES, 1000)]
 
 
@@ -437,7 +441,7 @@ def test_a_group_of_zombies_has_ended() -> None:
 
 
 def test_a_signal_without_a_name_has_its_number():
-    assert RankExit(0, "rank 0", 128 + 63, 63, 0.0).describe() == "exit code 191 (signal 63)"
+    assert RankExit(0, "rank 0", 128 + 63, 63, 0.0).describe() == "exit code 191: signal 63"
 
 
 def test_a_terminal_that_would_have_to_wait_is_given_the_rest_later():
