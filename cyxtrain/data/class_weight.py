@@ -1,4 +1,4 @@
-"""How much the rows of a class count, as Keras's class_weight says it."""
+"""Row weights by class, as Keras's class_weight."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.batches.structure import Tree
 from cyxtrain.errors import ConfigError, shortened
 
 
-def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int | None) -> Tensor:
-    """Returns how much each row counts, shape (n,), float64.
+def weighted(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
+    """Return rows whose weights are multiplied by those of their classes.
 
     Args:
-        targets: Class numbers, shape (n,) or (n, 1).
+        rows: With class numbers as targets, shape (n,) or (n, 1).
         weights: By class number.
         ignored: The class number that does not count; it needs no weight.
 
     Raises:
-        ConfigError: Targets are no class numbers, a class has no weight, or a weight is none.
+        ConfigError: Targets are not class numbers, a class has no weight, or a weight is negative or not a number.
     """
+    targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
         raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
     wrong = [value for value in weights.values() if not is_number(value) or not 0 <= value < math.inf]
@@ -40,11 +40,6 @@ def class_weights(targets: Tree | None, weights: Mapping[Any, Any], ignored: int
             "give one for each class."
         )
     table = [float(known[number]) for number in classes.tolist()]
-    return torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
-
-
-def weighted(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
-    """Returns rows that each count so much more or less as the weight of their class says; as `class_weights`."""
-    factors = class_weights(rows.targets, weights, ignored)
+    factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
     own = rows.weights
     return rows._replace(weights=factors if own is None else own * factors.to(own.device))

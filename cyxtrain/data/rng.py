@@ -1,8 +1,7 @@
-"""The generators that training and data draw from: Python's, NumPy's and PyTorch's own, of this process and its device.
+"""The random generators of training and data: Python's, NumPy's and PyTorch's, of this process and its device.
 
-Training seeds them anew in each epoch, from (seed, epoch, rank): dropout and augmentation differ between epochs and
-ranks, and are the same in every run. In the middle of an epoch a checkpoint keeps their states. Whoever called `fit`
-finds them as they were.
+Each epoch seeds them from (seed, epoch, rank): dropout and augmentation differ between epochs and ranks, and repeat in
+every run. A checkpoint in the middle of an epoch stores their states. After `fit` they are as before.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ CPU = torch.device("cpu")
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
-    """Seeds all generators.
+    """Seed all generators.
 
     Args:
         seed: Of the run.
         epoch: From 0.
-        samples: Of the epoch that have been trained on before; 0 but where another number of ranks goes on.
+        samples: Samples of the epoch already trained on, if a run resumes on another number of ranks; otherwise 0.
         rank: This rank.
         device: Where the model computes.
     """
-    # A hash that is the same for ever; NumPy's and PyTorch's ways of mixing seeds may change.
+    # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
     first, second, third = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
     random.seed(first)
@@ -44,12 +43,7 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
 
 
 class GeneratorStates:
-    """The states of this process's generators, and of others: taken when it is made.
-
-    Args:
-        device: Where the model computes.
-        others: Of the data's own.
-    """
+    """The states of this process's generators, and of the data's `others`, at construction."""
 
     def __init__(self, device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> None:
         self._device = device
@@ -57,13 +51,13 @@ class GeneratorStates:
         self._others = [(generator, generator.get_state()) for generator in others]
 
     def is_unchanged(self) -> bool:
-        """Returns whether nothing has been drawn since, from those of the CPU."""
+        """Return whether nothing has been drawn since from the generators of the CPU."""
         (python, numbers, cpu, _), now = self._states, _get_states(CPU)
         same = python == now[0] and torch.equal(cpu, now[2]) and _same_numbers(numbers, now[1])
         return same and all(torch.equal(state, generator.get_state()) for generator, state in self._others)
 
-    def bring_back(self) -> None:
-        """Makes the generators what they were."""
+    def restore(self) -> None:
+        """Restore the states."""
         _set_states(self._states, self._device)
         for generator, state in self._others:
             generator.set_state(state)
@@ -71,16 +65,16 @@ class GeneratorStates:
 
 @contextlib.contextmanager
 def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever is drawn or seeded within, generators are as they were afterwards. Arguments as `GeneratorStates`."""
+    """Restore the generators afterwards, whatever is drawn or seeded within."""
     states = GeneratorStates(device, others)
     try:
         yield
     finally:
-        states.bring_back()
+        states.restore()
 
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
-    """Returns the states of all generators: JSON values."""
+    """Return the states of all generators as JSON values."""
     python, numbers, cpu, own = _get_states(device)
     version, words, gauss = python
     return {
@@ -93,22 +87,21 @@ def generators_as_json(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Brings back what `generators_as_json` gave.
+    """Restore what `generators_as_json` returned.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: It is none.
+        KeyError, TypeError, ValueError, RuntimeError: The states are malformed.
     """
     version, words, gauss = states["python"]
     python = (version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype=np.uint32)), gauss)
     numbers = states["numpy"]
     key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
     numbers = {**numbers, "state": {**numbers["state"], "key": key}}
-    own = states.get(device.type)  # of another kind of device nothing can be taken over
+    own = states.get(device.type)  # the state of another kind of device is of no use
     _set_states((python, numbers, _bytes(states["torch"]), None if own is None else _bytes(own)), device)
 
 
 def _get_states(device: torch.device) -> _States:
-    """Returns the states of all generators, as `_set_states` takes them."""
     own = None
     if accelerator.is_accelerator(device):
         with _on(device) as module:
@@ -117,7 +110,6 @@ def _get_states(device: torch.device) -> _States:
 
 
 def _set_states(states: _States, device: torch.device) -> None:
-    """Brings back what `_get_states` gave."""
     python, numbers, cpu, own = states
     random.setstate(python)
     np.random.set_state(numbers)
@@ -133,7 +125,7 @@ def _bytes(text: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[Any]:
-    """Makes an accelerator the current one within, and gives PyTorch's module for its kind."""
+    """Make an accelerator the current device within; yield PyTorch's module for its type."""
     with torch.accelerator.device_index(accelerator.indexed(device).index):
         yield torch.get_device_module(device)
 

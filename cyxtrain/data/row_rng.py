@@ -1,4 +1,4 @@
-"""The random numbers that data draw: for a row, for a batch, in a pass."""
+"""Seeds of what data draw for a row, for a batch and in a pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,8 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
 
-def row_keys(seed: int, epoch: int, places: range) -> list[int]:
-    """Returns what generators are seeded with for each row of an epoch: it depends on the row's place in it alone.
-
-    Args:
-        seed: Of the run.
-        epoch: From 0.
-        places: Of rows in the order of the epoch.
-    """
+def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
+    """Return a seed for each row of an epoch; it depends on the row's place in the order of the epoch alone."""
     first = int.from_bytes(_digest(seed, epoch), "little")
     with np.errstate(over="ignore"):
         keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
@@ -38,22 +32,22 @@ def _digest(*words: int) -> bytes:
     return hashlib.blake2b(f"cyxtrain row {' '.join(map(str, words))}".encode(), digest_size=8).digest()
 
 
-def seed_for_row(key: int) -> None:
-    """Seeds the generators of this process that rows are made with: those of the CPU."""
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key >> 1)
+def seed_for_row(seed: int) -> None:
+    """Seed the CPU generators of this process, from which rows are made."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed >> 1)
 
 
 def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
-    """Seeds all generators for a pass through data, and tells those parts of the data that want to know its number.
+    """Seed all generators for a pass through the data, and call `set_epoch` of those parts that have it.
 
     Args:
-        parts: Such as a sampler; what has a `set_epoch` is told.
+        parts: Parts of the data, such as a sampler.
         others: Generators of theirs.
         seed: Of the run.
         number: Of the pass, from 0.
-        rank: Whose random numbers these are: 0 where all ranks have the same.
+        rank: The rank whose random numbers these are; 0 if all ranks have the same data.
     """
     seed_generators(seed, number, 0, rank, CPU)
     for generator in others:
@@ -64,19 +58,19 @@ def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: in
             set_epoch(number)
 
 
-def tell_epoch(dataset: Any, epoch: int) -> bool:
-    """Call `set_epoch` of a data set, or of those that it is made of; return whether there is one."""
+def set_epoch_of(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a dataset, or of those that it combines; return whether there is one."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
         return True
     parts: list[Any] = [dataset.dataset] if isinstance(dataset, Subset) else []
     parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
-    told = [tell_epoch(part, epoch) for part in parts]
-    return any(told)
+    found = [set_epoch_of(part, epoch) for part in parts]
+    return any(found)
 
 
 def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
-    """Returns the generators that parts of the data, such as a sampler, have of their own, each once."""
+    """Return the generators that parts of the data, such as a sampler, own."""
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

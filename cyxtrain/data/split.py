@@ -1,4 +1,4 @@
-"""Where the training data end and the validation data begin."""
+"""The split into training and validation rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from cyxtrain.errors import ConfigError
 
 
 def validation_rows(num_rows: int, fraction: float) -> int:
-    """Returns the first row of the validation part, which is the last `fraction` of the rows, before shuffling.
+    """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
 
-    The training part is rounded down, as in Keras, but the fraction is taken as it is written: 0.1 of 10
-    rows is one row, although in binary 10 * (1 - 0.9) is less than one.
-
-    Args:
-        num_rows: Rows in the data.
-        fraction: Above 0 and below 1.
-
-    Raises:
-        ConfigError: Either part would be empty.
+    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
+    in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
     """
     require_integer("validation_split", "num_rows", num_rows, 0)
     require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")

@@ -1,4 +1,4 @@
-"""Rows of data together, and how what a user gives becomes such."""
+"""Rows of data, and how a user's arrays become rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cyxtrain.data.batches.structure import Tree, leaves, map_tree, num_rows, tensors
-from cyxtrain.data.batches.texts import fields_of
+from cyxtrain.data.batches.structure import Tree, fields_of, leaves, map_tree, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError
 
@@ -24,7 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 class Rows(NamedTuple):
-    """Rows of the data together: a batch, or some of it.
+    """Rows of the data: a batch, or a part of one.
 
     Attributes:
         inputs: What the model is given.
@@ -37,23 +36,19 @@ class Rows(NamedTuple):
     weights: Tensor | None
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Rows:
-        """Returns rows with what a function makes of each tensor."""
+        """Return rows with the result of a function for each tensor."""
         return Rows(*(None if part is None else map_tree(function, part) for part in self))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
-        """Returns all tensors."""
+        """Return all tensors."""
         return [tensor for part in self for tensor in tensors(part)]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Returns each tensor with its name, such as "X", "y" or "X['image']"."""
+        """Return each tensor with its name, such as "X", "y" or "X['image']"."""
         return [found for name, part in zip(NAMES, self, strict=True) for found in leaves(part, name)]
 
     def check_lengths(self) -> None:
-        """Refuses parts with different numbers of rows.
-
-        Raises:
-            ConfigError: With two of them.
-        """
+        """Raise ConfigError if parts have different numbers of rows."""
         count, (first, _) = num_rows(self.inputs), self.named()[0]
         for name, tensor in self.named():
             if len(tensor) != count:
@@ -65,21 +60,13 @@ class Rows(NamedTuple):
 
 
 def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
-    """Returns a user's arrays as rows, not looked at yet.
-
-    Raises:
-        ConfigError: They are no arrays.
-    """
-    own = as_tree(inputs, "X")
-    return Rows(own, None if targets is None else as_tree(targets, "y"), _as_weights(weights))
+    """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
+    own = _as_tree(inputs, "X")
+    return Rows(own, None if targets is None else _as_tree(targets, "y"), _as_weights(weights))
 
 
-def as_tree(values: Any, name: str) -> Tree:
-    """Returns a user's arrays as tensors: one, or several in a dictionary, a tuple or a list.
-
-    Raises:
-        ConfigError: They are no arrays, or a name is no text.
-    """
+def _as_tree(values: Any, name: str) -> Tree:
+    """Return a user's arrays as tensors: one, or several in a dictionary, a tuple or a list."""
     values = values if (named := fields_of(values)) is None else named
     if isinstance(values, Mapping):
         unnamed = [key for key in values if not isinstance(key, str)]
@@ -87,18 +74,15 @@ def as_tree(values: Any, name: str) -> Tree:
             raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
         if not values:
             raise ConfigError(f"{name} has no rows: it is a dictionary of nothing.")
-        return {key: as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
+        return {key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
     if not _are_several(values):
         return _as_tensor(values, name)
-    parts = [as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)]
-    if isinstance(values, list):
-        return parts
-    make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(values, "_make", tuple)  # a named tuple's own
-    return make(parts)
+    parts: Tree = same_sequence(values, (_as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)))
+    return parts
 
 
 def _are_several(values: Any) -> bool:
-    """Returns whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
+    """Return whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
     if not isinstance(values, (tuple, list)):
         return False
     kinds = (Tensor, np.ndarray)
@@ -107,7 +91,7 @@ def _are_several(values: Any) -> bool:
 
 
 def holds_tensors(values: Any) -> bool:
-    """Returns whether a user's arrays are tensors."""
+    """Return whether a user's arrays are tensors."""
     named = fields_of(values)
     if named is not None or isinstance(values, (tuple, list)):
         return any(holds_tensors(part) for part in (values[:1] if named is None else named.values()))
@@ -127,7 +111,7 @@ def _as_weights(weights: Any) -> Tensor | None:
 
 
 def rows_not_finite(rows: Tensor) -> list[int]:
-    """Returns which rows hold NaN or an infinity."""
+    """Return which rows hold NaN or an infinity."""
     found: list[int] = (~rows.reshape(len(rows), -1).isfinite()).any(1).nonzero().reshape(-1).tolist()
     return found
 
@@ -171,11 +155,11 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
-    """Returns rows by number, of any dtype.
+    """Return rows by number, of any dtype.
 
     Args:
-        tensor: That has them.
-        rows: Their numbers, on the CPU or where the tensor is.
+        tensor: The data.
+        rows: Row numbers, on the CPU or where the tensor is.
         pinned: Whether rows on the CPU are gathered into pinned memory, from which an accelerator copies.
     """
     if tensor.dtype in _SIGNED:
@@ -189,12 +173,12 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
 
 
 def copy(rows: Tensor) -> Tensor:
-    """Returns rows in memory of their own, one after the other."""
+    """Return a contiguous copy."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
-    """Returns a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
     count = min(len(tensor), rows)
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()

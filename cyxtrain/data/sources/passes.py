@@ -1,4 +1,4 @@
-"""Once through data that give batches one after the other."""
+"""One pass through data that give batches one after the other."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cyxtrain.data.row_rng import begin_pass, generators_of
 
 
 class Pass:
-    """The data, gone through once, with generators of its own.
+    """A pass through the data, whose random generators are separate from training's.
 
     Args:
-        make: Begins.
-        parts: Of the data: with generators of their own, or told the number of the pass.
+        make: Returns an iterator of batches.
+        parts: Parts of the data that have generators, or a `set_epoch`.
         seed: Of the run.
         number: Of the pass.
-        rank: Whose random numbers these are: 0 where all ranks have the same data.
+        rank: The rank whose random numbers these are; 0 if all ranks have the same data.
 
     Attributes:
-        taken: Batches that were taken; those without rows do not count.
-        is_numpy: Whether the latest one was of NumPy arrays.
+        num_read: Batches read so far; those without rows do not count.
+        is_numpy: Whether the latest one consisted of NumPy arrays.
         left_out: As `Source.left_out`, of the first one.
     """
 
@@ -35,10 +35,10 @@ class Pass:
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
     ) -> None:
         self.number, self._seed = number, seed
-        self.taken = 0
+        self.num_read = 0
         self.is_numpy = False
         self.left_out: list[str] = []
-        self._looked_at: list[Rows] = []
+        self._peeked: Rows | None = None
         self._others = generators_of(parts)
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
@@ -51,33 +51,29 @@ class Pass:
             begin_pass([], self._others, self._seed, self.number, rank)
             self._states = GeneratorStates(others=self._others)
 
-    def look(self) -> Rows | None:
-        """Returns the first batch, which stays the next one; None: there is none."""
-        first = self.take()
-        if first is not None:
-            self.taken -= 1
-            self._looked_at.append(first)
-        return first
+    def peek(self) -> Rows | None:
+        """Return the first batch, which stays the next one; None: there is none."""
+        self._peeked = self.read()
+        if self._peeked is not None:
+            self.num_read -= 1
+        return self._peeked
 
-    def take(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
-        """Returns the next batch, whose memory is its own; None: there is none any more.
-
-        Args:
-            own: Copies a tensor.
-        """
-        if self._looked_at:
-            self.taken += 1
-            return self._looked_at.pop()
+    def read(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
+        """Return a copy of the next batch, made by `own`; None: there is none left."""
+        if self._peeked is not None:
+            self.num_read += 1
+            rows, self._peeked = self._peeked, None
+            return rows
         with generators_kept(others=self._others):
-            self._states.bring_back()
+            self._states.restore()
             try:
                 for given in self._batches:
                     rows = as_batch(given)
                     if num_rows(rows.inputs):
-                        self.left_out = self.left_out if self.taken else left_out(given)
-                        self.taken += 1
+                        self.left_out = self.left_out if self.num_read else left_out(given)
+                        self.num_read += 1
                         self.is_numpy = not holds_tensors(given)
-                        return rows.mapped(own)  # who gives it may give it again, and a model may change it
+                        return rows.mapped(own)  # the data may give the same memory again, and a model may change it
                 return None
             finally:
                 self._states = GeneratorStates(others=self._others)

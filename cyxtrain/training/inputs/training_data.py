@@ -98,7 +98,7 @@ def _openings(found: TrainingData) -> dict[str, Any]:
     """Returns what the ranks show each other, of which the kind must be the same."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
-        opening = {"kind": "none"} if source is None else source.opening()
+        opening = {"kind": "none"} if source is None else source.summary()
         facts |= {f"the kind of the {name} data": opening["kind"], f"_{name}": opening}
     return facts
 
@@ -107,7 +107,7 @@ def _meet(found: TrainingData, everyone: Sequence[Mapping[str, Any]], rank: int,
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
             with about(name):
-                source.meet([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
+                source.reconcile([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
 def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
