@@ -1,10 +1,9 @@
-"""Which gradients travel together: pure arithmetic, fixed when the wrapper is made.
+"""Which gradients are exchanged together: pure arithmetic, fixed when the wrapper is made.
 
-A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
-rank where that parameter took no part, and one that is 1 on a rank without samples; in the last bucket, then, some
-numbers that ranks tell each other for other purposes. All are summed with the gradients, so that all ranks know who
-used what, and what others want, without another message. The very last one is 0, and NaN on a rank whose loss is not
-finite: the sum is NaN then on every rank, as that of a gradient that is not.
+A bucket is one flat tensor: the gradients of some parameters, then a flag per parameter, which is 1 on a rank that has
+not used it, and one that is 1 on a rank without samples; in the last bucket, then, the ranks' signals. All are summed
+with the gradients, so that all ranks know who used what, and what others signal, without another message. The very last
+number is 0, and NaN on a rank whose loss is not finite: the sum is then NaN on every rank.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import torch
 
 _FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that communication begins early in backward."""
-
-
 NUM_SIGNALS = 5
-"""Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket; then its loss."""
+"""Numbers that each rank signals to all others in a synchronisation."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter: its number of elements, dtype and device."""
+    """The layout's view of a parameter: its number of elements, dtype and device."""
 
     count: int
     dtype: torch.dtype
@@ -33,7 +30,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A bucket: which parameters, and where each begins.
+    """The parameters of a bucket, and where each begins.
 
     Attributes:
         parameters: Indices of parameters.
@@ -41,7 +38,7 @@ class BucketSpec:
         flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
         dtype: Of the flat tensor.
         device: Of the flat tensor.
-        has_signals: Whether the signals, and the loss, stand behind the flags.
+        has_signals: Whether signals and loss follow the flags.
     """
 
     parameters: tuple[int, ...]
@@ -58,10 +55,10 @@ class BucketSpec:
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
-    """Returns the buckets in the order in which they are launched.
+    """Return the buckets in the order in which they are launched.
 
-    Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket
-    is closed when it has reached its size, so that one large parameter does not wait for small ones.
+    Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket is
+    closed when it has reached its size, so that one large parameter does not wait for small ones.
 
     Args:
         parameters: In the order of the module.

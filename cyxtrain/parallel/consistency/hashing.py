@@ -1,14 +1,14 @@
-"""Hashes of tensors on an accelerator, calculated there: eight bytes of each are copied to the host.
+"""Hashes of tensors, computed where the tensors are; of those on an accelerator, eight bytes are copied to the host.
 
-A hash is the sum of the elements' bits, taken as integers, times odd numbers that look random, modulo 2^64. Where one
-element differs, the hash always does; where several do, by all but chance. Integers add up alike in any order.
+The hash on an accelerator is the sum of the elements' bits, as integers, times odd numbers that look random, modulo
+2^64. If one element differs, the hash always does; if several do, almost always. The order of the sum does not matter.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,25 +24,21 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a hash of each tensor, 63 bits; equal for equal tensors on the same kind of device.
+    """Return a hash of each tensor, 63 bits; equal for equal tensors on the same type of device.
 
-    Cost: the bytes are read once; of all tensors on an accelerator the host waits once, for 8 bytes each.
+    Cost: the bytes are read once; for all tensors on an accelerator the host waits once, for 8 bytes each.
     """
     far = [tensor for tensor in tensors if not tensor.is_cpu and is_plain(tensor)]
-    if not far:
+    if len({tensor.device for tensor in far}) != 1:
         return [fingerprint(tensor) for tensor in tensors]
-    by_id = dict(zip(map(id, far), hashes_on_device(far), strict=True))
+    by_id = dict(zip(map(id, far), _hashes_on_device(far), strict=True))
     return [by_id[id(tensor)] if id(tensor) in by_id else fingerprint(tensor) for tensor in tensors]
 
 
-def hashes_on_device(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a hash of each tensor, 63 bits, calculated where the tensors are. The host waits once.
-
-    Args:
-        tensors: Plain ones, all on one accelerator.
-    """
+def _hashes_on_device(tensors: Sequence[Tensor]) -> list[int]:
     flat = [_integers(tensor).split(_PIECE) for tensor in tensors]
-    sums = [_sums(batch) for batch in _batches([piece for pieces in flat for piece in pieces])]
+    # Small pieces are summed together: each alone would take as long as a kernel starts.
+    sums = [_sums(batch) for batch in batches(itertools.chain(*flat), _PIECE, Tensor.numel)]
     found = iter(HostCopy(torch.cat(sums)).read().tolist() if sums else ())
     return [_joined([next(found) for _ in pieces]) for pieces in flat]
 
@@ -58,16 +54,16 @@ def _integers(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def _batches(pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield pieces that are summed together: small ones take as long as a kernel starts."""
+def batches(tensors: Iterable[Tensor], limit: int, size_of: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
+    """Yield tensors in order, as many together as reach a limit."""
     batch: list[Tensor] = []
     size = 0
-    for piece in pieces:
-        if batch and size + piece.numel() > _PIECE:
+    for tensor in tensors:
+        batch.append(tensor)
+        size += size_of(tensor)
+        if size >= limit:
             yield batch
             batch, size = [], 0
-        batch.append(piece)
-        size += piece.numel()
     if batch:
         yield batch
 
@@ -86,7 +82,7 @@ def _sums(batch: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """Return what elements are multiplied by, the same in every version of PyTorch and NumPy."""
+    """Return the factors of elements, the same in every version of PyTorch and NumPy."""
     random = np.random.PCG64(0).random_raw(_PIECE).view(np.int64)
     with torch.inference_mode(False):
         return torch.from_numpy(random | 1).to(device)

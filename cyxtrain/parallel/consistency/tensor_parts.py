@@ -1,4 +1,4 @@
-"""Tensors of any form (expanded, overlapping, sparse, quantised): compared, taken apart, and written in place."""
+"""Tensors of any layout (expanded, overlapping, sparse, quantised): hash, take apart, write in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's numbers are elements in memory, which can be read and written one by one."""
+    """Return whether a tensor's elements are in its own memory, to be read and written one by one."""
     return (
         tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
@@ -25,17 +25,17 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is a class of somebody else's that has other tensors inside and no memory of its own."""
+    """Return whether a tensor is a subclass that wraps other tensors and has no memory of its own."""
     return getattr(type(tensor), "__tensor_flatten__", None) is not None
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether each element has a place of its own in memory, without gaps: anything can be written to it."""
+    """Return whether a tensor is without overlaps and gaps in memory: anything can be written to it."""
     return is_plain(tensor) and (tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)))
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return what a tensor is, in a word, for messages."""
+    """Return the kind of a tensor in a word, for messages."""
     if tensor.is_quantized:
         return "quantised"
     if tensor.is_nested:
@@ -46,10 +46,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """Return the dense tensors that a sparse one is made of, in canonical order; of a plain one, itself.
-
-    None: it cannot be taken apart (quantised, nested, without memory).
-    """
+    """Return the dense parts of a sparse tensor, in canonical order; a plain one itself; None: it has no such parts."""
     tensor = tensor.detach()
     if is_plain(tensor):
         return [tensor]
@@ -66,19 +63,9 @@ def parts_of(tensor: Tensor) -> list[Tensor] | None:
 def rebuilt(
     layout: torch.layout, shape: torch.Size | list[int], parts: Sequence[Tensor], *, checked: bool = False
 ) -> Tensor:
-    """Return a sparse tensor out of parts as `parts_of` gives them.
-
-    Args:
-        layout: Of the tensor.
-        shape: Of the tensor.
-        parts: Dense tensors.
-        checked: Whether the parts are looked at: those of a file are, those of a tensor need not be.
-
-    Raises:
-        RuntimeError: They are checked, and do not make a tensor.
-    """
+    """Return a sparse tensor of parts from `parts_of`; if `checked`, raise RuntimeError if they do not fit."""
     values = parts[-1]
-    # PyTorch warns unless it is told whether to check.
+    # PyTorch warns unless check_invariants is set.
     if layout is torch.sparse_coo:
         indices = parts[0]
         return torch.sparse_coo_tensor(
@@ -91,15 +78,12 @@ def rebuilt(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a plain tensor, in one dimension; its own memory where that is in order.
-
-    NCCL carries bytes, and not every type: no int16, and no unsigned integers of more than a byte.
-    """
+    """Return the bytes of a plain tensor, in one dimension; its own memory if contiguous. NCCL lacks types as int16."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a hash of all that a tensor holds, 63 bits; equal for equal tensors. Cost: its bytes are read once."""
+    """Return a hash of a tensor's contents, 63 bits; equal for equal tensors on any device."""
     if tensor.is_cpu and is_plain(tensor) and tensor.is_contiguous() and not tensor.is_complex():  # in each step
         return xxhash.xxh3_64_intdigest(memory_of(tensor)) >> 1
     parts, text = parts_of(tensor), ""
@@ -116,7 +100,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _content_of(tensor: Tensor) -> tuple[list[Tensor], str]:
-    """Return the tensors, and a text, that say all of a tensor that cannot be taken apart and put together again."""
+    """Return the tensors and the text that identify a tensor without parts."""
     if tensor.is_quantized:
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [tensor.int_repr()], f"{tensor.dtype} {tensor.q_scale()} {tensor.q_zero_point()}"
@@ -131,12 +115,11 @@ def _content_of(tensor: Tensor) -> tuple[list[Tensor], str]:
 
 
 def write(tensor: Tensor, new: Tensor) -> None:
-    """Give a tensor other numbers in place, also where several of its elements share memory.
+    """Write new contents to a tensor in place, even if several of its elements share memory.
 
     Args:
-        tensor: Of any form but a quantised, nested or meta one.
-        new: Of the same type and layout; where elements share memory, theirs are the same number. A plain tensor takes
-            over another shape, too.
+        tensor: Not quantised, nested or meta.
+        new: Of the same type and layout; elements that share memory must be equal. A plain tensor takes another shape.
     """
     if not is_plain(tensor):
         new = new.to(tensor.device)
@@ -145,7 +128,7 @@ def write(tensor: Tensor, new: Tensor) -> None:
                 tensor.resize_as_sparse_(new)  # copy_ wants as many numbers
             tensor.copy_(new)
         return
-    with torch.inference_mode(tensor.is_inference()):  # what was made in this mode can be written to there alone
+    with torch.inference_mode(tensor.is_inference()):  # a tensor made in this mode can be written to only there
         # data: a buffer that autograd saved in an earlier forward may be written to between backwards.
         if tensor.shape == new.shape:
             _write_elements(tensor.data, new)
