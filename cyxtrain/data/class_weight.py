@@ -15,15 +15,10 @@ from cyxtrain.errors import ConfigError, shortened
 
 
 def weighted(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
-    """Return rows whose weights are multiplied by those of their classes.
+    """Return rows whose weights are multiplied by those of their classes, by class number.
 
-    Args:
-        rows: With class numbers as targets, shape (n,) or (n, 1).
-        weights: By class number.
-        ignored: The class number that does not count; it needs no weight.
-
-    Raises:
-        ConfigError: Targets are not class numbers, a class has no weight, or a weight is negative or not a number.
+    The class `ignored` needs no weight. Raises ConfigError if targets are not class numbers, shape (n,) or (n, 1), a
+    class has no weight, or a weight is negative or not a number.
     """
     targets = rows.targets
     if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():

@@ -24,9 +24,7 @@ class Place(NamedTuple):
     """Where in the data a fit is; the same on every rank.
 
     Attributes:
-        epoch: Number of the running one, from 0.
-        steps: Steps of it that are complete.
-        rows: Rows of it that all ranks together have been trained on.
+        epoch: The running one, of which `steps` are complete, with `rows` over all ranks.
         passes: Completed passes through the data, if an epoch does not end with them.
         batches: Batches read in the running pass; for rows by number, steps.
         order: For the order of a user's sampler, its digest; for streams, 1 if each rank has its own data; otherwise 0.
@@ -61,16 +59,10 @@ class Feed(ABC):
 
     @abstractmethod
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
-        """Yield this rank's shares of an epoch from a place on, as many as on every other rank.
-
-        Args:
-            place: Where to begin.
-            placement: Of batches.
-            end: The step before which the epoch ends; None: with its rows.
-        """
+        """Yield this rank's shares of an epoch from a place to step `end`, as many as on every other rank."""
 
     def first_rows(self, epoch: int) -> Rows | None:
-        """Return copies of the rows of rank 0's first micro-batch of an epoch; None: the source's first rows do."""
+        """Return copies of rank 0's first micro-batch of an epoch; None: use the source's first rows."""
         return None
 
     @property
@@ -98,11 +90,7 @@ class Feed(ABC):
         """Load the state of a checkpoint into the data, before the fit resumes from it."""
 
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return whether any rank gets a micro-batch of a single row; None: no, or unknown.
-
-        Args:
-            together: Whether the micro-batches that all ranks have at the same time count as one.
-        """
+        """Return a micro-batch of a single row on any rank, if there is one; as `Sharding.single_row`."""
         return None
 
     def uneven_step(self) -> UnevenStep | None:
@@ -129,14 +117,7 @@ class RowSource(Protocol):
     def fetcher(
         self, order: EpochOrder, pieces: Iterable[range], epoch: int, *, pinned: bool
     ) -> Callable[[Indices], Rows]:
-        """Return a function that fetches rows by number: those of the pieces, in order.
-
-        Args:
-            order: Of the epoch.
-            pieces: Places in the order, in micro-batches.
-            epoch: From 0.
-            pinned: Whether rows may be gathered into pinned memory.
-        """
+        """Return a function that fetches rows by number: those at pieces of the order, in turn."""
 
 
 class RowFeed(Feed):
@@ -144,16 +125,6 @@ class RowFeed(Feed):
 
     With `steps_per_epoch` an epoch continues where the previous one ended, and begins the data again after their end;
     otherwise each epoch is one pass.
-
-    Args:
-        source: The rows.
-        order: Of the rows in each pass.
-        config: Of the fit.
-        rank: This rank.
-        world_size: Number of ranks.
-
-    Raises:
-        ConfigError: `effective_batch_size` with a batch sampler, or `drop_last` leaves no step.
     """
 
     def __init__(
@@ -250,7 +221,7 @@ class RowFeed(Feed):
 
     @override
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
-        """Yield the shares; the last one of a pass has no `next`: the order of the next pass is not drawn before."""
+        """Yield the shares; the last one of a pass has no `next`: the next order is not drawn before."""
         copier, numbers = make_copier(placement), itertools.count(place.steps)
         left = None if end is None else end - place.steps
         number, first = self._next = self._first_step(place)
@@ -327,7 +298,7 @@ class RowFeed(Feed):
         self._restored = dict(state)
 
     def _check(self, order: EpochOrder, expected: int) -> None:
-        """Refuse an order that differs between ranks, or from the digest `expected` (0: any). All ranks call it."""
+        """Refuse an order that differs between ranks, or from the digest `expected` (0: any)."""
         self._digest = order.digest
         digests = gather_texts(str(self._digest))
         another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)

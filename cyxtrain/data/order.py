@@ -14,19 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from typing_extensions import override
 
-from cyxtrain.data.rng import generators_kept
-from cyxtrain.data.row_rng import begin_pass, generators_of
+from cyxtrain.data.rng import begin_pass, generators_kept, generators_of
 from cyxtrain.data.sampler import DistributedSampler, Indices, global_order
 from cyxtrain.errors import ConfigError
 
 
 class EpochOrder(NamedTuple):
-    """The rows of an epoch, of all ranks together.
-
-    Attributes:
-        indices: Row numbers in the dataset, shape (rows,).
-        ends: End of each batch in them, if batches are made in advance, shape (batches,); otherwise None.
-    """
+    """The row numbers of an epoch, of all ranks, and the ends of batches that are made in advance."""
 
     indices: Indices
     ends: Indices | None = None
@@ -96,16 +90,7 @@ class SeededOrder(Order):
 
 
 class SamplerOrder(Order):
-    """The order of a user's sampler, drawn from generators that are seeded alike on all ranks.
-
-    Args:
-        sampler: Yields row numbers; or, if `in_batches`, lists of them.
-        seed: Of the run.
-        in_batches: Whether it is a batch sampler.
-
-    Raises:
-        ConfigError: The sampler has no length.
-    """
+    """The order of a user's sampler of rows or batches, drawn with the same seeds on all ranks."""
 
     is_drawn = True
 
@@ -168,13 +153,7 @@ class SamplerOrder(Order):
 
 
 def order_of(loader: DataLoader[Any], size: int, seed: int) -> Order:
-    """Return the order of a DataLoader, our own for PyTorch's samplers that shuffle, keep or shard a dataset.
-
-    Args:
-        loader: With rows by number.
-        size: Rows of its dataset.
-        seed: Of the run.
-    """
+    """Return a DataLoader's order: our own for PyTorch's samplers that shuffle, keep or shard a dataset."""
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return SamplerOrder(batches, seed, in_batches=True)

@@ -1,4 +1,4 @@
-"""The random generators of training and data: Python's, NumPy's and PyTorch's, of this process and its device.
+"""Random generators of training and data: Python's, NumPy's and PyTorch's, of this process and its device.
 
 Each epoch seeds them from (seed, epoch, rank): dropout and augmentation differ between epochs and ranks, and repeat in
 every run. A checkpoint in the middle of an epoch stores their states. After `fit` they are as before.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
 from cyxtrain.environment import accelerator
 
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
@@ -87,11 +90,7 @@ def generators_as_json(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `generators_as_json` returned.
-
-    Raises:
-        KeyError, TypeError, ValueError, RuntimeError: The states are malformed.
-    """
+    """Restore what `generators_as_json` returned; malformed states raise one of several exceptions."""
     version, words, gauss = states["python"]
     python = (version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype=np.uint32)), gauss)
     numbers = states["numpy"]
@@ -135,3 +134,57 @@ def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
     rest = ("has_gauss", "gauss")
     same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
     return bool(same and np.array_equal(words["key"], others["key"]))
+
+
+def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
+    """Return a seed for each row of an epoch, by its place in the order of the epoch alone."""
+    first = int.from_bytes(_digest(seed, epoch), "little")
+    with np.errstate(over="ignore"):
+        keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
+        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+        found: list[int] = (keys ^ (keys >> np.uint64(31))).tolist()
+    return found
+
+
+def _digest(*words: int) -> bytes:
+    return hashlib.blake2b(f"cyxtrain row {' '.join(map(str, words))}".encode(), digest_size=8).digest()
+
+
+def seed_for_row(seed: int) -> None:
+    """Seed the CPU generators of this process, from which rows are made."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed >> 1)
+
+
+def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
+    """Seed all generators for a pass, and those of the data's parts; call `set_epoch` of the parts.
+
+    The random numbers are those of a rank; 0 if all ranks have the same data.
+    """
+    seed_generators(seed, number, 0, rank, CPU)
+    for generator in others:
+        generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a dataset, or of those that it combines; return whether there is one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+        return True
+    parts: list[Any] = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    found = [set_epoch_of(part, epoch) for part in parts]
+    return any(found)
+
+
+def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators that parts of the data, such as a sampler, own."""
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

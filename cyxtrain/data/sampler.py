@@ -24,7 +24,7 @@ _WORD = 2**32
 
 
 def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Indices:
-    """Return every index once, in the order of an epoch: the same on every rank, machine and version of NumPy.
+    """Return every index once, in the order of an epoch: the same on every rank and machine.
 
     The generator is NumPy's `RandomState` (MT19937), whose stream never changes: NEP 19 lets the newer `Generator`, and
     PyTorch lets `randperm`, change between versions, and a run that resumes after an update would see some samples
@@ -45,14 +45,7 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
 
 
 def sharded_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
-    """Return how many indices all ranks get together in an epoch.
-
-    Args:
-        dataset_size: Number of samples.
-        world_size: Number of ranks.
-        drop_last: Drop the remainder; takes precedence over `pad`.
-        pad: Repeat samples until the number divides. False, without `drop_last`: exactly the dataset.
-    """
+    """Return how many indices all ranks get together in an epoch; `drop_last` takes precedence over `pad`."""
     if drop_last:
         return dataset_size // world_size * world_size
     return -(-dataset_size // world_size) * world_size if pad else dataset_size

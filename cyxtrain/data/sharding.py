@@ -19,12 +19,7 @@ from cyxtrain.data.sampler import Indices
 
 
 class Shard(NamedTuple):
-    """A rank's part of a step.
-
-    Attributes:
-        pieces: Places in the order of the epoch, for each micro-batch.
-        joined_rows: Rows of the step, over all ranks.
-    """
+    """A rank's part of a step: the places of each micro-batch in the epoch's order; rows over all ranks."""
 
     pieces: list[range]
     joined_rows: int
@@ -43,11 +38,10 @@ class SingleRow(NamedTuple):
 
 
 class UnevenStep(NamedTuple):
-    """A step in which ranks have different numbers of micro-batches.
+    """A step in which ranks have different numbers of micro-batches, by rank if known.
 
     Attributes:
         joined_rows: Its rows, over all ranks; 0: unknown.
-        counts: Micro-batches by rank; empty: unknown.
         is_tail: Whether only the last step of an epoch is uneven.
     """
 
@@ -71,12 +65,11 @@ class Sharding(ABC):
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         """Return whether any rank gets a micro-batch of a single row; the same on every rank.
 
-        Args:
-            together: Whether the micro-batches that all ranks have at the same time count as one.
+        With `together`, the micro-batches that all ranks have at the same time count as one.
         """
 
     def uneven_step(self) -> UnevenStep | None:
-        """Return the first step in which ranks have different numbers of micro-batches; the same on every rank."""
+        """Return the first step in which ranks have different numbers of micro-batches."""
         for step in self._kinds_of_steps():
             shards = [self.shard(rank, step) for rank in range(self.world_size)]
             counts = [len(shard.pieces) for shard in shards]
@@ -95,13 +88,7 @@ class Sharding(ABC):
 
 
 def ranks_with_rows(rows: int, effective_batch_size: int, world_size: int) -> int:
-    """Return how many ranks share a step: all, or for a tail fewer, if that leaves no single row.
-
-    Args:
-        rows: Of the step, over all ranks.
-        effective_batch_size: Rows of a full step, of which no rank gets more.
-        world_size: Number of ranks.
-    """
+    """Return how many ranks share a step: all, or for a tail fewer, if that leaves no single row."""
     fewer, most = max(1, rows // 2), -(-effective_batch_size // world_size)
     if rows == effective_batch_size:
         return world_size
@@ -109,12 +96,7 @@ def ranks_with_rows(rows: int, effective_batch_size: int, world_size: int) -> in
 
 
 def micro_batches_of(own: range, rows_at_once: int) -> list[range]:
-    """Return a rank's places as micro-batches; the last one takes a row of the one before rather than have only one.
-
-    Args:
-        own: Places of the rank.
-        rows_at_once: Rows of a micro-batch, at most.
-    """
+    """Return a rank's places as micro-batches; rather than a single row, the last one takes one more."""
     cuts = list(range(0, len(own), rows_at_once))
     if len(cuts) > 1 and len(own) - cuts[-1] == 1 and rows_at_once > 2:
         cuts[-1] -= 1
@@ -122,15 +104,7 @@ def micro_batches_of(own: range, rows_at_once: int) -> list[range]:
 
 
 class RowSharding(Sharding):
-    """Rows are divided one by one: step k has those from k times the effective batch size on.
-
-    Args:
-        rows: Of the epoch.
-        effective_batch_size: Rows of a step.
-        rows_at_once: Of a micro-batch.
-        world_size: Number of ranks.
-        drop_last: Whether a smaller last step is left out.
-    """
+    """Rows are divided one by one: step k has those from k times the effective batch size on."""
 
     def __init__(
         self, rows: int, effective_batch_size: int, rows_at_once: int, world_size: int, *, drop_last: bool
@@ -159,14 +133,7 @@ class RowSharding(Sharding):
 
 
 class BatchSharding(Sharding):
-    """Batches of a DataLoader's batch sampler are divided, one micro-batch each.
-
-    Args:
-        ends: End of each batch in the order of the epoch, shape (batches,).
-        batches_per_step: Over all ranks.
-        world_size: Number of ranks.
-        drop_last: Whether a last step with fewer batches is left out.
-    """
+    """Batches of a batch sampler, which end at `ends`, are divided: one micro-batch each."""
 
     def __init__(self, ends: Indices, batches_per_step: int, world_size: int, *, drop_last: bool) -> None:
         self._ends = [0, *ends.tolist()]

@@ -22,15 +22,7 @@ STEP_LATER = (
 
 
 class Bucket:
-    """Gradients that are exchanged together; PyTorch's comm hooks get it as a GradBucket.
-
-    Args:
-        spec: Which parameters, and where.
-        parameters: (name, parameter) of all trained parameters, which `spec` indexes.
-        index: Number of this bucket, in the order of launching.
-        last: Whether it is the last one.
-        mean: Memory for it that all ranks share, or None.
-    """
+    """Gradients that are exchanged together; PyTorch's comm hooks get it as a GradBucket."""
 
     def __init__(
         self,
@@ -78,7 +70,7 @@ class Bucket:
             self.exchange = AllReduceExchange(self.numbers, self._gradients_end)
 
     def clear(self) -> None:
-        """Begin a new synchronisation, after an interrupted one is complete: it uses the memory that is filled now."""
+        """Begin a new synchronisation; an interrupted one, which uses the same memory, is completed first."""
         self.exchange.abandon()
         self._ready = [False] * len(self._parameters)
         self._missing = len(self._parameters)
@@ -116,15 +108,7 @@ class Bucket:
         self.exchange = CommHookExchange(self.numbers, self._gradients_end, hook, state, self)
 
     def launch(self, group: Any, *, absent: bool, signals: Sequence[float], loss: Tensor | None, scale: float) -> None:
-        """Begin the exchange.
-
-        Args:
-            group: The process group.
-            absent: Whether this rank had no samples: its unused parameters do not count.
-            signals: Of this rank; the last bucket carries them.
-            loss: Of this rank, so that all see whether it is finite; the last bucket carries it.
-            scale: What gradients are multiplied by in this step.
-        """
+        """Begin the exchange; the unused parameters of a rank that is `absent` (no samples) do not count."""
         self.launched = True
         self._group = group
         self._flags.zero_()

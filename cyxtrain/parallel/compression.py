@@ -36,16 +36,10 @@ def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankG
 
 
 def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict[str, Any]:
-    """Return the state of low-rank gradients for a checkpoint. All ranks call it.
+    """Return the state of low-rank gradients: "queries" by name, "errors" of each rank by name.
 
-    Cost: the gradients once from each rank to each, and as many times the memory as there are ranks.
-
-    Args:
-        gradients: By name.
-        group: Of all ranks, on CPUs.
-
-    Returns:
-        "queries" by name, and "errors" of each rank by name.
+    All ranks call it, with a group on CPUs. Cost: the gradients once from each rank to each, and as many times the
+    memory as there are ranks.
     """
     if not gradients:
         return {}
@@ -63,8 +57,7 @@ def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict
 def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], rank: int, world_size: int) -> None:
     """Load what `gathered_state` returned; on another number of ranks, each gets the mean of all errors.
 
-    Gradients that are new, or have another shape now, keep their initial state. Raises CheckpointError if the state is
-    malformed.
+    Gradients that are new, or have another shape now, keep their initial state.
     """
     try:
         queries, errors = state["queries"], state["errors"]

@@ -30,7 +30,7 @@ class Waitable(Protocol):
 
 
 class MeanWork:
-    """The all_reduce of a tensor of floats to its mean over ranks, in place; do not touch it until `wait` returns."""
+    """The all_reduce of a tensor to its mean over ranks, in place; untouchable until `wait` returns."""
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
         backend: str = dist.get_backend(group)
@@ -50,11 +50,9 @@ class MeanWork:
 
 
 class GradientExchange(ABC):
-    """The exchange of one bucket: `launch`; `launch_second_round` after all buckets are launched; `wait`; `complete`.
+    """The exchange of a bucket: `launch`; when all are launched, `launch_second_round`; `wait`; `complete`.
 
-    Args:
-        numbers: The bucket's flat tensor: gradients, then flags.
-        gradients_end: Where the flags begin.
+    `numbers` is the bucket's flat tensor: gradients, then flags.
     """
 
     def __init__(self, numbers: Tensor, gradients_end: int) -> None:
@@ -64,12 +62,7 @@ class GradientExchange(ABC):
 
     @abstractmethod
     def launch(self, group: Any, scale: float) -> None:
-        """Send this rank's numbers.
-
-        Args:
-            group: The process group.
-            scale: What gradients are multiplied by in this step, as by a loss scale.
-        """
+        """Send this rank's numbers, with gradients multiplied by `scale`, such as a loss scale."""
 
     def launch_second_round(self) -> None:  # noqa: B027 - most exchanges have one round
         """Begin a second round, if there is one."""
@@ -95,12 +88,7 @@ class GradientExchange(ABC):
         return False
 
     def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:  # noqa: B027 - most exchanges keep nothing
-        """Finish the gradients, and keep what the next step needs.
-
-        Args:
-            is_finite: Whether what was received, in all buckets, is finite.
-            unused: Numbers of the gradients, in this bucket, that no rank has made.
-        """
+        """Finish the gradients, and keep what the next step needs; `unused` are those that no rank has made."""
 
     def abandon(self) -> None:
         """Wait for an interrupted exchange, whose memory is filled anew. The group reports if it failed."""
@@ -136,15 +124,7 @@ class SharedMemoryExchange(GradientExchange):
 
 
 class CommHookExchange(GradientExchange):
-    """PyTorch's comm hooks, which may do anything to gradients: the flags are reduced separately.
-
-    Args:
-        numbers: As `GradientExchange`.
-        gradients_end: As `GradientExchange`.
-        hook: Takes the state and the bucket, returns a Future of the gradients.
-        state: For the hook.
-        bucket: As torch.distributed.GradBucket.
-    """
+    """PyTorch's comm hooks, which may do anything to gradients: the flags are reduced separately."""
 
     def __init__(
         self, numbers: Tensor, gradients_end: int, hook: Callable[[Any, Any], Any], state: Any, bucket: Any

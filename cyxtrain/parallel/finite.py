@@ -21,9 +21,6 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
     Cost: CPU tensors are summed, many small ones of a dtype joined by a copy. On an accelerator one operation reads all
     of a dtype, and the host waits once for each device.
-
-    Args:
-        tensors: Floats or complex numbers, dense in memory, outside of any graph.
     """
     if len(tensors) <= _FEW and all(tensor.is_cpu for tensor in tensors):
         return all(map(is_finite, tensors))
@@ -43,13 +40,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """Return the largest absolute value of each tensor, or NaN if it holds one. The host does not wait.
+    """Return the numbers of the tensors with elements; the largest absolute values, a vector per dtype.
 
-    Args:
-        tensors: Floats or complex numbers, on one device.
-
-    Returns:
-        (numbers of the tensors that have elements; their magnitudes, a vector for each dtype).
+    The value is NaN if a tensor holds one. The tensors are on one device; the host does not wait.
     """
     kinds: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -21,7 +21,7 @@ _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torc
 
 
 class GatherCall(NamedTuple):
-    """A call of `all_gather_with_grad` in a forward, and unless local its result and that one's node in the graph."""
+    """A call of `all_gather_with_grad` in a forward; unless local, its result, and the result's node."""
 
     row_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -106,14 +106,10 @@ def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> None:
 
 
 def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
-    """Run backward of a loss, with that of each gather that the loss of any rank depends on. All ranks call it.
+    """Run backward of a loss, with that of each gather that any rank's loss needs. All ranks call it.
 
-    Each gather's backward is a collective: a rank without rows takes part in those that the others run, except for
-    gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
-
-    Args:
-        loss: Of this rank, 0-dim; None: it has no rows.
-        kept: The calls of this rank's forward.
+    Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
+    run, except for gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
     """
     own = _depends_on(loss, kept)
     anyone = torch.tensor(own, dtype=torch.uint8, device="cpu")

@@ -30,14 +30,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The parameters of a bucket, and where each begins.
+    """The indices of a bucket's parameters, and where each begins in its flat tensor.
 
     Attributes:
-        parameters: Indices of parameters.
-        offsets: First element of each, in the flat tensor.
         flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
-        dtype: Of the flat tensor.
-        device: Of the flat tensor.
         has_signals: Whether signals and loss follow the flags.
     """
 
@@ -58,11 +54,8 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
     """Return the buckets in the order in which they are launched.
 
     Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket is
-    closed when it has reached its size, so that one large parameter does not wait for small ones.
-
-    Args:
-        parameters: In the order of the module.
-        bucket_bytes: Size at which a bucket is closed; the first one of each kind is closed at 1 MiB.
+    closed when it has reached its size, so that one large parameter does not wait for small ones; the first one of each
+    kind is closed at 1 MiB.
     """
     finished: list[tuple[int, list[int]]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}

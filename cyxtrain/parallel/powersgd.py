@@ -20,14 +20,7 @@ _LEAST_SAVING = 2
 
 
 class LowRankGradient:
-    """A gradient as a matrix M, and its approximation P Q^T.
-
-    Args:
-        number: Of the gradient in its bucket.
-        matrix: M, m x n, in the bucket; float32 or float64.
-        width: Columns of P and Q.
-        seed: For the first Q, the same on every rank.
-    """
+    """A gradient as a matrix M, m x n, in its bucket, and its approximation P Q^T."""
 
     def __init__(self, number: int, matrix: Tensor, width: int, seed: int) -> None:
         self.number = number
@@ -54,13 +47,7 @@ class LowRankGradient:
         right.copy_(self.own_right)
 
     def complete(self, right: Tensor, scale: float, *, keeps_error: bool) -> None:
-        """Set the gradient to P Q^T, the same on every rank.
-
-        Args:
-            right: Q, the mean of M^T P over ranks.
-            scale: As in `project`.
-            keeps_error: Whether this approximation counts.
-        """
+        """Set the gradient to P Q^T; `right` is Q, the mean of M^T P over ranks."""
         if keeps_error:
             torch.addmm(self.matrix, self.left, self.own_right.t(), alpha=-1, out=self.error)
             if scale != 1:
@@ -70,16 +57,10 @@ class LowRankGradient:
 
 
 class LowRankExchange(GradientExchange):
-    """The first round: M Q of each matrix, with gradients that are too small for it, and the flags. The second: Q.
+    """The first round: M Q of each matrix, small gradients, and the flags. The second: Q.
 
     Cost of a step: (m + n) x width numbers for a gradient of m x n, 6 m n width multiplications; memory for the error,
     as large as the gradients.
-
-    Args:
-        numbers: As `GradientExchange`.
-        gradients_end: As `GradientExchange`.
-        gradients: Each gradient's place in `numbers`, of its parameter's shape.
-        width: The approximation's rank: columns of P and Q.
     """
 
     def __init__(self, numbers: Tensor, gradients_end: int, gradients: Sequence[Tensor], width: int) -> None:

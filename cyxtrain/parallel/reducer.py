@@ -124,7 +124,7 @@ class Reducer:
                 now.error.copy_(before.error)
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether these, all of the module now, are the parameters that it had, of the same dtypes and devices.
+        """Return whether these, all that the module has, are its parameters of before, of the same kind.
 
         A parameter that is frozen now still fits: it has no gradient. If tensors were swapped, as by `load_state_dict`
         after torch.__future__.set_swap_module_params_on_conversion(True), the same parameters have lost their hooks:
@@ -167,7 +167,7 @@ class Reducer:
         return self._buckets[-1].losses_are_finite
 
     def is_finite(self) -> bool:
-        """Return whether gradients and losses of the latest synchronisation are finite; the same on every rank."""
+        """Return whether gradients and losses of the latest synchronisation are finite, on every rank alike."""
         dense = [bucket.numbers for bucket in self._buckets if not bucket.exchange.is_known_finite]
         return all_finite(dense + [values_of(p.grad) for _, p in self._sparse.parameters if p.grad is not None])
 
@@ -196,12 +196,7 @@ class Reducer:
             other._newer.discard(self)
 
     def synchronize(self, group: Any, *, absent: bool = False) -> None:
-        """Average what has accumulated in `.grad`; a parameter without a gradient counts as zeros.
-
-        Args:
-            group: The process group.
-            absent: Whether this rank has no samples, and takes part in place of a backward.
-        """
+        """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros."""
         self._use(group)
         self._begin()
         self._absent = absent
@@ -280,7 +275,7 @@ class Reducer:
             self._refuse_unused(unused)
 
     def _receive(self) -> list[nn.Parameter]:
-        """Wait for all, and give each parameter its averaged gradient; return those that some rank has not used."""
+        """Wait for all, and give out the averages; return the parameters that some rank has not used."""
         began = time.perf_counter()
         for bucket in self._buckets:
             bucket.exchange.launch_second_round()
@@ -392,7 +387,7 @@ def _layout(
 
 
 def _shared_means(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
-    """Return memory for each bucket that all ranks share, if they can and it is uncompressed. All ranks call it."""
+    """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_here = all(spec.device.type == "cpu" for spec in layout)
     group = runtime.group_for(torch.device("cpu"))
     if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
@@ -420,7 +415,7 @@ def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Ten
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of each trained parameter; raise ConfigError if a lazy module has not run yet."""
+    """Return (name, parameter) of trained parameters; raise ConfigError if a lazy module has not run."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run a lazy module once, on every rank, before it is trained.")

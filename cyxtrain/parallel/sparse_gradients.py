@@ -17,7 +17,7 @@ _ABSENT, _NONE, _DENSE = -1, -2, -3
 
 
 def makes_sparse_gradients(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters whose gradients are sparse, by name: those of modules with `sparse=True`."""
+    """Return the trained parameters of modules with `sparse=True`, by name: their gradients are sparse."""
     return {
         f"{prefix}.{name}".lstrip("."): parameter
         for prefix, module in model.named_modules()
@@ -37,27 +37,19 @@ def split_sparse(
 
 
 class SparseGradients:
-    """The parameters whose gradients are sparse, averaged over any backend.
+    """The parameters whose gradients are sparse, with names, averaged over any backend.
 
     Cost of an average: a number from each rank for each parameter; then, for each, the rows that any rank has used,
     with their numbers: of each rank as many as the longest has.
-
-    Args:
-        parameters: (name, parameter) of those, in the order of the module.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = parameters
 
     def average(self, group: Any, *, absent: bool) -> list[nn.Parameter]:
-        """Give each parameter its averaged gradient: sparse and coalesced, or dense if any rank has a dense one.
+        """Give each parameter its averaged gradient: sparse and coalesced, dense if any rank's is.
 
-        Args:
-            group: The process group.
-            absent: Whether this rank has no samples.
-
-        Returns:
-            The parameters that some rank with samples has not used. Those used on no rank keep no gradient.
+        Returns the parameters that some rank with samples has not used. Those used on no rank keep no gradient.
         """
         if not self.parameters:
             return []

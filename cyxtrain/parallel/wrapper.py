@@ -173,12 +173,12 @@ class DistributedDataParallel(nn.Module):
         self.skip_backward()
 
     def skip_backward(self) -> None:
-        """Declare that a micro-batch of this step has no backward: the next forward does not share buffers again."""
+        """Declare that a micro-batch has no backward: the next forward does not share buffers again."""
         if self._reducer is not None:
             self._reducer.is_prepared = True
 
     def backward_without_batch(self) -> None:
-        """Take part in a step's last backward on a rank without samples: what has not accumulated counts as zeros."""
+        """Take part in a step's last backward without samples: what has not accumulated is zero."""
         if self._reducer is not None:
             self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
 
@@ -224,12 +224,12 @@ class DistributedDataParallel(nn.Module):
         return lambda: self._reducer.received if self._reducer is not None else list(signals)
 
     def received(self) -> list[float]:
-        """Return, for each signal, a number above 0 if any rank gave it in the reports read since the last call."""
+        """Return, for each signal, a number above 0 if a report read since the last call has it."""
         received, self._latest.received = self._latest.received, [0.0] * NUM_SIGNALS
         return received
 
     def expect_scale(self, scale: float) -> None:
-        """Set what the gradients of the next synchronisations are multiplied by; the same `scale` on every rank."""
+        """Set what the next gradients are multiplied by; the same `scale` on every rank."""
         if self._reducer is not None:
             self._reducer.scale = scale
 
@@ -248,7 +248,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.loss, self._reducer.unsynced = None, False
 
     def use_reports(self) -> None:
-        """Leave flags on the accelerator, where all parameters are, until `read_report`: backward does not wait.
+        """Leave flags on the accelerator until `read_report`: backward does not wait.
 
         After each synchronisation call `report` or `is_finite`. `read_report`, not backward, then refuses a parameter
         that is unused on some rank.
@@ -281,7 +281,7 @@ class DistributedDataParallel(nn.Module):
         return report.is_good()
 
     def is_finite(self) -> bool:
-        """Return whether all gradients of the latest synchronisation are finite, and the losses that were watched.
+        """Return whether the latest averaged gradients, and the losses that were watched, are finite.
 
         The result is the same on every rank. Cost: gradients are read once, at most: if ranks have checked them in
         shared memory, later changes by `.data` or NumPy are not seen.
@@ -371,7 +371,7 @@ class DistributedDataParallel(nn.Module):
             self._share_buffers(buffers, before_step=True)
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace the reducer if parameters were added, replaced, unfrozen or converted; new ones start as rank 0's.
+        """Replace the reducer if parameters were added, replaced, unfrozen or converted.
 
         The ranks compare their modules, which they must have changed alike.
         """
@@ -440,7 +440,7 @@ def _nothing() -> Tensor | None:
 
 @dataclasses.dataclass
 class _StepState:
-    """What changes in each step; as attributes of the module, setting them would take as long as a small layer."""
+    """What changes in each step; as attributes of the module, they would take long to set."""
 
     input: Callable[[], Tensor | None] = _nothing
     output: Callable[[], Tensor | None] = _nothing

@@ -25,11 +25,9 @@ class Batch:
 
     Attributes:
         number: Of the batch in its epoch, from 0; the same on every rank.
-        inputs: Shape (rows, ...), or several such.
-        targets: Shape (rows, ...), or several such, or None.
+        inputs: Shape (rows, ...), or several such; targets as well, or None.
         weights: Shape (rows,), or None: all rows count alike.
-        items: Number of items (such as tokens) that the losses of a step count over all ranks and micro-batches; None:
-            those of this batch. A tensor on the model's device, if that is an accelerator.
+        items: Items (such as tokens) that the losses of a step count over all ranks; None: those of this batch.
     """
 
     number: int
@@ -50,13 +48,7 @@ class Batch:
 
 
 class Share(ABC):
-    """This rank's part of a joined batch, micro-batch by micro-batch. It can be iterated again.
-
-    Args:
-        number: Of the joined batch in its epoch, from 0; the same on every rank.
-        joined_rows: Rows of the joined batch, over all ranks.
-        copier: Copies rows to the device.
-    """
+    """This rank's part of a step, micro-batch by micro-batch. It can be iterated again."""
 
     def __init__(self, number: int, joined_rows: int, copier: DeviceCopier) -> None:
         self.number = number
@@ -96,9 +88,6 @@ class Share(ABC):
 
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
         An error in the data is raised when that micro-batch is needed.
-
-        Args:
-            timed: Measures the time.
         """
         if self._copier.is_ahead:
             with timed:
@@ -112,16 +101,10 @@ class Share(ABC):
 
 
 class RowShare(Share):
-    """Rows by number.
+    """Row numbers of each micro-batch, and what fetches the rows.
 
-    Args:
-        number: As `Share`.
-        joined_rows: As `Share`.
-        pieces: Row numbers in the data, for each micro-batch.
-        fetch: Returns rows by number.
-        copier: As `Share`.
-        keeps: Whether `fetch` gives the pieces once, in order, so that the share keeps them; otherwise each iteration
-            fetches anew, with memory for one micro-batch.
+    If `keeps`, `fetch` gives the pieces once, in order, and the share keeps them; otherwise each iteration fetches
+    anew, with memory for one micro-batch.
     """
 
     def __init__(
@@ -166,9 +149,7 @@ class StreamShare(Share):
     """Batches of a stream for one step; the number of rows on other ranks is known later.
 
     Args:
-        number: As `Share`.
         read: Returns this rank's batches, and how many batches of the data were read for them; called once.
-        copier: As `Share`.
     """
 
     def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:
@@ -205,13 +186,7 @@ class StreamShare(Share):
 
 
 def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
-    """Yield numbered rows as batches; on an accelerator, each after the copy of the next one has begun.
-
-    Args:
-        batches: Numbers and rows.
-        copier: Copies rows to the device.
-        ahead: Whether a batch may be fetched before the previous one was used.
-    """
+    """Yield batches on the device; if `ahead`, each after the copy of the next one has begun."""
     sent = ((number, copier.send(rows)) for number, rows in batches)
     for number, receive in one_ahead(sent) if ahead and copier.is_ahead else sent:
         yield Batch(number, *receive())

@@ -27,13 +27,10 @@ def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
 
 
 def as_batch(given: Any) -> Rows:
-    """Return a batch as rows.
+    """Return a batch as rows; raise ConfigError if it is not one.
 
     A dictionary, a dataclass or a named tuple is the model's inputs by name, and the targets under a usual name. Texts,
     such as file names, are left out: `left_out` lists them.
-
-    Raises:
-        ConfigError: It is not a batch.
     """
     parts = _named(given) or _numbered(given)
     try:
@@ -90,7 +87,7 @@ def _numbered(given: Any) -> tuple[Any, ...]:
 
 
 def check_weights(weights: Any) -> None:
-    """Raise ConfigError if the third part of a batch holds integers or booleans: it is unlikely to be row weights."""
+    """Raise ConfigError if the third part of a batch holds integers: they are hardly row weights."""
     dtype = weights.dtype if isinstance(weights, (Tensor, np.ndarray)) else np.asarray(weights).dtype
     whole = not (dtype.is_floating_point or dtype.is_complex) if isinstance(dtype, torch.dtype) else dtype.kind in "iub"
     if whole:
@@ -110,7 +107,7 @@ def check_parts(rows: Rows, first: Rows) -> None:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is text or bytes, or an array, a list or a tuple of such, None among them allowed."""
+    """Return whether a value is text or bytes, or an array, a list or a tuple of such and None."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text(value.reshape(-1).tolist()))
     if isinstance(value, (list, tuple)):

@@ -73,7 +73,7 @@ class Placement:
 
 
 def as_channels_last(tensor: Tensor) -> Tensor:
-    """Return a tensor of four or five dimensions in PyTorch's `channels_last` memory format, others unchanged."""
+    """Return a tensor of 4 or 5 dimensions in PyTorch's `channels_last` memory format, others unchanged."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     found = formats.get(tensor.dim())
     return tensor if found is None else tensor.contiguous(memory_format=found)
@@ -98,10 +98,9 @@ class DeviceCopier:
 
 
 class Prefetcher(DeviceCopier):
-    """Copies rows to an accelerator from pinned memory, on a side stream, while the current stream computes.
+    """Copies from pinned memory to an accelerator, on a side stream, while the current stream computes.
 
-    Rows that are on an accelerator already stay on the current stream, which may have gathered them; conversions run
-    there too.
+    The current stream keeps rows that are on an accelerator already, which it may have gathered, and conversions.
     """
 
     is_ahead = True

@@ -23,13 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 class Rows(NamedTuple):
-    """Rows of the data: a batch, or a part of one.
-
-    Attributes:
-        inputs: What the model is given.
-        targets: What the loss compares with, or None.
-        weights: How much each row counts, shape (rows,), or None: all alike.
-    """
+    """Inputs, targets or None, and weights, shape (rows,), or None: a batch, or a part of one."""
 
     inputs: Tree
     targets: Tree | None
@@ -82,7 +76,7 @@ def _as_tree(values: Any, name: str) -> Tree:
 
 
 def _are_several(values: Any) -> bool:
-    """Return whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
+    """Return whether a tuple or list holds arrays, one per input; of numbers or lists, it is an array."""
     if not isinstance(values, (tuple, list)):
         return False
     kinds = (Tensor, np.ndarray)
@@ -155,13 +149,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
-    """Return rows by number, of any dtype.
-
-    Args:
-        tensor: The data.
-        rows: Row numbers, on the CPU or where the tensor is.
-        pinned: Whether rows on the CPU are gathered into pinned memory, from which an accelerator copies.
-    """
+    """Return rows by number, of any dtype; rows on the CPU go to pinned memory if `pinned`."""
     if tensor.dtype in _SIGNED:
         return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
     if not tensor.is_cpu:

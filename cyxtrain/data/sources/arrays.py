@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.config.settings import require, require_integer
 from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import (
@@ -36,16 +39,7 @@ _SCAN_ELEMENTS = 1 << 22
 
 
 class ArraySource(Source):
-    """Rows of NumPy arrays or tensors, with or without targets. Nothing is copied, memory maps stay on disk.
-
-    Args:
-        inputs: X, shape (n, ...); or a dictionary, a tuple or a list of such.
-        targets: y, shape (n, ...), or None; or several, as X.
-        weights: How much each row counts, shape (n,), or None: all alike.
-
-    Raises:
-        ConfigError: Not arrays, no rows, or parts of different length.
-    """
+    """Rows of NumPy arrays or tensors. Nothing is copied, memory maps stay on disk."""
 
     is_whole = True
     drop_last = False
@@ -172,3 +166,20 @@ class ArraySource(Source):
                     bad = values[~values.isfinite()][0].item()
                     text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
         return text, len(wrong)
+
+
+def validation_rows(num_rows: int, fraction: float) -> int:
+    """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
+
+    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
+    in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
+    """
+    require_integer("validation_split", "num_rows", num_rows, 0)
+    require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")
+    first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
+    if not 0 < first < num_rows:
+        raise ConfigError(
+            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
+            "validation; both need at least one. Give more rows or another fraction."
+        )
+    return first

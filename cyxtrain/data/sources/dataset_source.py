@@ -22,7 +22,7 @@ from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, Order, SeededOrder, order_of
-from cyxtrain.data.row_rng import row_seeds, set_epoch_of
+from cyxtrain.data.rng import row_seeds, set_epoch_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.fetching import RowLoader, RowRequest
 from cyxtrain.data.sources.source import Source
@@ -34,16 +34,7 @@ _EVALUATION = -1
 
 
 class DatasetSource(Source):
-    """Rows of a Dataset.
-
-    Args:
-        dataset: With rows by number.
-        loader: How they are loaded, and in which order; None: one by one, in ours.
-        config: Of the fit.
-
-    Raises:
-        ConfigError: There are no rows, or what is loaded is not a batch.
-    """
+    """Rows of a Dataset, loaded with the settings and in the order of a DataLoader, if there is one."""
 
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None, config: DistributedTrainingConfig) -> None:
         self._dataset = dataset
@@ -64,7 +55,7 @@ class DatasetSource(Source):
         self._try(config.batch_size)
 
     def _try(self, batch_size: int) -> None:
-        """Load a first batch, or some rows of it, twice: a dataset may draw random numbers that cannot be seeded."""
+        """Load the first rows twice: a dataset may draw random numbers that cannot be seeded."""
         order = self._order.to_evaluate()
         if order.ends is not None:
             self.batch_size = int(order.ends[0])

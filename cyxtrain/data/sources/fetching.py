@@ -10,34 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from cyxtrain.data.rng import GeneratorStates, generators_kept
-from cyxtrain.data.row_rng import seed_for_row, set_epoch_of
+from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
 
 _COLLATE = 0x5DEECE66D
 """Turns the seed of a batch's first row into that of its collate_fn."""
 
 
 class RowRequest(NamedTuple):
-    """Rows to be loaded as one batch.
-
-    Attributes:
-        epoch: In which they are; below 0: an evaluation.
-        rows: Row numbers in the dataset, each with the seed of its random numbers.
-    """
+    """Rows to be loaded as one batch: the epoch (below 0: an evaluation), and row numbers with seeds."""
 
     epoch: int
     rows: list[tuple[int, int]]
 
 
 class RowLoader:
-    """A DataLoader that loads requested rows.
-
-    Args:
-        dataset: With rows by number.
-        loader: The user's, whose settings it has; None: PyTorch's defaults.
-        seed: Of the run.
-        uses_workers: Whether it starts the user's workers; a first look at the data needs none.
-    """
+    """A DataLoader that loads requested rows with the settings of the user's, if there is one."""
 
     def __init__(
         self, dataset: Dataset[Any], loader: DataLoader[Any] | None, seed: int, *, uses_workers: bool = True
@@ -95,7 +82,7 @@ class _SeededBatches(Dataset[Any]):
                 return self._collate(items)
 
     def _items(self, request: RowRequest) -> list[Any]:
-        """Return the rows; if the dataset turns out to draw random numbers, fetch them again, seeded one by one."""
+        """Return the rows; if the dataset turns out to draw random numbers, load them again, seeded."""
         if not self._draws:
             before = GeneratorStates()
             items = self._fetch([index for index, _ in request.rows])

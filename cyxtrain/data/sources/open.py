@@ -57,9 +57,6 @@ def open_source(
         config: Of the fit, or of the latest one.
         number: Of the epoch from which a stream is likely to be read.
         trains: Whether the rows are for training.
-
-    Raises:
-        ConfigError: The data are of another kind, or cannot be used with these settings.
     """
     if not gives_batches(inputs):
         if config.sharded_data and trains:

@@ -27,8 +27,7 @@ _Source = TypeVar("_Source", bound="Source")
 class Source(ABC):
     """Rows of data: arrays, a dataset, a loader, or a stream of batches.
 
-    Each rank makes one by itself; then the ranks exchange their `summary` and `reconcile`. What a user's code gives
-    batch by batch is checked, and weighted by class, as it comes (`checked`).
+    Each rank makes one by itself; then the ranks exchange their `summary` and `reconcile`.
     """
 
     example: Rows
@@ -70,15 +69,9 @@ class Source(ABC):
         return {"kind": "rows by number"}
 
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
-        """Adapt to the data of the other ranks; the example then looks like the batches that will come.
+        """Adapt to the summaries of all ranks; the example then looks like the batches that will come.
 
-        Args:
-            summaries: Of all ranks, by rank.
-            rank: This rank.
-            sharded: Whether each rank has rows of its own; None: to be found out.
-
-        Raises:
-            ConfigError: The data of the ranks do not fit together.
+        `sharded` is whether each rank has rows of its own; None: unknown. Raises ConfigError if the data differ.
         """
         if self._weigh is not None and self.example.weights is None:
             self.example = self.example._replace(weights=torch.ones(num_rows(self.example.inputs), device="cpu"))
@@ -96,21 +89,11 @@ class Source(ABC):
         return xxhash.xxh3_64_hexdigest(json.dumps(self.facts("data")).encode())
 
     def not_finite(self, part: int, parts: int) -> tuple[str, int]:
-        """Return the first place that holds NaN or an infinity, as text, and the number of such rows.
-
-        Args:
-            part: Which share of the rows to check, from 0.
-            parts: Number of shares: each rank checks one.
-        """
+        """Return the first place with NaN or an infinity in a part of the rows; the number of such rows."""
         return "", 0
 
     def weighted_by_class(self: _Source, weights: Mapping[Any, Any], ignored: int | None) -> _Source:
-        """Return the same rows, weighted as Keras's class_weight.
-
-        Args:
-            weights: By class number.
-            ignored: The class number that does not count.
-        """
+        """Return the same rows, weighted as by Keras's class_weight, except the class `ignored`."""
         source = copy.copy(self)
         source._weigh = lambda rows: weighted(rows, weights, ignored)
         return source
@@ -122,7 +105,7 @@ class Source(ABC):
         return source
 
     def checked(self, rows: Rows) -> Rows:
-        """Return a batch with the weights of its classes; raise ConfigError if its parts are not those of the first."""
+        """Return a batch, weighted by class; raise ConfigError if its parts are not those of the first."""
         found = rows if self._weigh is None else self._weigh(rows)
         check_parts(found, self.example)
         return found
@@ -143,11 +126,7 @@ class Source(ABC):
         """Return how many different numbers the batches of an evaluation have."""
 
     def in_order(self, batches: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return where each row of a prediction goes, shape (rows,); None: rows are in order.
-
-        Args:
-            batches: Rows of each batch, by rank; the rows are in that order.
-        """
+        """Return where each row of a prediction goes, by sizes of batches and rank; None: rows are in order."""
         return None
 
 

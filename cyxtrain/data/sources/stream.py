@@ -23,18 +23,78 @@ from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch, Share, StreamShare, on_device
+from cyxtrain.data.batches.collate import as_batch, left_out
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
-from cyxtrain.data.batches.rows import Rows, sampled_hash
+from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.specs import dtypes_of, example_of, form_of
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.sources.passes import Pass
+from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
 _OWN = 1
 """`Place.order` if each rank has data of its own."""
+
+
+class Pass:
+    """A pass through the data, whose random generators are separate from training's.
+
+    Args:
+        make: Returns an iterator of batches.
+        parts: Parts of the data that have generators, or a `set_epoch`.
+        seed: Of the run.
+        number: Of the pass.
+        rank: The rank whose random numbers these are; 0 if all ranks have the same data.
+    """
+
+    def __init__(
+        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
+    ) -> None:
+        self.number, self._seed = number, seed
+        self.num_read = 0
+        self.is_numpy = False
+        self.left_out: list[str] = []
+        self._peeked: Rows | None = None
+        self._others = generators_of(parts)
+        with generators_kept(others=self._others):
+            begin_pass(parts, self._others, seed, number, rank)
+            self._batches = make()
+            self._states = GeneratorStates(others=self._others)
+
+    def seed(self, rank: int) -> None:
+        """Seed what the data draw from here on as a rank's own."""
+        with generators_kept(others=self._others):
+            begin_pass([], self._others, self._seed, self.number, rank)
+            self._states = GeneratorStates(others=self._others)
+
+    def peek(self) -> Rows | None:
+        """Return the first batch, which stays the next one; None: there is none."""
+        self._peeked = self.read()
+        if self._peeked is not None:
+            self.num_read -= 1
+        return self._peeked
+
+    def read(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
+        """Return a copy of the next batch, made by `own`; None: there is none left."""
+        if self._peeked is not None:
+            self.num_read += 1
+            rows, self._peeked = self._peeked, None
+            return rows
+        with generators_kept(others=self._others):
+            self._states.restore()
+            try:
+                for given in self._batches:
+                    rows = as_batch(given)
+                    if num_rows(rows.inputs):
+                        self.left_out = self.left_out if self.num_read else left_out(given)
+                        self.num_read += 1
+                        self.is_numpy = not holds_tensors(given)
+                        return rows.mapped(own)  # the data may give the same memory again, and a model may change it
+                return None
+            finally:
+                self._states = GeneratorStates(others=self._others)
 
 
 class StreamSource(Source):
@@ -49,12 +109,6 @@ class StreamSource(Source):
         parts: Parts of the data, as `Pass`.
         batch_size: Rows of a batch, if set; None: as many as the first one has.
         note: Added to the header, such as how workers share the rows.
-
-    Attributes:
-        is_shared: Whether all ranks read the same batches, and divide them; known once they have reconciled.
-
-    Raises:
-        ConfigError: The first batch is malformed.
     """
 
     def __init__(
@@ -200,9 +254,6 @@ class StreamFeed(Feed):
     """The batches of a stream.
 
     With `steps_per_epoch` an epoch continues where the previous one ended, and begins the data again after their end.
-
-    Raises:
-        ConfigError: A setting that a stream cannot obey.
     """
 
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
@@ -241,7 +292,7 @@ class StreamFeed(Feed):
 
     @override
     def resume_from(self, effective_batch_size: int) -> None:
-        """Continue with as many batches per step as before, if ranks share them; otherwise each rank uses its own."""
+        """Continue with as many batches per step as before, if ranks share them."""
         if self._source.is_shared:
             self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
             self.effective_batch_size = self.rows_at_once * self._batches_per_step
@@ -307,7 +358,7 @@ class StreamFeed(Feed):
         return share.joined_rows > 0
 
     def _begins_again(self, epoch: int, steps: int) -> bool:
-        """End the pass; return whether the epoch, which has trained so many steps, continues with the next one."""
+        """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""
         was_empty, self._is_empty = self._is_empty, True
         self._pass, self._next = None, (self._next[0] + 1, 0)
         if self._source.reads_once and (self._endless or not steps):

@@ -29,7 +29,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def share_tensors(
     tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None
 ) -> list[int]:
-    """Make tensors equal on all ranks, in place; those that are equal already stay as they are. All ranks call it.
+    """Make tensors equal on all ranks, in place, unless they are equal already. All ranks call it.
 
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
 
@@ -80,7 +80,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _share(tensors: Sequence[Tensor], share: Tensor | float | None) -> None:
-    """Set floating-point tensors to their mean, weighted by `share`, and others to rank 0's; None: all to rank 0's."""
+    """Set floating-point tensors to their mean, weighted by `share` (None: to rank 0's), others to rank 0's."""
     averaged = [tensor for tensor in tensors if share is not None and _is_float(tensor)]
     others = [tensor for tensor in tensors if share is None or not _is_float(tensor)]
     if share is not None:
@@ -204,7 +204,7 @@ class SharedBuffers:
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Return `module.parameters()` and `module.buffers()` as lists, in a quarter of the time: every step needs them."""
+    """Return `module.parameters()` and `module.buffers()` as lists, in a quarter of the time."""
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     _collect_tensors(module, parameters, buffers, set())

@@ -18,16 +18,9 @@ from cyxtrain.world.consensus import gather_texts
 
 
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
-    """Compare tensors over ranks. All ranks call it.
+    """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it.
 
     Cost: a hash of all bytes, where the tensors are, and two all_gathers of a few bytes.
-
-    Args:
-        named: (name, tensor), the same names on every rank.
-        group: Of all ranks, on CPUs.
-
-    Raises:
-        ReplicasDifferError: Some rank differs from most; on every rank, with the rank and the names.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -75,12 +68,7 @@ def _explanation(names: str, ranks: list[int], world_size: int) -> str:
 
 
 def check_same_module(model: nn.Module, group: Any) -> None:
-    """Raise ConfigError, on every rank, if the ranks' modules differ in what collectives would not notice.
-
-    Args:
-        model: The module.
-        group: Of all ranks, on CPUs.
-    """
+    """Raise ConfigError, on every rank, if the ranks' modules differ in what collectives would not notice."""
     own = {
         name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

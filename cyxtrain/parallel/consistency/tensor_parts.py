@@ -46,7 +46,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """Return the dense parts of a sparse tensor, in canonical order; a plain one itself; None: it has no such parts."""
+    """Return the dense parts of a sparse tensor, in canonical order; a plain one itself; otherwise None."""
     tensor = tensor.detach()
     if is_plain(tensor):
         return [tensor]
@@ -63,7 +63,7 @@ def parts_of(tensor: Tensor) -> list[Tensor] | None:
 def rebuilt(
     layout: torch.layout, shape: torch.Size | list[int], parts: Sequence[Tensor], *, checked: bool = False
 ) -> Tensor:
-    """Return a sparse tensor of parts from `parts_of`; if `checked`, raise RuntimeError if they do not fit."""
+    """Return a sparse tensor of parts from `parts_of`; if `checked`, malformed ones raise RuntimeError."""
     values = parts[-1]
     # PyTorch warns unless check_invariants is set.
     if layout is torch.sparse_coo:
@@ -78,7 +78,7 @@ def rebuilt(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a plain tensor, in one dimension; its own memory if contiguous. NCCL lacks types as int16."""
+    """Return a plain tensor's bytes, its own memory if contiguous: NCCL lacks types such as int16."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.sources.arrays import ArraySource
+from cyxtrain.data.sources.arrays import ArraySource, validation_rows
 from cyxtrain.data.sources.open import open_source
 from cyxtrain.data.sources.source import Source, TrainingData
-from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
