@@ -145,7 +145,7 @@ class RowFeed(Feed):
         self._digest = 0
         if order.in_batches and config.effective_batch_size is not None:
             raise ConfigError(
-                "effective_batch_size is set, and the DataLoader's batch_sampler makes batches as it likes: give the "
+                "effective_batch_size is set, and the DataLoader's batch_sampler determines the batches: give the "
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
         self._batch_size = source.batch_size or config.batch_size
@@ -283,7 +283,7 @@ class RowFeed(Feed):
         if steps != planned and not self._warned and not self._continues and is_master():
             warn(
                 f"epoch {number + 1} has {counted(steps, 'step')} and the first one had {planned:,}: the length of X "
-                "changes. A schedule counts on that of the first epoch."
+                "changes. Schedules use that of the first epoch."
             )
             self._warned = True
 
@@ -314,8 +314,8 @@ class RowFeed(Feed):
         if expected not in (0, self._digest):
             raise on_all_ranks(
                 ConfigError(
-                    "the DataLoader's sampler gives another order of this epoch than it gave before the checkpoint in "
-                    f"the middle of it: rows would come twice, and others never. It {drawn}; or resume from a "
+                    "the DataLoader's sampler gives another order of this epoch than before the checkpoint in the "
+                    f"middle of it: some rows would repeat, and others be missing. It {drawn}; or resume from a "
                     "checkpoint between two epochs."
                 )
             )

@@ -123,7 +123,7 @@ class SamplerOrder(Order):
             given = list(self._sampler)
         if len(given) != len(self._sampler):  # it may have another length in each epoch
             raise ConfigError(
-                f"the DataLoader's {self._name} says that it has {len(self._sampler):,}, and gave {len(given):,}."
+                f"the DataLoader's {self._name} has the length {len(self._sampler):,}, but gave {len(given):,}."
             )
         if not self.in_batches:
             return EpochOrder(self._numbers(given))

@@ -8,6 +8,7 @@ number is 0, and NaN on a rank whose loss is not finite: the sum is then NaN on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,9 +78,6 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:
-    offsets, position = [], 0
-    for index in indices:
-        offsets.append(position)
-        position += parameters[index].count
+    *offsets, end = itertools.accumulate((parameters[index].count for index in indices), initial=0)
     first = parameters[indices[0]]
-    return BucketSpec(tuple(indices), tuple(offsets), position, first.dtype, first.device)
+    return BucketSpec(tuple(indices), tuple(offsets), end, first.dtype, first.device)

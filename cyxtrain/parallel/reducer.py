@@ -218,8 +218,7 @@ class Reducer:
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
         bucket.take(slot, as_view=self._as_view)
-        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
-            self._launch_next()
+        self._launch()
 
     def at_end_of_backward(self) -> None:
         """Launch the remaining buckets, and wait for all. Called by autograd."""
@@ -245,18 +244,23 @@ class Reducer:
         self._next_bucket = 0
         self._absent = False
 
-    def _launch_next(self) -> None:
-        bucket, began = self._buckets[self._next_bucket], time.perf_counter()
-        bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
-        self.seconds += time.perf_counter() - began
-        self._next_bucket += 1
+    def _launch(self, *, rest: bool = False) -> None:
+        """Launch the next buckets that are complete; or the rest, with zeros for what is missing."""
+        while self._next_bucket < len(self._buckets):
+            bucket = self._buckets[self._next_bucket]
+            if rest:
+                bucket.fill(as_view=self._as_view)
+            elif not bucket.complete:
+                return
+            began = time.perf_counter()
+            bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
+            self.seconds += time.perf_counter() - began
+            self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
         """Launch the remaining buckets, wait for all, and give the averages to the parameters."""
         try:
-            while self._next_bucket < len(self._buckets):
-                self._buckets[self._next_bucket].fill(as_view=self._as_view)
-                self._launch_next()
+            self._launch(rest=True)
             self._check_versions()
             unused = self._receive()
             if not isinstance(self._group, RingProcessGroup):

@@ -397,8 +397,8 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._reducer is not None:
             raise ConfigError(
-                "a DistributedDataParallel cannot be pickled: nobody would average the gradients of what is read. "
-                "Take get_model(), and wrap it again where it is to be trained; copy.deepcopy gives a bare copy."
+                "a DistributedDataParallel cannot be pickled: gradients of the copy would not be averaged. Pickle "
+                "get_model(), and wrap it again to train it; copy.deepcopy returns a copy of the bare module."
             )
         return self.__dict__
 
@@ -414,7 +414,7 @@ class DistributedDataParallel(nn.Module):
             ConfigError: `assign`, if there are other ranks: it would replace the parameters.
         """
         if assign and self._reducer is not None:
-            raise ConfigError("assign=True would replace the parameters by others, whose gradients nobody averages.")
+            raise ConfigError("assign=True would replace the parameters, and the new gradients would not be averaged.")
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def get_model(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.structure import Tree, fields_of, leaves, map_tree, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, shortened
 
 NAMES = ("X", "y", "sample_weight")
 SAMPLED_ROWS = 1024
@@ -65,9 +67,9 @@ def _as_tree(values: Any, name: str) -> Tree:
     if isinstance(values, Mapping):
         unnamed = [key for key in values if not isinstance(key, str)]
         if unnamed:
-            raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
+            raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
         if not values:
-            raise ConfigError(f"{name} has no rows: it is a dictionary of nothing.")
+            raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
         return {key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
     if not _are_several(values):
         return _as_tensor(values, name)
@@ -100,7 +102,7 @@ def _as_weights(weights: Any) -> Tensor | None:
     if found.dim() != 1 or found.is_complex():
         raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):
-        raise ConfigError("sample_weight must not be negative: what counts for nothing has weight 0.")
+        raise ConfigError("sample_weight must not be negative: a row that does not count has weight 0.")
     return found
 
 
@@ -113,7 +115,7 @@ def rows_not_finite(rows: Tensor) -> list[int]:
 def _as_tensor(values: Any, name: str) -> Tensor:
     tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name), name)
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{name} is a sparse tensor, whose rows cannot be dealt: give {name}.to_dense().")
+        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
     if tensor.dim() == 0:
         raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
     return tensor
@@ -171,3 +173,29 @@ def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()
     return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
+    """Return rows whose weights are multiplied by those of their classes, by class number.
+
+    The class `ignored` needs no weight. Raises ConfigError if targets are not class numbers, shape (n,) or (n, 1), a
+    class has no weight, or a weight is negative or not a number.
+    """
+    targets = rows.targets
+    if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
+        raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
+    wrong = [value for value in weights.values() if not is_number(value) or not 0 <= value < math.inf]
+    if wrong:
+        raise ConfigError(f"class_weight must hold numbers of at least 0, got {wrong[0]!r}.")
+    classes, which = torch.unique(targets.reshape(-1), return_inverse=True)
+    known = weights if ignored is None else {ignored: 0.0, **weights}
+    missing = [number for number in classes.tolist() if number not in known]
+    if missing:
+        raise ConfigError(
+            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
+            "give one for each class."
+        )
+    table = [float(known[number]) for number in classes.tolist()]
+    factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
+    own = rows.weights
+    return rows._replace(weights=factors if own is None else own * factors.to(own.device))

@@ -25,9 +25,9 @@ from cyxtrain.data.batches.rows import (
     holds_tensors,
     rows_not_finite,
     sampled_hash,
+    weighted_by_class,
 )
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.data.class_weight import weighted
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, SeededOrder
 from cyxtrain.data.sampler import Indices
@@ -106,7 +106,7 @@ class ArraySource(Source):
     @override
     def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> ArraySource:
         part = self.part(0, len(self))
-        part.example = weighted(self.example, weights, ignored)
+        part.example = weighted_by_class(self.example, weights, ignored)
         return part
 
     @override

@@ -100,7 +100,7 @@ class DatasetSource(Source):
     def explain(self) -> str:
         workers = self._loader.num_workers if self._loader is not None else 0
         by = f", by {counted(workers, 'worker')} per rank" if workers else ""
-        drawn = "" if self._is_reproducible else ", which draw random numbers that nobody seeds: no run is like another"
+        drawn = "" if self._is_reproducible else ", with random numbers that cannot be seeded: runs differ"
         return f", {self._order.describe()}{by}{drawn}"
 
     def _rows(self, loaded: Any, requested: int) -> Rows:
@@ -153,8 +153,8 @@ def _with_length(rows: Rows, requested: int) -> Rows:
     if num_rows(rows.inputs) != requested:
         raise ConfigError(
             f"of {counted(requested, 'row')} the DataLoader's collate_fn has made {num_rows(rows.inputs)}, and each "
-            "rank must know how many rows the others have. To leave rows out, give a sampler that does; what "
-            "gives batches of any size is an IterableDataset or a generator."
+            "rank must know how many rows the others have. To leave rows out, use a sampler that does; for batches of "
+            "any size, use an IterableDataset or a generator."
         )
     return rows
 
@@ -164,8 +164,8 @@ def _size(dataset: Any) -> int:
         return len(dataset)
     except TypeError as error:
         raise ConfigError(
-            f"{type(dataset).__name__} has no length, and rows are dealt to the ranks by number: give it a __len__, or "
-            "make it an IterableDataset."
+            f"{type(dataset).__name__} has no length, and rows are divided among the ranks by number: give it a "
+            "__len__, or make it an IterableDataset."
         ) from error
 
 

@@ -16,9 +16,8 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import check_parts
 from cyxtrain.data.batches.prefetch import Placement
-from cyxtrain.data.batches.rows import Rows
+from cyxtrain.data.batches.rows import Rows, weighted_by_class
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.data.class_weight import weighted
 from cyxtrain.data.feed import Feed
 
 _Source = TypeVar("_Source", bound="Source")
@@ -95,7 +94,7 @@ class Source(ABC):
     def weighted_by_class(self: _Source, weights: Mapping[Any, Any], ignored: int | None) -> _Source:
         """Return the same rows, weighted as by Keras's class_weight, except the class `ignored`."""
         source = copy.copy(self)
-        source._weigh = lambda rows: weighted(rows, weights, ignored)
+        source._weigh = lambda rows: weighted_by_class(rows, weights, ignored)
         return source
 
     def shortened(self: _Source, batches: int, batch_size: int) -> _Source:

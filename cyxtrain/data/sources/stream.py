@@ -148,7 +148,9 @@ class StreamSource(Source):
     def explain(self) -> str:
         if runtime.get_world_size() == 1:
             return self._note
-        return self._note + (", the same on all ranks and dealt to them" if self.is_shared else ", each rank's own")
+        return self._note + (
+            ", the same on all ranks and divided among them" if self.is_shared else ", each rank's own"
+        )
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -177,9 +179,9 @@ class StreamSource(Source):
         self.is_shared = is_same if sharded is None else not sharded
         if sharded is None and not self.is_shared and rank == 0:
             warn(
-                f"the ranks' {self._what} begins with other batches on each, so it is taken for each rank's own part "
-                "of the data. Set sharded_data=True if that is right; if all ranks have the same rows, give them in "
-                "the same order, drawn from the generators of torch, NumPy or Python."
+                f"the first batch of the {self._what} differs between ranks, so each rank trains on all of its own. "
+                "Set sharded_data=True if that is right; if all ranks have the same rows, give them in the same order, "
+                "drawn from the generators of torch, NumPy or Python."
             )
         if not self.is_shared and self._rank != rank:
             self._rank = rank
@@ -244,8 +246,8 @@ class StreamSource(Source):
             return begun
         if self.reads_once:
             raise ConfigError(
-                f"the {self._what} gives its batches once, and they are over: give the function that makes it, without "
-                "calling it."
+                f"the {self._what} gives its batches only once, and they were read: pass the function that makes it, "
+                "without calling it."
             )
         return self._new_pass(number)
 
@@ -259,17 +261,17 @@ class StreamFeed(Feed):
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, rank: int, world_size: int) -> None:
         if source.reads_once and config.epochs > 1 and config.steps_per_epoch is None and not config.fast_dev_run:
             raise ConfigError(
-                f"X gives its batches once, and epochs={config.epochs}: give the function that makes it, without "
+                f"X gives its batches once, and epochs={config.epochs}: pass the function that makes it, without "
                 "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch."
             )
         if config.effective_batch_size is not None:
             raise ConfigError(
-                "effective_batch_size is set, and X gives batches one after the other: leave it out. The rows of an "
-                "IterableDataset are put together as batch_size says, per rank."
+                "effective_batch_size is set, and X gives batches one after the other: leave it out. For an "
+                "IterableDataset, batch_size sets the rows of a batch per rank."
             )
         if config.drop_last:
             raise ConfigError(
-                "drop_last is set, and nobody knows how many rows X gives: let it leave out its last batch, as "
+                "drop_last is set, and the number of rows of X is unknown: let X leave out its last batch, as "
                 "DataLoader(dataset, batch_size=64, drop_last=True) does."
             )
         self._source = source
@@ -321,8 +323,8 @@ class StreamFeed(Feed):
         own = place.order == _OWN or not self._source.is_shared
         if place.batches and own and world_size != self._world_size:
             raise ConfigError(
-                f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of what each gives itself, "
-                f"and there are {self._world_size} now: take as many, or a checkpoint from where the data were over."
+                f"the checkpoint was made by {counted(world_size, 'rank')} in the middle of each rank's own data, and "
+                f"there are {self._world_size} now: use as many, or a checkpoint from the end of the data."
             )
 
     @override
@@ -365,7 +367,7 @@ class StreamFeed(Feed):
             self.is_over = True
             if runtime.is_master():
                 where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"
-                warn(f"X is over {where}: it gives its batches once. The fit ends here.")
+                warn(f"X ended {where}: it gives its batches once. Training stops here.")
             return False
         if was_empty and not steps:
             raise on_all_ranks(ConfigError(f"epoch {epoch + 1} has no batch: X gives none."))
@@ -386,7 +388,7 @@ class StreamFeed(Feed):
             for _ in range(self._next[1]):
                 if self._pass.read() is None and self._source.is_shared:
                     raise ConfigError(
-                        f"X has given {self._pass.num_read:,} batches, and the fit had seen {self._next[1]:,} when "
-                        "its checkpoint was made: the data are others."
+                        f"X has given {self._pass.num_read:,} batches, and the checkpoint was made after "
+                        f"{self._next[1]:,}: the data differ from those of the checkpoint."
                     )
         return self._pass

@@ -55,7 +55,7 @@ def _outliers(values: Sequence[int]) -> list[int]:
 def _explanation(names: str, ranks: list[int], world_size: int) -> str:
     numbers = ", ".join(map(str, ranks))
     if len(ranks) == world_size:
-        who = f"ranks {numbers} differ from each other in {names}, and no majority says who is right"
+        who = f"ranks {numbers} differ from each other in {names}, without a majority"
     elif len(ranks) == 1:
         who = f"rank {numbers} differs from the {world_size - 1} others in {names}"
     else:

@@ -462,7 +462,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sizes twice": (
         DataLoader(Plain(), batch_sampler=Longer(4)),
         {"effective_batch_size": 8},
-        "batch_sampler makes batches as it likes",
+        "batch_sampler determines the batches",
     ),
     "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is about data that give"),
 }
@@ -617,7 +617,7 @@ def test_a_data_set_with_random_numbers_of_its_own_is_trained_on_and_said(capsys
     assert sorted(found) == list(range(ROWS))
     with one_process():
         trained(Unseeded(), epochs=1, verbose=True)
-    assert "random numbers that nobody seeds" in capsys.readouterr().out
+    assert "random numbers that cannot be seeded" in capsys.readouterr().out
 
 
 class OfAnyLength(Augmented):

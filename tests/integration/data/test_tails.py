@@ -157,5 +157,5 @@ def test_drop_last_that_leaves_nothing_or_cannot_be_known_is_refused():
     with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
         with pytest.raises(cx.ConfigError, match="drop_last leaves nothing: 5 rows, and a step has 8"):
             trainer.fit(*make_rows(5), batch_size=8, drop_last=True)
-        with pytest.raises(cx.ConfigError, match="nobody knows how many rows X gives"):
+        with pytest.raises(cx.ConfigError, match="the number of rows of X is unknown"):
             trainer.fit(lambda: iter([make_rows(5)]), drop_last=True)

@@ -53,7 +53,7 @@ INSIDE = {
         "process_group legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng sampler", "order sharding iterator", "batches", "feed class_weight", "sources"],
+    "data": ["rng sampler", "order sharding iterator", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange",
         "bucket powersgd gathering step_report",
