@@ -21,41 +21,31 @@ from cyxtrain.world.runtime import gather_texts, is_master
 
 
 class Place(NamedTuple):
-    """Where in the data a fit is; the same on every rank.
+    """Where in the data a fit is; the same on every rank."""
 
-    Attributes:
-        epoch: The running one, of which `steps` are complete, with `rows` over all ranks.
-        passes: Completed passes through the data, if an epoch does not end with them.
-        batches: Batches read in the running pass; for rows by number, steps.
-        order: For the order of a user's sampler, its digest; for streams, 1 if each rank has its own data; otherwise 0.
-    """
-
-    epoch: int
-    steps: int
-    rows: int
-    passes: int = 0
-    batches: int = 0
-    order: int = 0
+    epoch: int  # the running one, from 0
+    steps: int  # complete steps of it
+    rows: int  # rows of it that all ranks together have been trained on
+    passes: int = 0  # complete passes through the data, if an epoch does not end with them
+    batches: int = 0  # batches read in the running pass; for rows by number, steps
+    order: int = 0  # of a user's sampler, a digest; of a stream, 1 if each rank has its own data; otherwise 0
 
 
 class Feed(ABC):
     """The steps of each epoch, as one rank sees them."""
 
-    effective_batch_size: int
-    """Rows of a step, over all ranks; for a stream, as its first batch has them."""
-    rows_at_once: int
-    """Rows of a micro-batch."""
-    is_over = False
-    """Whether there will never be a step again."""
+    effective_batch_size: int  # rows of a step, over all ranks; for a stream, as its first batch has them
+    rows_at_once: int  # rows of a micro-batch
+    is_over = False  # whether there will never be a step again
 
     @property
-    @abstractmethod
     def steps_per_epoch(self) -> int | None:
         """Steps that an epoch has rows for; None: unknown before it ends."""
+        return None
 
-    @abstractmethod
     def rows_of(self, steps: int | None) -> int | None:
         """Return how many rows so many steps have, over all ranks; None: unknown."""
+        return None
 
     @abstractmethod
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
@@ -136,8 +126,7 @@ class RowFeed(Feed):
         self._accumulation_steps = config.accumulation_steps
         self._drop_last = source.drop_last or config.drop_last
         self._rows = len(order)
-        self._next = (0, 0)
-        """The pass, and how many of its steps are complete."""
+        self._next = (0, 0)  # the pass, and how many of its steps are complete
         self._pass: tuple[int, EpochOrder] | None = None
         self._before: list[Any] | None = None
         self._restored: dict[str, Any] = {}

@@ -40,12 +40,9 @@ class EpochOrder(NamedTuple):
 class Order(ABC):
     """The order of each epoch."""
 
-    is_drawn = False
-    """Whether the user's sampler makes it, so that it may differ between ranks."""
-    in_batches = False
-    """Whether it comes in batches that are made in advance."""
-    stateful: Sequence[Any] = ()
-    """Parts of it with a `state_dict` that decides what comes next."""
+    is_drawn = False  # whether the user's sampler makes it, so that it may differ between ranks
+    in_batches = False  # whether it comes in batches that are made in advance
+    stateful: Sequence[Any] = ()  # parts of it with a `state_dict` that decides what comes next
 
     @abstractmethod
     def __len__(self) -> int:
@@ -71,6 +68,7 @@ class SeededOrder(Order):
         self.size = size
         self.shuffle = shuffle
         self._seed = seed
+        self._cached: tuple[tuple[int, int], EpochOrder] | None = None
 
     @override
     def __len__(self) -> int:
@@ -78,7 +76,10 @@ class SeededOrder(Order):
 
     @override
     def of(self, epoch: int) -> EpochOrder:
-        return EpochOrder(global_order(self.size, self.shuffle, self._seed, epoch))
+        if self._cached is None or self._cached[0] != (epoch, self.size):
+            order = EpochOrder(global_order(self.size, self.shuffle, self._seed, epoch))
+            self._cached = (epoch, self.size), order
+        return self._cached[1]
 
     @override
     def to_evaluate(self) -> EpochOrder:

@@ -27,12 +27,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
     """Seed all generators.
 
-    Args:
-        seed: Of the run.
-        epoch: From 0.
-        samples: Samples of the epoch already trained on, if a run resumes on another number of ranks; otherwise 0.
-        rank: This rank.
-        device: Where the model computes.
+    `samples` of the epoch were trained on, if a run resumes in it on another number of ranks; otherwise 0.
     """
     # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()

@@ -17,8 +17,7 @@ from torch.utils.data import Sampler
 from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-"""Row numbers of a data set."""
+Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
 
 _WORD = 2**32
 

@@ -26,35 +26,24 @@ class Shard(NamedTuple):
 
 
 class SingleRow(NamedTuple):
-    """A micro-batch of a single row, which a model with batch norm cannot be trained on.
+    """A micro-batch of a single row, which a model with batch norm cannot be trained on."""
 
-    Attributes:
-        joined_rows: Rows of its step, over all ranks; 0: unknown.
-        is_tail: Whether only the last step of an epoch has one.
-    """
-
-    joined_rows: int
-    is_tail: bool
+    joined_rows: int  # of its step, over all ranks; 0: unknown
+    is_tail: bool  # whether only the last step of an epoch has one
 
 
 class UnevenStep(NamedTuple):
-    """A step in which ranks have different numbers of micro-batches, by rank if known.
+    """A step in which ranks have different numbers of micro-batches."""
 
-    Attributes:
-        joined_rows: Its rows, over all ranks; 0: unknown.
-        is_tail: Whether only the last step of an epoch is uneven.
-    """
-
-    joined_rows: int = 0
-    counts: Sequence[int] = ()
-    is_tail: bool = False
+    joined_rows: int = 0  # over all ranks; 0: unknown
+    counts: Sequence[int] = ()  # micro-batches by rank; empty: unknown
+    is_tail: bool = False  # whether only the last step of an epoch is uneven
 
 
 class Sharding(ABC):
     """The shards of all steps of an epoch."""
 
-    steps: int
-    """The number of steps."""
+    steps: int  # the number of steps
     world_size: int
 
     @abstractmethod

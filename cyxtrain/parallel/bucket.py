@@ -37,8 +37,7 @@ class Bucket:
         self._spec = spec
         self.received: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
-        self.losses_are_finite = True
-        """In the last bucket: whether the losses of all ranks were."""
+        self.losses_are_finite = True  # in the last bucket: whether the losses of all ranks were
         self._gradients_end = end = spec.flags_offset
         self._group: Any = None
         self._index = index
@@ -130,10 +129,6 @@ class Bucket:
         self.received = [*numbers[count + 1 : -1]]
         self.losses_are_finite = not math.isnan(numbers[-1])
         return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
-
-    def unused_flags(self) -> Tensor:
-        """Return the part of `flags` that is above 0 for parameters that some rank has not used."""
-        return self.flags[: len(self._parameters)]
 
     def finish(self, numbers: Sequence[float] | None, *, as_view: bool, is_finite: bool) -> None:
         """Give each parameter its averaged gradient; those used on no rank with samples keep theirs: none.

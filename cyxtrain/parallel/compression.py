@@ -14,8 +14,7 @@ from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.exchange import HalfPrecisionExchange
 from cyxtrain.parallel.powersgd import LowRankExchange, LowRankGradient
 
-COMPRESSIBLE = {torch.float32, torch.float64}
-"""Gradients of other types are exchanged uncompressed."""
+COMPRESSIBLE = {torch.float32, torch.float64}  # gradients of other types are exchanged uncompressed
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.wire.payload import is_finite
 
-_FEW = 8
-"""Up to so many tensors are summed one by one: grouping them takes longer."""
-_LARGE = 1 << 16
-"""Elements from which one operation per tensor costs less than joining them."""
+_FEW = 8  # up to so many tensors are summed one by one: grouping them takes longer
+_LARGE = 1 << 16  # elements from which one operation per tensor costs less than joining them
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that communication begins early in backward."""
-NUM_SIGNALS = 5
-"""Numbers that each rank signals to all others in a synchronisation."""
+_FIRST_BUCKET_BYTES = 1 << 20  # the first bucket is small, so that communication begins early in backward
+NUM_SIGNALS = 5  # numbers that each rank signals to all others in a synchronisation
 
 
 @dataclass(frozen=True)
@@ -31,19 +29,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The indices of a bucket's parameters, and where each begins in its flat tensor.
-
-    Attributes:
-        flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
-        has_signals: Whether signals and loss follow the flags.
-    """
+    """The indices of a bucket's parameters, and where each begins in its flat tensor."""
 
     parameters: tuple[int, ...]
     offsets: tuple[int, ...]
-    flags_offset: int
+    flags_offset: int  # the first flag, after the gradients; one per parameter and one more
     dtype: torch.dtype
     device: torch.device
-    has_signals: bool = False
+    has_signals: bool = False  # whether signals and loss follow the flags
 
     @property
     def count(self) -> int:

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from cyxtrain.parallel.exchange import GradientExchange, MeanWork
 
-_LEAST_SAVING = 2
-"""How many times fewer numbers the thin matrices must have; otherwise a gradient is exchanged whole."""
+_LEAST_SAVING = 2  # how many times fewer numbers the thin matrices must have; otherwise a gradient is exchanged whole
 
 
 class LowRankGradient:
@@ -65,8 +64,7 @@ class LowRankExchange(GradientExchange):
 
     def __init__(self, numbers: Tensor, gradients_end: int, gradients: Sequence[Tensor], width: int) -> None:
         super().__init__(numbers, gradients_end)
-        self.gradients: dict[int, LowRankGradient] = {}
-        """Those that are exchanged as thin matrices, by number."""
+        self.gradients: dict[int, LowRankGradient] = {}  # those that are exchanged as thin matrices, by number
         self._whole = [self._flags]
         for number, gradient in enumerate(gradients):
             matrix = as_matrix(gradient)

@@ -34,11 +34,9 @@ from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.world import runtime
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
-_SPARSE = -1
-"""In place of the index of a bucket."""
+_SPARSE = -1  # in place of the index of a bucket
 _NOT_MEASURED = contextlib.nullcontext()
-_open: weakref.WeakSet[Reducer] = weakref.WeakSet()
-"""All reducers with hooks on a module."""
+_open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers with hooks on a module
 
 
 class Reducer:
@@ -61,26 +59,20 @@ class Reducer:
             Bucket(spec, dense, index, spec is layout[-1], mean)
             for index, (spec, mean) in enumerate(zip(layout, _shared_means(layout, config), strict=True))
         ]
-        self.low_rank = compress(self._buckets, config)
-        """The gradients that PowerSGD exchanges, by name."""
+        self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._group: Any = runtime.group_for(self.device)
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = self._refuses_unused = False
         self._unread: accelerator.HostCopy | None = None
-        self.held = False
-        """Whether backward accumulates locally."""
-        self.signals = [0.0] * NUM_SIGNALS
-        """This rank's signals in each synchronisation."""
-        self.loss: Tensor | None = None
-        """This rank's loss in the next synchronisation."""
+        self.held = False  # whether backward accumulates locally
+        self.signals = [0.0] * NUM_SIGNALS  # this rank's signals in each synchronisation
+        self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
         self.reports = False
         """Whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read."""
-        self.scale = 1.0
-        """What the gradients of the next synchronisations are multiplied by."""
-        self.seconds = 0.0
-        """Time that the host has communicated, or waited for other ranks."""
+        self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
+        self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = self.is_prepared = False
         """Whether there are gradients that were not averaged; whether buffers were shared for this step."""
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
@@ -173,7 +165,7 @@ class Reducer:
 
     def report(self, losses: Sequence[Tensor]) -> Report:
         """Return the report of the latest synchronisation, with the losses of this rank's micro-batches."""
-        unused = [bucket.unused_flags() for bucket in self._buckets] if self._refuses_unused else []
+        unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets] if self._refuses_unused else []
         merge = functools.partial(self._merge_flags, refuses=self._refuses_unused)
         return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
 

@@ -444,20 +444,14 @@ class _StepState:
 
     input: Callable[[], Tensor | None] = _nothing
     output: Callable[[], Tensor | None] = _nothing
-    watched: Tensor | None = None
-    """The sum of the losses since the latest synchronisation."""
-    checked: Tensor | None = None
-    """That of the losses in it."""
-    has_reports: bool = False
-    """Whether flags stay on the accelerator until a report is read."""
+    watched: Tensor | None = None  # the sum of the losses since the latest synchronisation
+    checked: Tensor | None = None  # that of the losses in it
+    has_reports: bool = False  # whether flags stay on the accelerator until a report is read
     received: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
     """The largest of each signal in the reports read since `received` was called."""
-    rows: int = 0
-    """Rows of training forwards, since buffers were shared."""
-    expected_rows: int | None = None
-    """Rows of the next forward, if set."""
-    is_suspended: bool = False
-    """Whether another wrapper averages."""
+    rows: int = 0  # rows of training forwards, since buffers were shared
+    expected_rows: int | None = None  # rows of the next forward, if set
+    is_suspended: bool = False  # whether another wrapper averages
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:

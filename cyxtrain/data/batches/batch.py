@@ -21,20 +21,13 @@ from cyxtrain.data.sampler import Indices
 
 @dataclass
 class Batch:
-    """Rows that go through the model at once.
+    """Rows that go through the model at once."""
 
-    Attributes:
-        number: Of the batch in its epoch, from 0; the same on every rank.
-        inputs: Shape (rows, ...), or several such; targets as well, or None.
-        weights: Shape (rows,), or None: all rows count alike.
-        items: Items (such as tokens) that the losses of a step count over all ranks; None: those of this batch.
-    """
-
-    number: int
-    inputs: Tree
+    number: int  # of the batch in its epoch, from 0; the same on every rank
+    inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
-    weights: Tensor | None = None
-    items: Tensor | int | None = None
+    weights: Tensor | None = None  # shape (rows,), or None: all rows count alike
+    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
 
     @property
     def rows(self) -> int:

@@ -27,18 +27,14 @@ PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 class Placement:
     """Where a model wants its batches, and in which types.
 
-    Attributes:
-        device: Where the model computes.
-        dtype: Of the model's parameters. Floats, bytes (images) and booleans are converted to it, except booleans among
-            several inputs: masks. Other integers keep their type; unsigned ones become int64, which layers accept.
-        prepare_target: Converts targets to the type that the loss wants.
-        channels_last: Whether inputs of four and five dimensions get that memory format.
+    Floats, bytes (images) and booleans become `dtype`, except booleans among several inputs: masks. Other integers keep
+    their type; unsigned ones become int64, which layers accept.
     """
 
     device: torch.device
     dtype: torch.dtype
-    prepare_target: PrepareTarget
-    channels_last: bool = False
+    prepare_target: PrepareTarget  # converts targets to the type that the loss wants
+    channels_last: bool = False  # whether inputs of four and five dimensions get that memory format
 
     def place(self, rows: Rows) -> Rows:
         """Return a batch's tensors on the device, converted."""
@@ -82,8 +78,7 @@ def as_channels_last(tensor: Tensor) -> Tensor:
 class DeviceCopier:
     """Copies rows to the device when the model needs them."""
 
-    is_ahead = False
-    """Whether copies begin before the model needs the rows."""
+    is_ahead = False  # whether copies begin before the model needs the rows
 
     def __init__(self, placement: Placement) -> None:
         self._place = placement.place

@@ -29,8 +29,7 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted
 
 _TRIED_ROWS = 2
-_EVALUATION = -1
-"""The "epoch" whose random numbers an evaluation has: always the same."""
+_EVALUATION = -1  # the "epoch" whose random numbers an evaluation has: always the same
 
 
 class DatasetSource(Source):

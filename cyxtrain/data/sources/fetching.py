@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
 
-_COLLATE = 0x5DEECE66D
-"""Turns the seed of a batch's first row into that of its collate_fn."""
+_COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into that of its collate_fn
 
 
 class RowRequest(NamedTuple):

@@ -29,21 +29,14 @@ class Source(ABC):
     Each rank makes one by itself; then the ranks exchange their `summary` and `reconcile`.
     """
 
-    example: Rows
-    """All rows if they are in memory, otherwise the first ones."""
-    is_whole = False
-    """Whether `example` is all of them."""
-    is_numpy = False
-    """Whether predictions for them are NumPy arrays."""
-    batch_size: int | None = None
-    """Rows at once per rank, if the data decide it."""
-    reads_once = False
-    """Whether the rows can be read only once."""
-    left_out: Sequence[str] = ()
-    """Names of what is left out of the first batch, such as texts."""
+    example: Rows  # all rows if they are in memory, otherwise the first ones
+    is_whole = False  # whether `example` is all of them
+    is_numpy = False  # whether predictions for them are NumPy arrays
+    batch_size: int | None = None  # rows at once per rank, if the data decide it
+    reads_once = False  # whether the rows can be read only once
+    left_out: Sequence[str] = ()  # names of what is left out of the first batch, such as texts
     _weigh: Callable[[Rows], Rows] | None = None
-    _limit: int | None = None
-    """Batches to evaluate; None: all."""
+    _limit: int | None = None  # batches to evaluate; None: all
 
     @property
     def inputs(self) -> Any:

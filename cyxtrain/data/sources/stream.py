@@ -34,26 +34,20 @@ from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world import runtime
 
-_OWN = 1
-"""`Place.order` if each rank has data of its own."""
+_OWN = 1  # `Place.order` if each rank has data of its own
 
 
 class Pass:
-    """A pass through the data, whose random generators are separate from training's.
+    """A pass through the batches of `make()`, whose random generators are separate from training's.
 
-    Args:
-        make: Returns an iterator of batches.
-        parts: Parts of the data that have generators, or a `set_epoch`.
-        seed: Of the run.
-        number: Of the pass.
-        rank: The rank whose random numbers these are; 0 if all ranks have the same data.
+    `parts` of the data may have generators or a `set_epoch`; `rank` is 0 if all ranks have the same data.
     """
 
     def __init__(
         self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
     ) -> None:
         self.number, self._seed = number, seed
-        self.num_read = 0
+        self.num_read = 0  # batches with rows
         self.is_numpy = False
         self.left_out: list[str] = []
         self._peeked: Rows | None = None
@@ -98,17 +92,9 @@ class Pass:
 
 
 class StreamSource(Source):
-    """Batches, one after the other.
+    """Batches of `make()`, one after the other; `what` names them in messages.
 
-    Args:
-        make: Returns an iterator of batches.
-        what: A word or two for what the batches come from.
-        config: Of the fit.
-        number: Of the first pass.
-        once: Whether the batches can be read only once.
-        parts: Parts of the data, as `Pass`.
-        batch_size: Rows of a batch, if set; None: as many as the first one has.
-        note: Added to the header, such as how workers share the rows.
+    Reading starts with pass `number`. The header shows `note`. `parts` as `Pass`.
     """
 
     def __init__(
@@ -281,10 +267,8 @@ class StreamFeed(Feed):
         self._batches_per_step = config.accumulation_steps * world_size
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
         self._pass: Pass | None = None
-        self._next = (0, 0)
-        """The pass, and how many of its batches were read."""
-        self._is_empty = True
-        """Whether the pass has given no rows so far."""
+        self._next = (0, 0)  # the pass, and how many of its batches were read
+        self._is_empty = True  # whether the pass has given no rows so far
         self._seconds = 0.0
 
     @property
@@ -298,15 +282,6 @@ class StreamFeed(Feed):
         if self._source.is_shared:
             self._batches_per_step = max(1, effective_batch_size // self.rows_at_once)
             self.effective_batch_size = self.rows_at_once * self._batches_per_step
-
-    @property
-    @override
-    def steps_per_epoch(self) -> None:
-        return
-
-    @override
-    def rows_of(self, steps: int | None) -> None:
-        return
 
     @property
     @override

@@ -21,8 +21,7 @@ from cyxtrain.parallel.consistency.tensor_parts import bytes_of, is_plain, kind_
 from cyxtrain.world import runtime
 
 _MESSAGE_BYTES = 25 << 20
-_COMPARED_STEPS = 2
-"""Before the second step everything differs that steps make differ."""
+_COMPARED_STEPS = 2  # before the second step everything differs that steps make differ
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -62,17 +61,14 @@ def share_tensors(
     others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
     for number in others:
         if parts_of(tensors[number]) is None:
-            raise on_all_ranks(_cannot_send(names()[number], tensors[number]))
+            error = ConfigError(
+                f"the buffer {names()[number]} differs between ranks, and a {kind_of(tensors[number])} tensor cannot "
+                "be sent to the others. Build it alike on every rank, or make it a dense tensor."
+            )
+            raise on_all_ranks(error)
     if others:
         _broadcast_parts([tensors[number] for number in others], group)
     return differing
-
-
-def _cannot_send(name: str, tensor: Tensor) -> ConfigError:
-    return ConfigError(
-        f"the buffer {name} differs between ranks, and a {kind_of(tensor)} tensor cannot be sent to the others. "
-        "Build it alike on every rank, or make it a dense tensor."
-    )
 
 
 def _is_float(tensor: Tensor) -> bool:

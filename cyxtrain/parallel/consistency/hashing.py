@@ -17,8 +17,7 @@ from torch import Tensor
 from cyxtrain.environment.accelerator import HostCopy
 from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_plain
 
-_PIECE = 1 << 20
-"""Elements at once: 16 bytes of temporary memory for each."""
+_PIECE = 1 << 20  # elements at once: 16 bytes of temporary memory for each
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15
 
