@@ -734,7 +734,7 @@ def own_without_a_word() -> list[str]:
         warnings.simplefilter("always")
         trained(functools.partial(own_rows, 5), epochs=1)
         trained(functools.partial(own_rows, 5), epochs=1, sharded_data=True)
-    return [str(each.message) for each in said if "own part of the data" in str(each.message)]
+    return [str(each.message) for each in said if "trains on all of its own" in str(each.message)]
 
 
 def test_what_is_taken_for_each_ranks_own_is_said_unless_the_user_has():
