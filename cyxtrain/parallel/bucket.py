@@ -31,10 +31,13 @@ class Bucket:
         index: int,
         last: bool,
         mean: SharedMean | None = None,
+        *,
+        as_view: bool = False,
     ) -> None:
         self.names = [parameters[i][0] for i in spec.parameters]
         self._parameters = [parameters[i][1] for i in spec.parameters]
         self._spec = spec
+        self._as_view = as_view  # whether `.grad` becomes its place in the bucket
         self.received: list[float] = []
         """In the last bucket: the sum or mean over ranks of each signal, in the latest synchronisation."""
         self.losses_are_finite = True  # in the last bucket: whether the losses of all ranks were
@@ -75,13 +78,13 @@ class Bucket:
         self._missing = len(self._parameters)
         self.launched = False
 
-    def take(self, slot: int, *, as_view: bool) -> None:
-        """Copy the gradient of a parameter; with `as_view`, `.grad` becomes its place in the bucket."""
+    def take(self, slot: int) -> None:
+        """Copy the gradient of a parameter."""
         parameter, view = self._parameters[slot], self._views[slot]
         gradient = checked_gradient(self.names[slot], parameter)
         if gradient is not view:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            if as_view:
+            if self._as_view:
                 parameter.grad = view
         if not self._ready[slot]:
             self._ready[slot] = True
@@ -92,13 +95,13 @@ class Bucket:
         """Whether every gradient was taken."""
         return self._missing == 0
 
-    def fill(self, *, as_view: bool) -> None:
+    def fill(self) -> None:
         """Complete the bucket: take gradients that were accumulated earlier, and zeros for the others."""
         for slot, ready in enumerate(self._ready):
             if ready:
                 continue
             if self._parameters[slot].grad is not None:
-                self.take(slot, as_view=as_view)
+                self.take(slot)
             else:
                 self._views[slot].zero_()
 
@@ -130,12 +133,11 @@ class Bucket:
         self.losses_are_finite = not math.isnan(numbers[-1])
         return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
 
-    def finish(self, numbers: Sequence[float] | None, *, as_view: bool, is_finite: bool) -> None:
+    def finish(self, numbers: Sequence[float] | None, *, is_finite: bool) -> None:
         """Give each parameter its averaged gradient; those used on no rank with samples keep theirs: none.
 
         Args:
             numbers: `flags`, on the host; None: this rank has all gradients, so each parameter was used.
-            as_view: Whether `.grad` becomes its place in the bucket.
             is_finite: Whether what was received, in all buckets, is finite.
         """
         nowhere = set() if self.complete or numbers is None else self._used_nowhere(numbers)
@@ -143,7 +145,7 @@ class Bucket:
         for slot, parameter in enumerate(self._parameters):
             if slot in nowhere:
                 continue
-            if as_view:
+            if self._as_view:
                 if parameter.grad is not self._views[slot]:
                     parameter.grad = self._views[slot]
             elif parameter.grad is None or parameter.grad.is_sparse:

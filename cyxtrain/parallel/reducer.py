@@ -48,7 +48,6 @@ class Reducer:
         self._model = model
         self._kinds = {id(p): (p.dtype, p.get_device(), p.requires_grad, p) for p in model.parameters()}  # keeps ids
         self._names = {parameter: name for name, parameter in parameters}
-        self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
         self._trained = [parameter for _, parameter in parameters]
         self._versions: list[int] | None = None
@@ -56,7 +55,7 @@ class Reducer:
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config)
         self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], mean)
+            Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
             for index, (spec, mean) in enumerate(zip(layout, _shared_means(layout, config), strict=True))
         ]
         self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
@@ -209,7 +208,7 @@ class Reducer:
         bucket = self._buckets[index]
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
-        bucket.take(slot, as_view=self._as_view)
+        bucket.take(slot)
         self._launch()
 
     def at_end_of_backward(self) -> None:
@@ -241,7 +240,7 @@ class Reducer:
         while self._next_bucket < len(self._buckets):
             bucket = self._buckets[self._next_bucket]
             if rest:
-                bucket.fill(as_view=self._as_view)
+                bucket.fill()
             elif not bucket.complete:
                 return
             began = time.perf_counter()
@@ -284,7 +283,7 @@ class Reducer:
         unused: list[nn.Parameter] = []
         found = self._flags_as_needed()
         for bucket, numbers in zip(self._buckets, found, strict=True):
-            bucket.finish(numbers, as_view=self._as_view, is_finite=is_finite)
+            bucket.finish(numbers, is_finite=is_finite)
             if not self.reports and self._unread is None and numbers is not None:
                 unused += bucket.read_flags(numbers)
         began = time.perf_counter()

@@ -292,8 +292,7 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             return self._reducer.is_finite()
         self._latest.checked = loss
-        gradients = [p.grad for p in tensors_of(self.module)[0] if p.grad is not None]
-        gradients = [values_of(each) if each.is_sparse else each for each in gradients]
+        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def losses_are_finite(self) -> bool:

@@ -30,20 +30,12 @@ def share_tensors(
 ) -> list[int]:
     """Make tensors equal on all ranks, in place, unless they are equal already. All ranks call it.
 
+    Without `rows`, all take rank 0's. With the rows that this rank has processed since the last call, floating-point
+    tensors become the mean over ranks, weighted by rows (rank 0's if no rank has any); others, and those with another
+    number of elements on some rank, such as a cache of the last batch, become rank 0's. Returns the numbers of those that
+    differed, the same on every rank. Raises ConfigError, on every rank, if one cannot be sent, with its name of `names`.
+
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
-
-    Args:
-        tensors: In the same order on every rank; of any layout and type.
-        names: Returns the name of each, for messages.
-        rows: None: all take rank 0's. Otherwise, rows that this rank has processed since the last call: floating-point
-            tensors become the mean over ranks, weighted by rows (rank 0's if no rank has any); others, and those with
-            another number of elements on some rank, such as a cache of the last batch, become rank 0's.
-
-    Returns:
-        The numbers of those that differed; the same on every rank.
-
-    Raises:
-        ConfigError: A tensor differs that cannot be sent, such as a quantised one; on every rank, with its name.
     """
     if not tensors:
         return []
