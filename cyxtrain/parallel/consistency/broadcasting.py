@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import HostCopy, from_host
 from cyxtrain.errors import ConfigError, on_all_ranks
-from cyxtrain.parallel.consistency.hashing import batches, fingerprints
-from cyxtrain.parallel.consistency.tensor_parts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
+from cyxtrain.parallel.consistency.tensor_parts import (
+    batches,
+    bytes_of,
+    fingerprints,
+    is_plain,
+    kind_of,
+    parts_of,
+    rebuilt,
+    write,
+)
 from cyxtrain.world import runtime
 
 _MESSAGE_BYTES = 25 << 20
@@ -32,8 +40,8 @@ def share_tensors(
 
     Without `rows`, all take rank 0's. With the rows that this rank has processed since the last call, floating-point
     tensors become the mean over ranks, weighted by rows (rank 0's if no rank has any); others, and those with another
-    number of elements on some rank, such as a cache of the last batch, become rank 0's. Returns the numbers of those that
-    differed, the same on every rank. Raises ConfigError, on every rank, if one cannot be sent, with its name of `names`.
+    number of elements on some rank, such as a cache of the last batch, become rank 0's. Returns the numbers of those
+    that differed, on every rank. Raises ConfigError on every rank, with the name, if a tensor cannot be sent.
 
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
     """

@@ -12,8 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
-from cyxtrain.parallel.consistency.hashing import fingerprints
-from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_plain, kind_of
+from cyxtrain.parallel.consistency.tensor_parts import fingerprint, fingerprints, is_plain, kind_of
 from cyxtrain.world.consensus import gather_texts
 
 

@@ -455,7 +455,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no rows"),
     "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give row numbers"),
     "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave a batch without rows"),
-    "fewer than said": (DataLoader(Plain(), 4, sampler=Miscounted([0, 1])), {}, rf"has the length {ROWS}, but gave 2\."),
+    "fewer than said": (
+        DataLoader(Plain(), 4, sampler=Miscounted([0, 1])),
+        {},
+        rf"length {ROWS}, but gave 2\.",
+    ),
     "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
     "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "of 2 rows the DataLoader's collate_fn has made 1"),
     "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
