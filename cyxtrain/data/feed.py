@@ -1,274 +1,316 @@
-"""Who is given which rows in each step of a fit."""
+"""The feed of a fit: which rows each rank gets in each step."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import GatheredShare, Share
-from cyxtrain.data.batches.prefetch import Placement, make_copier
+from cyxtrain.data.batches.batch import RowShare, Share
+from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sharding import Dealing, RowDealing, SingleRow, UnevenStep
-from cyxtrain.errors import ConfigError, counted
+from cyxtrain.data.order import EpochOrder, Order, load_states, states_of
+from cyxtrain.data.sampler import Indices
+from cyxtrain.data.sharding import BatchSharding, RowSharding, Sharding, SingleRow, UnevenStep
+from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
+from cyxtrain.world.runtime import gather_texts, is_master
 
 
 class Place(NamedTuple):
-    """Where in the data a fit is; the same on every rank.
+    """Where in the data a fit is; the same on every rank."""
 
-    Attributes:
-        epoch: Number of the running one, from 0.
-        steps: Of it that have been taken.
-        rows: Of it that all ranks together have been trained on.
-        passes: Times that the data have been gone through, where an epoch does not end with them.
-        batches: Batches that they have given in the running pass; of rows by number, steps.
-        order: A number that no other order of the epoch has, where the user's own sampler makes it; of what gives
-            batches, 1 where each rank has its own; else 0.
-    """
-
-    epoch: int
-    steps: int
-    rows: int
-    passes: int = 0
-    batches: int = 0
-    order: int = 0
+    epoch: int  # the running one, from 0
+    steps: int  # complete steps of it
+    rows: int  # rows of it that all ranks together have been trained on
+    passes: int = 0  # complete passes through the data, if an epoch does not end with them
+    batches: int = 0  # batches read in the running pass; for rows by number, steps
+    order: int = 0  # of a user's sampler, a digest; of a stream, 1 if each rank has its own data; otherwise 0
 
 
 class Feed(ABC):
-    """The steps of each epoch, as one rank sees them.
+    """The steps of each epoch, as one rank sees them."""
 
-    Attributes:
-        effective_batch_size: Rows of a step, over all ranks; of what gives batches, as its first one has them.
-        rows_at_once: Rows of a micro-batch.
-        is_over: Whether there will never be a step again.
-    """
-
-    effective_batch_size: int
-    rows_at_once: int
-    is_over = False
+    effective_batch_size: int  # rows of a step, over all ranks; for a stream, as its first batch has them
+    rows_at_once: int  # rows of a micro-batch
+    is_over = False  # whether there will never be a step again
 
     @property
-    @abstractmethod
     def steps_per_epoch(self) -> int | None:
-        """Steps that an epoch has rows for; None: nobody knows before they are over."""
+        """Steps that an epoch has rows for; None: unknown before it ends."""
+        return None
 
-    @abstractmethod
     def rows_of(self, steps: int | None) -> int | None:
-        """Returns how many rows so many steps have, over all ranks; None: nobody knows."""
+        """Return how many rows so many steps have, over all ranks; None: unknown."""
+        return None
 
     @abstractmethod
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
-        """Gives this rank's shares of an epoch from a place on, as many as on every other rank.
-
-        Args:
-            place: Where.
-            placement: Of batches.
-            end: The step before which the epoch ends; None: with its rows.
-        """
+        """Yield this rank's shares of an epoch from a place to step `end`, as many as on every other rank."""
 
     def first_rows(self, epoch: int) -> Rows | None:
-        """Returns the rows of rank 0's first micro-batch of an epoch, as copies; None: the first rows look like it."""
+        """Return copies of rank 0's first micro-batch of an epoch; None: use the source's first rows."""
         return None
 
     @property
-    def read(self) -> tuple[int, int, int]:
-        """What else says where in the data it is: `Place.passes`, `Place.batches` and `Place.order`."""
+    def position(self) -> tuple[int, int, int]:
+        """The running `Place.passes`, `Place.batches` and `Place.order`."""
         return 0, 0, 0
 
     def seconds_communicated(self) -> float:
-        """Returns how long this rank has waited for the others' numbers of rows, since it was asked last."""
+        """Return how long this rank has waited for the others' numbers of rows, since the last call."""
         return 0.0
 
     def check_world(self, world_size: int, place: Place) -> None:  # noqa: B027
-        """Refuses to go on from where so many ranks were, if this many cannot.
-
-        Raises:
-            ConfigError: With what can be done.
-        """
+        """Raise ConfigError if this number of ranks cannot resume at a place where `world_size` ranks were."""
 
     @property
     @abstractmethod
     def micro_batches(self) -> int:
-        """How many of them a step has on one rank, at most."""
+        """Micro-batches of a step on one rank, at most."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the data themselves keep that decides what comes next, such as a sampler's own `state_dict`."""
+        """Return the state of the data that decides what comes next, such as a sampler's own `state_dict`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Give the data the state of a checkpoint, before the fit continues from it."""
+        """Load the state of a checkpoint into the data, before the fit resumes from it."""
 
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """Return whether any rank is given a micro-batch of a single row; None: no, or nobody knows.
-
-        Args:
-            together: Whether the micro-batches that all ranks have at the same time count as one.
-        """
+        """Return a micro-batch of a single row on any rank, if there is one; as `Sharding.single_row`."""
         return None
 
     def uneven_step(self) -> UnevenStep | None:
-        """Return a step in which ranks may have different numbers of micro-batches; None: there is none."""
+        """Return a step in which ranks may have different numbers of micro-batches."""
         return UnevenStep()
 
     def resume_from(self, effective_batch_size: int) -> None:  # noqa: B027
-        """Goes on with a fit whose steps have so many rows, over all ranks."""
+        """Continue with steps of so many rows, over all ranks."""
 
 
-class NumberedFeed(Feed):
-    """Rows by number, dealt in passes through the data that each have an order.
+class RowSource(Protocol):
+    """What a feed needs of data with rows by number."""
 
-    Args:
-        config: Of the fit. With `steps_per_epoch` an epoch continues where the one before it ended, and goes through
-            the data again when they are over; without, each epoch is one pass.
-    """
+    batch_size: int | None
+    is_whole: bool
+    drop_last: bool
 
-    def __init__(self, config: DistributedTrainingConfig) -> None:
-        self._continues = config.steps_per_epoch is not None
-        self._next = (0, 0)
+    def begin_pass(self, number: int) -> bool:
+        """Begin a pass; return whether the data may have another length now."""
 
-    @property
-    def read(self) -> tuple[int, int, int]:
-        """As `Feed`."""
-        return (*self._next, 0) if self._continues else (0, 0, 0)
+    def fetch(self, order: EpochOrder, places: range, epoch: int) -> Rows:
+        """Return copies of the rows at places in an order."""
 
-    def _begin(self, place: Place) -> tuple[int, int]:
-        """Return (pass, steps of it that have been taken)."""
-        return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
-
-    def _linked(self, given: Iterable[tuple[Share, tuple[int, int]]]) -> Iterator[Share]:
-        """Yield shares, each of which knows the next one.
-
-        Args:
-            given: With each, the pass and how many of its steps are complete after it.
-        """
-        for this, following in itertools.pairwise(itertools.chain(given, [None])):
-            assert this is not None
-            share, self._next = this
-            share.next = None if following is None else following[0]
-            yield share
-            share.next = None  # whoever keeps a share must not keep all that follow
-
-    def _walk(
-        self, place: Place, end: int | None, dealing_of: Callable[[int], Dealing]
-    ) -> Iterator[tuple[int, Dealing, range]]:
-        """Yield (pass, its dealing, its steps) until the epoch ends.
-
-        Args:
-            place: Where the epoch is.
-            end: As `shares`.
-            dealing_of: Opens a pass by its number.
-
-        Raises:
-            ConfigError: A whole pass has no step.
-        """
-        number, first = self._next = self._begin(place)
-        left = None if end is None else end - place.steps
-        while True:
-            dealing = dealing_of(number)
-            last = dealing.steps if left is None else min(dealing.steps, first + left)
-            yield number, dealing, range(first, last)
-            left = None if left is None else left - (last - first)
-            if not (self._continues and left):
-                return
-            if not dealing.steps:
-                raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
-            number, first = number + 1, 0
+    def fetcher(
+        self, order: EpochOrder, pieces: Iterable[range], epoch: int, *, pinned: bool
+    ) -> Callable[[Indices], Rows]:
+        """Return a function that fetches rows by number: those at pieces of the order, in turn."""
 
 
-class ArrayFeed(NumberedFeed):
-    """Rows that lie in memory, in the one global order.
+class RowFeed(Feed):
+    """Rows by number, in passes through the data that each have an order.
 
-    Args:
-        gather: Returns rows by number; takes `pinned`, as `rows.gather`.
-        iterator: Deals them.
-        config: Of the fit.
-
-    Raises:
-        ConfigError: `drop_last` leaves nothing.
+    With `steps_per_epoch` an epoch continues where the previous one ended, and begins the data again after their end;
+    otherwise each epoch is one pass.
     """
 
     def __init__(
-        self,
-        gather: Callable[..., Rows],
-        iterator: DistributedBatchIterator,
-        config: DistributedTrainingConfig,
+        self, source: RowSource, order: Order, config: DistributedTrainingConfig, rank: int, world_size: int
     ) -> None:
-        super().__init__(config)
-        self._gather = gather
+        self._source, self._order = source, order
+        self._rank, self._world_size = rank, world_size
+        self._continues = config.steps_per_epoch is not None
         self._accumulation_steps = config.accumulation_steps
-        self._drop_last = config.drop_last
-        self._sampler, self._batch_size = iterator.sampler, iterator.batch_size
-        self.resume_from(iterator.effective_batch_size)
-        check_steps(self.steps_per_epoch, self._sampler.total_size(), self.effective_batch_size)
+        self._drop_last = source.drop_last or config.drop_last
+        self._rows = len(order)
+        self._next = (0, 0)  # the pass, and how many of its steps are complete
+        self._pass: tuple[int, EpochOrder] | None = None
+        self._before: list[Any] | None = None
+        self._restored: dict[str, Any] = {}
+        self._warned = False
+        self._digest = 0
+        if order.in_batches and config.effective_batch_size is not None:
+            raise ConfigError(
+                "effective_batch_size is set, and the DataLoader's batch_sampler determines the batches: give the "
+                "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
+            )
+        self._batch_size = source.batch_size or config.batch_size
+        self.resume_from(config.effective_batch_size or self._batch_size * config.accumulation_steps * world_size)
+        if self.steps_per_epoch == 0:
+            raise ConfigError(
+                f"drop_last leaves nothing: {counted(self._rows, 'row')}, and a step has "
+                f"{self.effective_batch_size:,} over all ranks."
+            )
 
+    @override
     def resume_from(self, effective_batch_size: int) -> None:
-        """As `Feed`."""
-        sampler = self._sampler
         self.effective_batch_size = effective_batch_size
-        most = -(-effective_batch_size // sampler.world_size)
-        self.rows_at_once = -(-most // self._accumulation_steps)
-        self._sizes = (sampler.total_size(), effective_batch_size, self.rows_at_once)
-        self._dealing = RowDealing(*self._sizes, sampler.rank, sampler.world_size, drop_last=self._drop_last)
+        most = -(-effective_batch_size // self._world_size)
+        self.rows_at_once = self._batch_size if self._order.in_batches else -(-most // self._accumulation_steps)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """As `Feed`."""
-        return self._dealing.steps
+    def _batches_per_step(self) -> int:
+        """Batches that are made in advance, over all ranks."""
+        return max(1, self.effective_batch_size // self._batch_size)
 
     @property
+    @override
     def micro_batches(self) -> int:
-        """As `Feed`."""
-        return self._accumulation_steps
+        return -(-self._batches_per_step // self._world_size) if self._order.in_batches else self._accumulation_steps
 
+    @property
+    @override
+    def steps_per_epoch(self) -> int:
+        per_step = self._batches_per_step if self._order.in_batches else self.effective_batch_size
+        return self._rows // per_step if self._drop_last else -(-self._rows // per_step)
+
+    def _sharding(self, order: EpochOrder | None = None) -> Sharding:
+        """Return the sharding of an order; without, of the first epoch."""
+        if order is None and self._order.is_drawn:
+            order = self._order.to_evaluate()
+        if order is not None and order.ends is not None:
+            return BatchSharding(order.ends, self._batches_per_step, self._world_size, drop_last=self._drop_last)
+        rows = self._rows if order is None else len(order.indices)
+        sizes = (self.effective_batch_size, self.rows_at_once, self._world_size)
+        return RowSharding(rows, *sizes, drop_last=self._drop_last)
+
+    @override
+    def first_rows(self, epoch: int) -> Rows:
+        """Return those rows; with a user's sampler, of another order, which all ranks draw together."""
+        found = self._order.to_evaluate() if self._order.is_drawn else self._order.of(epoch)
+        return self._source.fetch(found, self._sharding(found).shard(0, 0).pieces[0], epoch)
+
+    @override
     def single_row(self, *, together: bool = False) -> SingleRow | None:
-        """As `Feed`."""
-        return self._dealing.single_row(together=together)
+        return self._sharding().single_row(together=together)
 
+    @override
     def uneven_step(self) -> UnevenStep | None:
-        """As `Feed`."""
-        return self._dealing.uneven_step()
+        found, may_change = self._sharding().uneven_step(), not self._source.is_whole
+        return UnevenStep() if found is None and may_change and not self._drop_last else found
 
+    @override
     def rows_of(self, steps: int | None) -> int | None:
-        """As `Feed`."""
-        if self._continues:
+        if self._order.in_batches or self._continues:
             return None
         most = self.steps_per_epoch * self.effective_batch_size
-        return min(self._sampler.total_size(), most if steps is None else steps * self.effective_batch_size)
+        return min(self._rows, most if steps is None else steps * self.effective_batch_size)
 
+    @property
+    @override
+    def position(self) -> tuple[int, int, int]:
+        return (*(self._next if self._continues else (0, 0)), self._digest)
+
+    def _first_step(self, place: Place) -> tuple[int, int]:
+        """Return the pass at a place, and how many of its steps are complete."""
+        return (place.passes, place.batches) if self._continues else (place.epoch, place.steps)
+
+    @override
     def shares(self, place: Place, placement: Placement, end: int | None) -> Iterator[Share]:
-        """As `Feed`; each share knows the one that comes next."""
-        mover, numbers = make_copier(placement), itertools.count(place.steps)
-        gather = functools.partial(self._gather, pinned=True) if mover.is_ahead else self._gather
+        """Yield the shares; the last one of a pass has no `next`: the next order is not drawn before."""
+        copier, numbers = make_copier(placement), itertools.count(place.steps)
+        left = None if end is None else end - place.steps
+        number, first = self._next = self._first_step(place)
+        while True:
+            order = self._begin_pass(number, place)
+            sharding = self._sharding(order)
+            last = sharding.steps if left is None else min(sharding.steps, first + left)
+            given = self._pass_shares(number, order, sharding, range(first, last), numbers, copier)
+            following = next(given, None)
+            for completed in range(first + 1, last + 1):
+                share, following = following, next(given, None)
+                assert share is not None
+                self._next = number, completed
+                share.next = following
+                yield share
+                share.next = None  # a share that is kept must not keep all that follow
+            left = None if left is None else left - (last - first)
+            if not (self._continues and left):
+                return
+            if not sharding.steps:
+                raise ConfigError(f"pass {number + 1} through X has no rows for a step: there is nothing to train on.")
+            number, first = number + 1, 0
 
-        def given() -> Iterator[tuple[Share, tuple[int, int]]]:
-            for number, dealing, steps in self._walk(place, end, lambda _: self._dealing):
-                self._sampler.set_epoch(number)
-                order = self._sampler.global_indices().copy()  # of a read-only array PyTorch copies each batch of rows
-                for step in steps:
-                    deal = dealing.deal(step)
-                    pieces = [order[piece.start : piece.stop : piece.step] for piece in deal.pieces]
-                    yield GatheredShare(next(numbers), pieces, deal.joined_rows, gather, mover), (number, step + 1)
+    def _pass_shares(
+        self,
+        number: int,
+        order: EpochOrder,
+        sharding: Sharding,
+        steps: range,
+        numbers: Iterator[int],
+        copier: DeviceCopier,
+    ) -> Iterator[RowShare]:
+        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.is_ahead)
+        for step in steps:
+            pieces, joined_rows = sharding.shard(self._rank, step)
+            own = [order.rows(piece) for piece in pieces]
+            yield RowShare(next(numbers), joined_rows, own, fetch, copier, keeps=not self._source.is_whole)
 
-        return self._linked(given())
+    def _begin_pass(self, number: int, place: Place) -> EpochOrder:
+        """Return the order of a pass; it is made once. All ranks call it."""
+        if self._pass is None or self._pass[0] != number:
+            may_differ = self._source.begin_pass(number) or self._order.is_drawn
+            first, completed = self._first_step(place)
+            is_resumed = completed > 0 and number == first
+            restored, self._restored = self._restored, {}
+            load_states(self._order.stateful, restored.get("before" if is_resumed else "now", ()))
+            self._before = states_of(self._order.stateful)
+            order = self._order.of(number)
+            if is_resumed:
+                load_states(self._order.stateful, restored.get("now", ()))
+            self._pass = number, order
+            if may_differ:
+                self._check(order, place.order if is_resumed else 0)
+            self._warn_of_length(number, order)
+        return self._pass[1]
 
-    def first_rows(self, epoch: int) -> Rows:
-        """As `Feed`."""
-        self._sampler.set_epoch(epoch)
-        places = RowDealing(*self._sizes, 0, self._sampler.world_size, drop_last=self._drop_last).deal(0).pieces[0]
-        return self._gather(self._sampler.global_indices()[places.start : places.stop : places.step])
+    def _warn_of_length(self, number: int, order: EpochOrder) -> None:
+        steps, planned = self._sharding(order).steps, self.steps_per_epoch
+        if steps != planned and not self._warned and not self._continues and is_master():
+            warn(
+                f"epoch {number + 1} has {counted(steps, 'step')} and the first one had {planned:,}: the length of X "
+                "changes. Schedules use that of the first epoch."
+            )
+            self._warned = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the user's sampler, before it gave the running order and now."""
+        now = states_of(self._order.stateful)
+        return {"before": now if self._before is None else self._before, "now": now} if now else {}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = dict(state)
+
+    def _check(self, order: EpochOrder, expected: int) -> None:
+        """Refuse an order that differs between ranks, or from the digest `expected` (0: any)."""
+        self._digest = order.digest
+        digests = gather_texts(str(self._digest))
+        another = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        drawn = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
+        if another is not None:
+            raise on_all_ranks(
+                ConfigError(
+                    f"the DataLoader's sampler gives rank {another} another order than rank 0: it {drawn}, which are "
+                    "seeded alike on all ranks.",
+                    rank=another,
+                )
+            )
+        if expected not in (0, self._digest):
+            raise on_all_ranks(
+                ConfigError(
+                    "the DataLoader's sampler gives another order of this epoch than before the checkpoint in the "
+                    f"middle of it: some rows would repeat, and others be missing. It {drawn}; or resume from a "
+                    "checkpoint between two epochs."
+                )
+            )
 
 
-def check_steps(steps: int, rows: int, effective_batch_size: int) -> None:
-    """Refuse data of which `drop_last` leaves nothing.
-
-    Raises:
-        ConfigError: There is no step.
-    """
-    if steps == 0:
-        raise ConfigError(
-            f"drop_last leaves nothing: {counted(rows, 'row')}, and a step has {effective_batch_size:,} over all ranks."
-        )
+def _pieces(sharding: Sharding, rank: int, steps: range) -> Iterator[range]:
+    # No method: it must not hold the feed. The loader that reads it would keep itself, and its workers, alive.
+    for step in steps:
+        yield from sharding.shard(rank, step).pieces

@@ -1,34 +1,29 @@
-"""From a sampler to batches of indices: batch k of every rank belongs to step k, on each of them."""
+"""Batches of indices from a sampler: batch k of every rank belongs to step k."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from cyxtrain.config.settings import require_integer
-from cyxtrain.data.sampler import DistributedSampler, Indices, deal
+from cyxtrain.data.sampler import DistributedSampler, Indices
 from cyxtrain.errors import ConfigError
-
-
-def joined_batch(order: Indices, number: int, effective_batch_size: int) -> Indices:
-    """Returns batch `number` (from 0) of all ranks together, a view; shorter at the tail, empty beyond it."""
-    return order[number * effective_batch_size : (number + 1) * effective_batch_size]
 
 
 class DistributedBatchIterator:
     """This rank's batches of an epoch, as many as on every other rank.
 
-    Batch k over all ranks is `effective_batch_size` samples of the global order, dealt one by one. At the
-    tail, or where the world does not divide them, a rank may have one sample less than another, or none:
-    an empty batch is still a step, because the other ranks take it too (with `pad=False`; a sampler
-    that pads gives all ranks equal batches).
+    Batch k over all ranks is `effective_batch_size` samples of the global order, divided among the ranks one by one. At
+    the tail, or if the world size does not divide them, a rank may have one sample less than another, or none: an empty
+    batch is still a step, because the other ranks take it too (with `pad=False`; a sampler that pads gives all ranks
+    equal batches).
 
-    Each `for` starts at the beginning of the sampler's current epoch. A loop of one's
-    own divides the gradients of batch k by `global_batch_size(k)`: `examples/custom_loop.py` shows how.
+    Each `for` starts at the beginning of the sampler's current epoch. In your own loop, divide the gradients of batch k
+    by `global_batch_size(k)`, as in `examples/custom_loop.py`.
 
     Args:
-        sampler: Gives the order, the rank and the world size.
+        sampler: Determines the order, the rank and the world size.
         batch_size: Samples per batch on each rank.
-        effective_batch_size: Samples per batch over all ranks; where it is set, it rules.
+        effective_batch_size: Samples per batch over all ranks; takes precedence over `batch_size`.
 
     Raises:
         ConfigError: A batch size below 1.
@@ -53,7 +48,7 @@ class DistributedBatchIterator:
         return -(-self.sampler.padded_size() // self.effective_batch_size)
 
     def global_batch_size(self, number: int) -> int:
-        """Returns how many samples batch `number` (from 0) has over all ranks: the divisor of its gradients.
+        """Return the number of samples of a batch over all ranks: the divisor of its gradients.
 
         Raises:
             ConfigError: There is no batch of that number.
@@ -63,14 +58,14 @@ class DistributedBatchIterator:
         return min(self.effective_batch_size, self.sampler.padded_size() - number * self.effective_batch_size)
 
     def has_next(self) -> bool:
-        """Returns whether this epoch has another batch."""
+        """Return whether this epoch has another batch."""
         return self._next_number < self.num_batches()
 
     def next(self) -> Indices:
-        """Returns this rank's indices of the next batch.
+        """Return this rank's indices of the next batch.
 
         Returns:
-            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); the caller's own.
+            Row numbers, int64, shape (n,), n at most ceil(effective_batch_size / world_size); a copy.
 
         Raises:
             StopIteration: After the last batch of the epoch.
@@ -80,16 +75,21 @@ class DistributedBatchIterator:
         if self._order is None:
             # Taken once per epoch: a set_epoch() in the middle must not mix two orders.
             self._order = self.sampler.global_indices()
-        batch = joined_batch(self._order, self._next_number, self.effective_batch_size)
+        first = self._next_number * self.effective_batch_size
         self._next_number += 1
-        # A copy, because PyTorch warns of read-only arrays where rows of a tensor are taken by them.
-        own: Indices = deal(batch, self.sampler.rank, self.sampler.world_size).copy()
+        joined = self._order[first : first + self.effective_batch_size]
+        # A copy: PyTorch warns of read-only arrays as indices.
+        own: Indices = joined[self.sampler.rank :: self.sampler.world_size].copy()
         return own
 
     def reset(self, epoch: int | None = None, batch: int = 0) -> None:
-        """Lets `next` go on from the first batch, or from number `batch`; of `epoch` where it is given.
+        """Set the batch, and if given the epoch, from which `next` continues.
 
         A `for` begins at the first batch all the same.
+
+        Args:
+            epoch: Of the sampler; None: unchanged.
+            batch: Number of the batch in the epoch.
         """
         if epoch is not None:
             self.sampler.set_epoch(epoch)

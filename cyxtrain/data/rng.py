@@ -1,8 +1,7 @@
-"""The generators that training and data draw from: Python's, NumPy's and PyTorch's own, of this process and its device.
+"""Random generators of training and data: Python's, NumPy's and PyTorch's, of this process and its device.
 
-Training seeds them anew in each epoch, from (seed, epoch, rank): dropout and augmentation differ between epochs and
-ranks, and are the same in every run. In the middle of an epoch a checkpoint keeps their states. Whoever called `fit`
-finds them as they were.
+Each epoch seeds them from (seed, epoch, rank): dropout and augmentation differ between epochs and ranks, and repeat in
+every run. A checkpoint in the middle of an epoch stores their states. After `fit` they are as before.
 """
 
 from __future__ import annotations
@@ -10,29 +9,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
 from cyxtrain.environment import accelerator
 
 _States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13."""
 
 
 def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torch.device) -> None:
-    """Seeds all generators.
+    """Seed all generators.
 
-    Args:
-        seed: Of the run.
-        epoch: From 0.
-        samples: Of the epoch that have been trained on before; 0 but where another number of ranks goes on.
-        rank: This rank.
-        device: Where the model computes.
+    `samples` of the epoch were trained on, if a run resumes in it on another number of ranks; otherwise 0.
     """
-    # A hash that is the same for ever; NumPy's and PyTorch's ways of mixing seeds may change.
+    # A hash that never changes; NumPy's and PyTorch's ways of mixing seeds may.
     digest = hashlib.blake2b(f"cyxtrain {seed} {epoch} {samples} {rank}".encode(), digest_size=24).digest()
     first, second, third = (int.from_bytes(digest[begin : begin + 8], "little") for begin in (0, 8, 16))
     random.seed(first)
@@ -44,12 +41,7 @@ def seed_generators(seed: int, epoch: int, samples: int, rank: int, device: torc
 
 
 class GeneratorStates:
-    """The states of this process's generators, and of others: taken when it is made.
-
-    Args:
-        device: Where the model computes.
-        others: Of the data's own.
-    """
+    """The states of this process's generators, and of the data's `others`, at construction."""
 
     def __init__(self, device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> None:
         self._device = device
@@ -57,13 +49,13 @@ class GeneratorStates:
         self._others = [(generator, generator.get_state()) for generator in others]
 
     def is_unchanged(self) -> bool:
-        """Returns whether nothing has been drawn since, from those of the CPU."""
+        """Return whether nothing has been drawn since from the generators of the CPU."""
         (python, numbers, cpu, _), now = self._states, _get_states(CPU)
         same = python == now[0] and torch.equal(cpu, now[2]) and _same_numbers(numbers, now[1])
         return same and all(torch.equal(state, generator.get_state()) for generator, state in self._others)
 
-    def bring_back(self) -> None:
-        """Makes the generators what they were."""
+    def restore(self) -> None:
+        """Restore the states."""
         _set_states(self._states, self._device)
         for generator, state in self._others:
             generator.set_state(state)
@@ -71,16 +63,16 @@ class GeneratorStates:
 
 @contextlib.contextmanager
 def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever is drawn or seeded within, generators are as they were afterwards. Arguments as `GeneratorStates`."""
+    """Restore the generators afterwards, whatever is drawn or seeded within."""
     states = GeneratorStates(device, others)
     try:
         yield
     finally:
-        states.bring_back()
+        states.restore()
 
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
-    """Returns the states of all generators: JSON values."""
+    """Return the states of all generators as JSON values."""
     python, numbers, cpu, own = _get_states(device)
     version, words, gauss = python
     return {
@@ -93,22 +85,17 @@ def generators_as_json(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Brings back what `generators_as_json` gave.
-
-    Raises:
-        KeyError, TypeError, ValueError, RuntimeError: It is none.
-    """
+    """Restore what `generators_as_json` returned; malformed states raise one of several exceptions."""
     version, words, gauss = states["python"]
     python = (version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype=np.uint32)), gauss)
     numbers = states["numpy"]
     key = np.frombuffer(bytes.fromhex(numbers["state"]["key"]), dtype=np.uint32)
     numbers = {**numbers, "state": {**numbers["state"], "key": key}}
-    own = states.get(device.type)  # of another kind of device nothing can be taken over
+    own = states.get(device.type)  # the state of another kind of device is of no use
     _set_states((python, numbers, _bytes(states["torch"]), None if own is None else _bytes(own)), device)
 
 
 def _get_states(device: torch.device) -> _States:
-    """Returns the states of all generators, as `_set_states` takes them."""
     own = None
     if accelerator.is_accelerator(device):
         with _on(device) as module:
@@ -117,7 +104,6 @@ def _get_states(device: torch.device) -> _States:
 
 
 def _set_states(states: _States, device: torch.device) -> None:
-    """Brings back what `_get_states` gave."""
     python, numbers, cpu, own = states
     random.setstate(python)
     np.random.set_state(numbers)
@@ -133,7 +119,7 @@ def _bytes(text: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[Any]:
-    """Makes an accelerator the current one within, and gives PyTorch's module for its kind."""
+    """Make an accelerator the current device within; yield PyTorch's module for its type."""
     with torch.accelerator.device_index(accelerator.indexed(device).index):
         yield torch.get_device_module(device)
 
@@ -143,3 +129,57 @@ def _same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
     rest = ("has_gauss", "gauss")
     same = words["pos"] == others["pos"] and all(one[name] == other[name] for name in rest)
     return bool(same and np.array_equal(words["key"], others["key"]))
+
+
+def row_seeds(seed: int, epoch: int, places: range) -> list[int]:
+    """Return a seed for each row of an epoch, by its place in the order of the epoch alone."""
+    first = int.from_bytes(_digest(seed, epoch), "little")
+    with np.errstate(over="ignore"):
+        keys = np.uint64(first) + np.array(places, dtype=np.uint64) * np.uint64(_MIX[0])
+        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+        found: list[int] = (keys ^ (keys >> np.uint64(31))).tolist()
+    return found
+
+
+def _digest(*words: int) -> bytes:
+    return hashlib.blake2b(f"cyxtrain row {' '.join(map(str, words))}".encode(), digest_size=8).digest()
+
+
+def seed_for_row(seed: int) -> None:
+    """Seed the CPU generators of this process, from which rows are made."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed >> 1)
+
+
+def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: int, number: int, rank: int = 0) -> None:
+    """Seed all generators for a pass, and those of the data's parts; call `set_epoch` of the parts.
+
+    The random numbers are those of a rank; 0 if all ranks have the same data.
+    """
+    seed_generators(seed, number, 0, rank, CPU)
+    for generator in others:
+        generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a dataset, or of those that it combines; return whether there is one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+        return True
+    parts: list[Any] = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    found = [set_epoch_of(part, epoch) for part in parts]
+    return any(found)
+
+
+def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators that parts of the data, such as a sampler, own."""
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

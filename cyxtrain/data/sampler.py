@@ -1,8 +1,7 @@
-"""Which rank sees which sample: one global order per (seed, epoch), dealt like cards.
+"""Which rank sees which sample: one global order per (seed, epoch), divided among the ranks one by one.
 
-The order does not depend on the number of ranks, and rank r of N takes every N-th sample from the r-th
-on. So the batches number k of N ranks, joined, are batch number k of one rank with N times the batch
-size. The arithmetic is in functions that know no ranks; `DistributedSampler` adds who and when.
+The order does not depend on the number of ranks, and rank r of N takes every N-th sample from the r-th on. So batch k
+of N ranks, joined, is batch k of one rank with N times the batch size.
 """
 
 from __future__ import annotations
@@ -18,27 +17,23 @@ from torch.utils.data import Sampler
 from cyxtrain.config.settings import require, require_boolean, require_integer
 from cyxtrain.errors import ConfigError
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-"""Row numbers of a data set."""
+Indices: TypeAlias = npt.NDArray[np.int64]  # row numbers of a data set
 
 _WORD = 2**32
 
 
 def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Indices:
-    """Returns the order of a whole epoch, the same on every rank, machine and version of NumPy.
+    """Return every index once, in the order of an epoch: the same on every rank and machine.
 
-    The generator is NumPy's `RandomState` (MT19937), because its stream is frozen for ever: NEP 19 lets the
-    newer `Generator`, and PyTorch lets `randperm`, change between versions, and a run that is resumed
-    after an update would see some samples twice and others never.
+    The generator is NumPy's `RandomState` (MT19937), whose stream never changes: NEP 19 lets the newer `Generator`, and
+    PyTorch lets `randperm`, change between versions, and a run that resumes after an update would see some samples
+    twice and others never. Cost: 8 bytes and about 0.1 microseconds per sample.
 
     Args:
         dataset_size: Number of samples.
         shuffle: False: the samples in their own order; seed and epoch are not used.
         seed: 0 to 2**64 - 1.
         epoch: 0 to 2**32 - 1.
-
-    Returns:
-        Every index once, shape (dataset_size,). Cost: 8 bytes and about 0.1 microseconds per sample.
     """
     order = np.arange(dataset_size, dtype=np.int64)
     if shuffle:
@@ -48,41 +43,29 @@ def global_order(dataset_size: int, shuffle: bool, seed: int, epoch: int) -> Ind
     return order
 
 
-def dealt_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
-    """Returns how many indices all ranks get together in an epoch.
-
-    Args:
-        dataset_size: Number of samples.
-        world_size: Number of ranks.
-        drop_last: Drop the tail that does not divide; rules over `pad`.
-        pad: Repeat samples until it divides. False, without `drop_last`: exactly the data set.
-    """
+def sharded_size(dataset_size: int, world_size: int, drop_last: bool, pad: bool) -> int:
+    """Return how many indices all ranks get together in an epoch; `drop_last` takes precedence over `pad`."""
     if drop_last:
         return dataset_size // world_size * world_size
     return -(-dataset_size // world_size) * world_size if pad else dataset_size
 
 
-def deal(order: Indices, rank: int, world_size: int) -> Indices:
-    """Returns a rank's share of an order, a view: every `world_size`-th index, from the `rank`-th on."""
-    return order[rank::world_size]
-
-
 class DistributedSampler(Sampler[int]):
-    """Deals a data set to the ranks: a new order in every epoch, the same deal on every machine.
+    """Shards a dataset over the ranks: a new order in every epoch, the same shards on every machine.
 
-    It works as `DataLoader(sampler=...)` and takes what PyTorch's sampler of the same name takes, by name. Call
-    `set_epoch` before each epoch, else every epoch has the same order.
+    Use it as `DataLoader(sampler=...)`; it takes the arguments of PyTorch's sampler of the same name, by name. Call
+    `set_epoch` before each epoch, otherwise every epoch has the same order.
 
     Args:
-        dataset_size: Number of samples, or the data set itself (anything with `len`).
+        dataset_size: Number of samples, or the dataset itself (anything with `len`).
         shuffle: A new order in every epoch. False: the samples in their own order.
-        seed: Decides the order, with the epoch; 0 to 2**64 - 1, the same on every rank.
+        seed: Determines the order, with the epoch; 0 to 2**64 - 1, the same on every rank.
         drop_last: Leave out the last samples of the order, so that every rank gets the same number.
-        rank: This rank. None, like `world_size`: of the default torch.distributed group, or 0 of 1 without one.
+        rank: This rank. None (and for `world_size`): from the default torch.distributed group, or 0 of 1 without one.
         world_size: Number of ranks.
-        pad: Give every rank the same number of indices by repeating the head of the order. False: nothing
-            twice and nothing left out, so the first ranks may get one index more than the last.
-        num_replicas: PyTorch's name of `world_size`.
+        pad: Give every rank the same number of indices by repeating the head of the order. False: every index exactly
+            once, so the first ranks may get one index more than the last.
+        num_replicas: PyTorch's name for `world_size`.
 
     Raises:
         ConfigError: No samples, a rank outside the world, two different numbers of ranks.
@@ -130,15 +113,15 @@ class DistributedSampler(Sampler[int]):
         return len(range(self.rank, self.padded_size(), self.world_size))
 
     def total_size(self) -> int:
-        """Return the number of samples in the data set."""
+        """Return the number of samples in the dataset."""
         return self._total_size
 
     def padded_size(self) -> int:
-        """Return the number of indices that all ranks get together: after padding, or after dropping."""
-        return dealt_size(self._total_size, self.world_size, self.drop_last, self.pad)
+        """Return the number of indices of all ranks together, after padding or dropping."""
+        return sharded_size(self._total_size, self.world_size, self.drop_last, self.pad)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order: the same epoch always has the same one.
+        """Set the epoch, which determines the order.
 
         Args:
             epoch: 0 to 2**32 - 1, the same on every rank.
@@ -148,11 +131,11 @@ class DistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def global_indices(self) -> Indices:
-        """Returns this epoch's indices of all ranks together, in the order in which they are dealt.
+        """Return this epoch's indices of all ranks together, in order.
 
         Returns:
-            Shape (padded_size,), read-only, kept until the epoch changes. The padding comes last, and is
-            the head of the order (more than once where the data set is smaller than the padding).
+            Shape (padded_size,), read-only, cached until the epoch changes. The padding comes last, and repeats the
+            head of the order (several times if the dataset is smaller than the padding).
         """
         if self._cached is None or self._cached[0] != self.epoch:
             order = global_order(self._total_size, self.shuffle, self.seed, self.epoch)
@@ -162,8 +145,8 @@ class DistributedSampler(Sampler[int]):
         return self._cached[1]
 
     def get_indices(self) -> list[int]:
-        """Returns this rank's indices of this epoch, in order."""
-        indices: list[int] = deal(self.global_indices(), self.rank, self.world_size).tolist()
+        """Return this rank's indices of this epoch, in order."""
+        indices: list[int] = self.global_indices()[self.rank :: self.world_size].tolist()
         return indices
 
     def __iter__(self) -> Iterator[int]:
@@ -173,17 +156,17 @@ class DistributedSampler(Sampler[int]):
         return self.local_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what decides the order, as JSON types; it is the same on every rank."""
+        """Return what determines the order, as JSON types; the same on every rank."""
         return {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle, "dataset_size": self._total_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the epoch of a `state_dict`, of any number of ranks.
+        """Restore the epoch of a `state_dict` from any number of ranks.
 
         Args:
-            state: What `state_dict` gave.
+            state: What `state_dict` returned.
 
         Raises:
-            ConfigError: The state belongs to another data set size, seed or shuffle: another order of samples.
+            ConfigError: The state has another dataset size, seed or shuffle, hence another order of samples.
         """
         own = self.state_dict()
         for name in ("dataset_size", "seed", "shuffle"):
@@ -197,7 +180,6 @@ class DistributedSampler(Sampler[int]):
 
 
 def _count(dataset_size: int | Sized) -> int:
-    """Returns the number of samples; none is an error."""
     count = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
     require_integer("DistributedSampler", "dataset_size", count, 0)
     require(count > 0, "DistributedSampler: the data set is empty. Give it at least one sample.")
@@ -205,7 +187,7 @@ def _count(dataset_size: int | Sized) -> int:
 
 
 def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Returns rank and world size as given, else of the default group, else of a world of one."""
+    """Return rank and world size as given, otherwise of the default group, otherwise (0, 1)."""
     owner = "DistributedSampler"
     if None not in (world_size, num_replicas) and world_size != num_replicas:
         raise ConfigError(f"{owner}: world_size={world_size} and num_replicas={num_replicas} differ. Give one of them.")
@@ -231,7 +213,6 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
 
 
 def _default_group() -> tuple[int, int] | None:
-    """Returns rank and world size in the default torch.distributed group, or None without one."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None

@@ -1,4 +1,4 @@
-"""Which way gradients travel, and what a lossy one keeps from step to step."""
+"""Compressed exchange of gradients, and the state that PowerSGD keeps from step to step."""
 
 from __future__ import annotations
 
@@ -12,45 +12,33 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.exchange import HalfPrecisionExchange
-from cyxtrain.parallel.powersgd import LowRank, LowRankGradient
+from cyxtrain.parallel.powersgd import LowRankExchange, LowRankGradient
 
-COMPRESSIBLE = {torch.float32, torch.float64}
-"""Gradients of other numbers travel as they are."""
+COMPRESSIBLE = {torch.float32, torch.float64}  # gradients of other types are exchanged uncompressed
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compress(buckets: Sequence[Bucket], config: DDPConfig) -> dict[str, LowRankGradient]:
-    """Lets buckets travel as the config says, where their numbers are `COMPRESSIBLE`.
-
-    Args:
-        buckets: Of a module.
-        config: How gradients travel.
-
-    Returns:
-        The gradients that travel as thin matrices, by name.
-    """
+    """Set the exchange of buckets to the configured compression; return low-rank gradients by name."""
     found = {}
     for bucket in buckets:
         end = len(bucket.buffer())
         if config.compression is None or bucket.numbers.dtype not in COMPRESSIBLE:
             continue
         if config.compression == "powersgd":
-            travel = LowRank(bucket.numbers, end, bucket.gradients(), config.matrix_approximation_rank)
-            found.update({bucket.names[number]: gradient for number, gradient in travel.gradients.items()})
-            bucket.travel = travel
+            exchange = LowRankExchange(bucket.numbers, end, bucket.gradients(), config.matrix_approximation_rank)
+            found.update({bucket.names[number]: gradient for number, gradient in exchange.gradients.items()})
+            bucket.exchange = exchange
         else:
-            bucket.travel = HalfPrecisionExchange(bucket.numbers, end, _NARROW[config.compression])
+            bucket.exchange = HalfPrecisionExchange(bucket.numbers, end, _NARROW[config.compression])
     return found
 
 
 def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict[str, Any]:
-    """Returns what thin matrices keep, for a checkpoint: "queries" by name, and "errors" of each rank by name.
+    """Return the state of low-rank gradients: "queries" by name, "errors" of each rank by name.
 
-    All ranks call it. Cost: the gradients once from each rank to each, and as many times the memory as there are ranks.
-
-    Args:
-        gradients: Those that travel so, by name.
-        group: Of all ranks, on CPUs.
+    All ranks call it, with a group on CPUs. Cost: the gradients once from each rank to each, and as many times the
+    memory as there are ranks.
     """
     if not gradients:
         return {}
@@ -66,18 +54,9 @@ def gathered_state(gradients: Mapping[str, LowRankGradient], group: Any) -> dict
 
 
 def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """Goes on from what `gathered_state` gave; on another number of ranks, each has the mean of all errors.
+    """Load what `gathered_state` returned; on another number of ranks, each gets the mean of all errors.
 
-    What is new, or has another shape now, begins anew.
-
-    Args:
-        gradients: As `gathered_state`.
-        state: What that returned.
-        rank: This one.
-        world_size: How many there are.
-
-    Raises:
-        CheckpointError: It is something else.
+    Gradients that are new, or have another shape now, keep their initial state.
     """
     try:
         queries, errors = state["queries"], state["errors"]
@@ -90,4 +69,4 @@ def load_state(gradients: Mapping[str, LowRankGradient], state: Mapping[str, Any
             elif of_ranks:
                 gradient.error.copy_(torch.stack(of_ranks).mean(0))
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"what gradient compression has kept cannot be used: {error!r}.") from error
+        raise CheckpointError(f"the saved state of gradient compression cannot be used: {error!r}.") from error

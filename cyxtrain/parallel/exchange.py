@@ -1,19 +1,19 @@
-"""How the numbers of a bucket travel, to become means over ranks.
+"""How the numbers of a bucket become means over ranks.
 
-As they are; not at all, in memory that all ranks have in common; by a comm hook; or in half precision. (As thin
-matrices: `powersgd.py`.)
+By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `powersgd.py`.)
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import CallOptions
@@ -23,81 +23,63 @@ _ASYNCHRONOUS = CallOptions(asyncOp=True)
 
 
 class Waitable(Protocol):
-    """What travels, and can be waited for."""
+    """A collective in progress."""
 
     def wait(self) -> object:
-        """Returns when it has arrived."""
+        """Return when it is complete."""
 
 
-class Mean:
-    """A tensor on its way to its mean over ranks, in place.
-
-    Args:
-        tensor: Of floats; nobody touches it until `wait` returns.
-        group: The process group.
-    """
+class MeanWork:
+    """The all_reduce of a tensor to its mean over ranks, in place; untouchable until `wait` returns."""
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
         backend: str = dist.get_backend(group)
-        if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or none that was named
+        if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or unnamed
             backend = backends_of(group).get(tensor.device.type, backend)
-        averages = backend in ("ring", "nccl")  # Gloo, say, has no AVG
+        averages = backend in ("ring", "nccl")  # Gloo, for one, has no AVG
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._tensor = tensor
         self._divisor = 1 if averages else dist.get_world_size(group)
         self._work: Any = dist.all_reduce(tensor, op, group, async_op=True)
 
     def wait(self) -> None:
-        """Returns when the mean is there."""
+        """Return when the mean is there."""
         self._work.wait()
         if self._divisor > 1:
             self._tensor.div_(self._divisor)
 
 
 class GradientExchange(ABC):
-    """One bucket's way: `launch`; `send_on` when all buckets have been launched; `arrive`; `settle`.
+    """The exchange of a bucket: `launch`; when all are launched, `launch_second_round`; `wait`; `complete`.
 
-    Args:
-        numbers: The bucket's flat tensor: gradients, then flags.
-        gradients_end: Where the flags begin.
+    `numbers` is the bucket's flat tensor: gradients, then flags.
     """
 
     def __init__(self, numbers: Tensor, gradients_end: int) -> None:
         self._numbers = numbers
         self._gradients, self._flags = numbers[:gradients_end], numbers[gradients_end:]
-        self._under_way: list[Waitable] = []
-        self._scale = 1.0
-
-    def launch(self, group: Any, scale: float) -> None:
-        """Sends this rank's numbers on their way.
-
-        Args:
-            group: The process group.
-            scale: What gradients are multiplied by in this step, as by a loss scale.
-        """
-        self._scale = scale
-        self._under_way = self._send(group)
+        self._pending: Sequence[Waitable] = ()
 
     @abstractmethod
-    def _send(self, group: Any) -> list[Waitable]:
-        """Returns what travels."""
+    def launch(self, group: Any, scale: float) -> None:
+        """Send this rank's numbers, with gradients multiplied by `scale`, such as a loss scale."""
 
-    def send_on(self) -> None:  # noqa: B027 - most ways have one round
-        """Begins a second round, where there is one; all buckets have been launched."""
+    def launch_second_round(self) -> None:  # noqa: B027 - most exchanges have one round
+        """Begin a second round, if there is one."""
 
-    def arrive(self) -> None:
-        """Waits; then the flags are means over ranks, and, after `settle`, the gradients."""
-        for travelling in self._under_way:
-            travelling.wait()
-        self._under_way = []
-        self._take_in()
+    def wait(self) -> None:
+        """Wait until the flags are means over ranks, and, after `complete`, the gradients."""
+        for work in self._pending:
+            work.wait()
+        self._pending = ()
+        self._store()
 
-    def _take_in(self) -> None:  # noqa: B027 - most ways end in place
-        """Puts what has arrived in its place."""
+    def _store(self) -> None:  # noqa: B027 - most exchanges end in place
+        """Copy what was received into the bucket."""
 
     @property
-    def arrived(self) -> list[Tensor]:
-        """What has arrived: where that is finite, each rank's gradients are; the same on every rank."""
+    def received(self) -> list[Tensor]:
+        """What was received, the same on every rank: if it is finite, all ranks' gradients are."""
         return [self._numbers]
 
     @property
@@ -105,60 +87,44 @@ class GradientExchange(ABC):
         """Whether all numbers are known to be finite, at no cost."""
         return False
 
-    def settle(self, *, is_whole: bool, unused: Collection[int]) -> None:  # noqa: B027 - most ways keep nothing
-        """Completes the gradients, and keeps what is for the next step.
-
-        Args:
-            is_whole: Whether what has arrived, in all buckets, is finite.
-            unused: Numbers of the gradients, in this bucket, that no rank has made.
-        """
+    def complete(self, *, is_finite: bool, unused: Collection[int]) -> None:  # noqa: B027 - most exchanges keep nothing
+        """Finish the gradients, and keep what the next step needs; `unused` are those that no rank has made."""
 
     def abandon(self) -> None:
-        """Waits for what was interrupted: it travels in memory that is filled anew. The group says if it failed."""
-        for travelling in self._under_way:
+        """Wait for an interrupted exchange, whose memory is filled anew. The group reports if it failed."""
+        for work in self._pending:
             with contextlib.suppress(RuntimeError):
-                travelling.wait()
-        self._under_way = []
+                work.wait()
+        self._pending = ()
 
 
 class AllReduceExchange(GradientExchange):
     """An all_reduce of the bucket."""
 
-    def _send(self, group: Any) -> list[Waitable]:
-        return [Mean(self._numbers, group)]
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        self._pending = [MeanWork(self._numbers, group)]
 
 
 class SharedMemoryExchange(GradientExchange):
-    """A bucket in memory that all ranks have in common: nothing of it travels.
-
-    Args:
-        mean: The bucket's numbers, and how they are averaged.
-        gradients_end: As `GradientExchange`.
-    """
+    """A bucket in memory that all ranks share: nothing is sent."""
 
     def __init__(self, mean: SharedMean, gradients_end: int) -> None:
         super().__init__(mean.tensor, gradients_end)
         self._mean = mean
 
-    def _send(self, group: Any) -> list[Waitable]:
-        return [self._mean.all_reduce(_ASYNCHRONOUS)]
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        self._pending = [self._mean.all_reduce(_ASYNCHRONOUS)]
 
     @property
+    @override
     def is_known_finite(self) -> bool:
-        """Whether the ranks have found so, each its part."""
         return self._mean.is_known_finite
 
 
 class CommHookExchange(GradientExchange):
-    """PyTorch's comm hooks. A hook may do anything to gradients: the flags travel by themselves.
-
-    Args:
-        numbers: As `GradientExchange`.
-        gradients_end: As `GradientExchange`.
-        hook: Takes the state and the bucket, returns a Future of the gradients.
-        state: For the hook.
-        bucket: As torch.distributed.GradBucket.
-    """
+    """PyTorch's comm hooks, which may do anything to gradients: the flags are reduced separately."""
 
     def __init__(
         self, numbers: Tensor, gradients_end: int, hook: Callable[[Any, Any], Any], state: Any, bucket: Any
@@ -169,11 +135,13 @@ class CommHookExchange(GradientExchange):
         self._bucket = bucket
         self._future: Any = None
 
-    def _send(self, group: Any) -> list[Waitable]:
+    @override
+    def launch(self, group: Any, scale: float) -> None:
         self._future = self._hook(self._state, self._bucket)
-        return [Mean(self._flags, group), self._future]
+        self._pending = [MeanWork(self._flags, group), self._future]
 
-    def _take_in(self) -> None:
+    @override
+    def _store(self) -> None:
         result = self._future.wait()
         self._future = None
         gradients = result[0] if isinstance(result, (list, tuple)) else result
@@ -182,14 +150,9 @@ class CommHookExchange(GradientExchange):
 
 
 class HalfPrecisionExchange(GradientExchange):
-    """Half as many bytes: each rank's part of the mean is rounded to a narrower type, and added up there.
+    """Half as many bytes: each rank's part of the mean is rounded to a narrower type, and summed there.
 
     A gradient beyond the type's range becomes infinite. Source: torch.distributed's fp16_compress_hook.
-
-    Args:
-        numbers: As `GradientExchange`.
-        gradients_end: As `GradientExchange`.
-        dtype: What travels.
     """
 
     def __init__(self, numbers: Tensor, gradients_end: int, dtype: torch.dtype) -> None:
@@ -197,12 +160,14 @@ class HalfPrecisionExchange(GradientExchange):
         self._narrow = torch.empty_like(numbers, dtype=dtype)
         self._world_size = 1
 
-    def _send(self, group: Any) -> list[Waitable]:
+    @override
+    def launch(self, group: Any, scale: float) -> None:
         self._world_size, end = dist.get_world_size(group), len(self._gradients)
         torch.div(self._gradients, self._world_size, out=self._narrow[:end])
         self._narrow[end:] = self._flags  # a sum of ones is exact; a third is not
-        return [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]
+        self._pending = [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]
 
-    def _take_in(self) -> None:
+    @override
+    def _store(self) -> None:
         self._numbers.copy_(self._narrow)
         self._flags.div_(self._world_size)

@@ -1,4 +1,4 @@
-"""Whether numbers are finite, found out at the cost of reading them once."""
+"""Checks for NaN and infinities that read the numbers once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from torch import Tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.ring.wire.payload import is_finite
 
-_FEW = 8
-"""Up to so many tensors each is added up by itself: to sort them takes longer."""
-_LARGE = 1 << 16
-"""Elements from which an operation for each tensor costs less than to put them together."""
+_FEW = 8  # up to so many tensors are summed one by one: grouping them takes longer
+_LARGE = 1 << 16  # elements from which one operation per tensor costs less than joining them
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether no tensor holds NaN or an infinity.
 
-    Cost: on CPUs they are added up, many small ones of a dtype copied together. On an accelerator they are read by one
-    operation for all of a dtype, and the host waits once for each device.
-
-    Args:
-        tensors: Of floats or complex numbers, without holes in memory, that no graph needs.
+    Cost: CPU tensors are summed, many small ones of a dtype joined by a copy. On an accelerator one operation reads all
+    of a dtype, and the host waits once for each device.
     """
     if len(tensors) <= _FEW and all(tensor.is_cpu for tensor in tensors):
         return all(map(is_finite, tensors))
@@ -43,15 +38,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """Return the largest absolute value in each tensor; NaN where it holds one. The host does not wait.
+    """Return the numbers of the tensors with elements; the largest absolute values, a vector per dtype.
 
-    Cost: each element is read once, by one operation for all tensors of a dtype.
-
-    Args:
-        tensors: Of floats or complex numbers, on one device.
-
-    Returns:
-        (numbers of the tensors that have elements; their magnitudes, a vector for each dtype).
+    The value is NaN if a tensor holds one. The tensors are on one device; the host does not wait.
     """
     kinds: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -62,5 +51,5 @@ def magnitudes(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient as a dense tensor: of a sparse one, what it holds for each row."""
+    """Return the numbers of a gradient as a dense tensor; of a sparse one, its values."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

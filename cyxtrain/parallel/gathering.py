@@ -1,8 +1,9 @@
-"""Rows of all ranks in one tensor, with gradients: for losses that compare the rows of a batch with each other."""
+"""A differentiable all_gather, for losses that compare the rows of a batch with each other."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +21,16 @@ _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torc
 
 
 class GatherCall(NamedTuple):
-    """A call of `all_gather_with_grad` that a forward makes, in each batch alike."""
+    """A call of `all_gather_with_grad` in a forward; unless local, its result, and the result's node."""
 
     row_shape: tuple[int, ...]
     dtype: torch.dtype
+    rows: Tensor | None = None
+    node: Any = None
 
 
 class _Layout(NamedTuple):
-    """What the ranks give to one call, the same on every rank."""
+    """The arguments of all ranks to one call; the same on every rank."""
 
     rows: list[int]
     row_shape: list[int]
@@ -35,30 +38,23 @@ class _Layout(NamedTuple):
     needs_gradient: bool
 
 
-class Gathered(NamedTuple):
-    """Rows of all ranks, and the node of the graph that made them; None: they need no gradient."""
+class _Recording:
+    """The calls that are recorded now, and whether they are local."""
 
-    rows: Tensor
-    node: Any
-
-
-class _Calls:
-    """How calls are made now: over all ranks, which may keep their results, or by this rank alone, which notes them."""
-
-    alone: list[GatherCall] | None = None
-    kept: list[Gathered] | None = None
+    calls: list[GatherCall] | None = None
+    is_local = False
 
 
 def all_gather_with_grad(tensor: Tensor) -> Tensor:
-    """Concatenates the rows of all ranks, in rank order, with gradients. All ranks call it.
+    """Concatenate the rows of all ranks, in rank order, with gradients. All ranks call it.
 
-    For losses over pairs: each rank compares its rows with those of all. Ranks may have different numbers of rows, also
-    none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then averaged
-    over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses: if every
-    rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses by rows,
-    with the same result. In `evaluate` and `predict`, where each rank has batches of its own, it returns `tensor`.
+    Use it in losses over pairs: each rank compares its rows with those of all. Ranks may have different numbers of
+    rows, or none. In backward, each row gets the sum over ranks of its gradients. If gradients of parameters are then
+    averaged over ranks, as `DistributedDataParallel` does, the result is the gradient of the mean of the ranks' losses:
+    if every rank computes the same loss over all rows, it is the gradient of that loss. `fit` weights the ranks' losses
+    by rows, with the same result. In `evaluate` and `predict`, where ranks have separate batches, it returns `tensor`.
 
-    Cost: a gather of some numbers; then a gather of the rows, and in backward a reduce-scatter, both padded to the
+    Cost: a gather of a few numbers; then a gather of the rows, and in backward a reduce-scatter, both padded to the
     largest number of rows.
 
     Args:
@@ -71,46 +67,37 @@ def all_gather_with_grad(tensor: Tensor) -> Tensor:
         NotInitializedError: Before `init`.
         CollectiveMismatchError: Ranks have rows of different shapes or dtypes; on every rank.
         ConfigError: The tensor has no rows: its shape is ().
-        CyxtrainError: Another rank is lost, silent or late, or calls something else.
+        CyxtrainError: Another rank is lost, stalled or late, or calls another collective.
     """
     runtime.require_world(_NAME)
     if not 1 <= tensor.dim() <= _MOST_DIMENSIONS:
         raise ConfigError(
             f"{_NAME} needs shape (rows, ...), up to {_MOST_DIMENSIONS} dimensions, got {[*tensor.shape]}."
         )
-    if _Calls.alone is not None:
-        _Calls.alone.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype))
+    if _Recording.is_local and _Recording.calls is not None:
+        _Recording.calls.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype))
         return tensor
     return tensor if dist.get_world_size() == 1 else _gathered(tensor, _layout_of(tensor))
 
 
 @contextlib.contextmanager
-def gathering_alone() -> Iterator[list[GatherCall]]:
-    """Within, `all_gather_with_grad` returns this rank's rows without asking the others; gives what was called."""
-    before, _Calls.alone = _Calls.alone, []
+def _recording(*, is_local: bool) -> Iterator[list[GatherCall]]:
+    before, calls = (_Recording.calls, _Recording.is_local), list[GatherCall]()
+    _Recording.calls, _Recording.is_local = calls, is_local
     try:
-        yield _Calls.alone
+        yield calls
     finally:
-        _Calls.alone = before
+        _Recording.calls, _Recording.is_local = before
 
 
-@contextlib.contextmanager
-def gathers_kept() -> Iterator[list[Gathered]]:
-    """Within, keeps what `all_gather_with_grad` returns, for `backward_alike`."""
-    before, _Calls.kept = _Calls.kept, []
-    try:
-        yield _Calls.kept
-    finally:
-        _Calls.kept = before
+gathering_alone = functools.partial(_recording, is_local=True)
+"""Within, `all_gather_with_grad` returns this rank's rows without asking the others; yields the calls."""
+gathers_kept = functools.partial(_recording, is_local=False)
+"""Within, records the calls of `all_gather_with_grad` with their results, for `backward_alike`; yields them."""
 
 
 def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> None:
-    """Makes the calls of a rank without rows.
-
-    Args:
-        calls: That the other ranks make.
-        device: Where they make them.
-    """
+    """Make the calls that other ranks make, on a device, without rows."""
     with torch.enable_grad():
         for call in calls:
             empty = torch.empty((0, *call.row_shape), dtype=call.dtype, device=device)
@@ -118,20 +105,17 @@ def gather_nothing(calls: Sequence[GatherCall], device: torch.device) -> None:
             _gathered(empty.requires_grad_(layout.needs_gradient), layout)
 
 
-def backward_alike(loss: Tensor | None, kept: Sequence[Gathered]) -> None:
-    """Runs backward of a loss, with that of each gather that the loss of any rank depends on. All ranks call it.
+def backward_alike(loss: Tensor | None, kept: Sequence[GatherCall]) -> None:
+    """Run backward of a loss, with that of each gather that any rank's loss needs. All ranks call it.
 
-    Each gather's backward is a collective: a rank without rows takes part in those that the others run, which are not
-    those of gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
-
-    Args:
-        loss: Of this rank, 0-dim; None: it has no rows.
-        kept: What this rank has gathered in the forward.
+    Each gather's backward is a collective: a rank without rows, whose loss is None, takes part in those that the others
+    run, except for gathers that their losses detach. Cost: a walk over the graph, and an all_reduce of a few bytes.
     """
     own = _depends_on(loss, kept)
     anyone = torch.tensor(own, dtype=torch.uint8, device="cpu")
     dist.all_reduce(anyone, dist.ReduceOp.MAX, group=runtime.cpu_group())
-    others = [each.rows for each, here, there in zip(kept, own, anyone.tolist(), strict=True) if there and not here]
+    found = zip(kept, own, anyone.tolist(), strict=True)
+    others = [call.rows for call, here, there in found if there and not here and call.rows is not None]
     if loss is not None or others:
         torch.autograd.backward(
             [*([] if loss is None else [loss]), *others],
@@ -139,7 +123,7 @@ def backward_alike(loss: Tensor | None, kept: Sequence[Gathered]) -> None:
         )
 
 
-def _depends_on(loss: Tensor | None, kept: Sequence[Gathered]) -> list[bool]:
+def _depends_on(loss: Tensor | None, kept: Sequence[GatherCall]) -> list[bool]:
     found, waiting = set(), [] if loss is None else [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -151,8 +135,8 @@ def _depends_on(loss: Tensor | None, kept: Sequence[Gathered]) -> list[bool]:
 
 def _gathered(tensor: Tensor, layout: _Layout) -> Tensor:
     gathered: Tensor = _Gather.apply(tensor, layout)  # type: ignore[no-untyped-call]
-    if _Calls.kept is not None:
-        _Calls.kept.append(Gathered(gathered, gathered.grad_fn))
+    if _Recording.calls is not None:
+        _Recording.calls.append(GatherCall(tuple(tensor.shape[1:]), tensor.dtype, gathered, gathered.grad_fn))
     return gathered
 
 
@@ -183,9 +167,9 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def _layout_of(tensor: Tensor) -> _Layout:
-    """Returns what the ranks give; raises on every rank if it does not fit."""
-    asks = tensor.requires_grad and torch.is_grad_enabled()
-    kind = [len(tensor), int(asks), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
+    """Return the arguments of all ranks; raise on every rank if they do not match."""
+    needs_own = tensor.requires_grad and torch.is_grad_enabled()
+    kind = [len(tensor), int(needs_own), _DTYPES.index(tensor.dtype), *tensor.shape[1:]]
     own = torch.full([3 + _MOST_DIMENSIONS], -1, dtype=torch.int64, device="cpu")
     own[: len(kind)] = torch.tensor(kind, device="cpu")
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]

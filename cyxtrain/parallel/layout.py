@@ -1,30 +1,26 @@
-"""Which gradients travel together: pure arithmetic, fixed when the wrapper is made.
+"""Which gradients are exchanged together: pure arithmetic, fixed when the wrapper is made.
 
-A bucket is one flat tensor: the gradients of some parameters, then one flag per parameter, which is 1 on a
-rank where that parameter took no part, and one that is 1 on a rank without samples; in the last bucket, then, some
-numbers that ranks tell each other for other purposes. All are summed with the gradients, so that all ranks know who
-used what, and what others want, without another message. The very last one is 0, and NaN on a rank whose loss is not
-finite: the sum is NaN then on every rank, as that of a gradient that is not.
+A bucket is one flat tensor: the gradients of some parameters, then a flag per parameter, which is 1 on a rank that has
+not used it, and one that is 1 on a rank without samples; in the last bucket, then, the ranks' signals. All are summed
+with the gradients, so that all ranks know who used what, and what others signal, without another message. The very last
+number is 0, and NaN on a rank whose loss is not finite: the sum is then NaN on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-_FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that communication begins early in backward."""
-
-
-NUM_SIGNALS = 5
-"""Numbers that each rank tells all others in a synchronisation, behind the flags of the last bucket; then its loss."""
+_FIRST_BUCKET_BYTES = 1 << 20  # the first bucket is small, so that communication begins early in backward
+NUM_SIGNALS = 5  # numbers that each rank signals to all others in a synchronisation
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter: its number of elements, dtype and device."""
+    """The layout's view of a parameter: its number of elements, dtype and device."""
 
     count: int
     dtype: torch.dtype
@@ -33,23 +29,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A bucket: which parameters, and where each begins.
-
-    Attributes:
-        parameters: Indices of parameters.
-        offsets: First element of each, in the flat tensor.
-        flags_offset: First element of the flags, one per parameter and one more; the gradients end here.
-        dtype: Of the flat tensor.
-        device: Of the flat tensor.
-        has_signals: Whether the signals, and the loss, stand behind the flags.
-    """
+    """The indices of a bucket's parameters, and where each begins in its flat tensor."""
 
     parameters: tuple[int, ...]
     offsets: tuple[int, ...]
-    flags_offset: int
+    flags_offset: int  # the first flag, after the gradients; one per parameter and one more
     dtype: torch.dtype
     device: torch.device
-    has_signals: bool = False
+    has_signals: bool = False  # whether signals and loss follow the flags
 
     @property
     def count(self) -> int:
@@ -58,14 +45,11 @@ class BucketSpec:
 
 
 def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> list[BucketSpec]:
-    """Returns the buckets in the order in which they are launched.
+    """Return the buckets in the order in which they are launched.
 
-    Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket
-    is closed when it has reached its size, so that one large parameter does not wait for small ones.
-
-    Args:
-        parameters: In the order of the module.
-        bucket_bytes: Size at which a bucket is closed; the first one of each kind is closed at 1 MiB.
+    Parameters are taken from the last to the first, about the order in which backward makes gradients. A bucket is
+    closed when it has reached its size, so that one large parameter does not wait for small ones; the first one of each
+    kind is closed at 1 MiB.
     """
     finished: list[tuple[int, list[int]]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -87,9 +71,6 @@ def bucket_layout(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> lis
 
 
 def _bucket(indices: list[int], parameters: Sequence[ParameterSpec]) -> BucketSpec:
-    offsets, position = [], 0
-    for index in indices:
-        offsets.append(position)
-        position += parameters[index].count
+    *offsets, end = itertools.accumulate((parameters[index].count for index in indices), initial=0)
     first = parameters[indices[0]]
-    return BucketSpec(tuple(indices), tuple(offsets), position, first.dtype, first.device)
+    return BucketSpec(tuple(indices), tuple(offsets), end, first.dtype, first.device)

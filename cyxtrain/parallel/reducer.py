@@ -1,8 +1,8 @@
 """Averages gradients over ranks while backward still runs.
 
-Each parameter has a hook that fires when its gradient is complete. It puts the gradient into its bucket; buckets
-leave in index order as they become complete, and the end of backward sends the rest and waits. The layout never
-changes: a resumed run sums in the same order as the uninterrupted one.
+Each parameter has a hook that autograd calls when its gradient is complete. The hook copies the gradient to its bucket;
+buckets are launched in index order as they become complete, and the end of backward launches the rest and waits. The
+layout never changes: a resumed run sums in the same order as the uninterrupted one.
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020), section 4.
 """
 
@@ -22,7 +22,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.environment.allocator import keep_freed_memory
 from cyxtrain.errors import ConfigError, DistributedTrainingError, on_all_ranks, shortened
-from cyxtrain.parallel.bucket import STEP_LATER, Bucket
+from cyxtrain.parallel.bucket import STEP_LATER, Bucket, checked_gradient
 from cyxtrain.parallel.compression import compress
 from cyxtrain.parallel.consistency.broadcasting import tensors_of
 from cyxtrain.parallel.finite import all_finite, values_of
@@ -34,28 +34,20 @@ from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.world import runtime
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
-_SPARSE = -1
-"""Instead of the number of a bucket."""
+_SPARSE = -1  # in place of the index of a bucket
 _NOT_MEASURED = contextlib.nullcontext()
-_open: weakref.WeakSet[Reducer] = weakref.WeakSet()
-"""All reducers whose hooks are on a module."""
+_open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers with hooks on a module
 
 
 class Reducer:
-    """The buckets of a module, and the hooks that fill them.
-
-    Args:
-        model: Its trained parameters are averaged.
-        config: Sizes and semantics.
-    """
+    """The buckets of a module's trained parameters, and the hooks that fill them."""
 
     def __init__(self, model: nn.Module, config: DDPConfig) -> None:
-        keep_freed_memory()  # autograd's own gradients are freed in each step, when they have come into a bucket
+        keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
         self._kinds = {id(p): (p.dtype, p.get_device(), p.requires_grad, p) for p in model.parameters()}  # keeps ids
         self._names = {parameter: name for name, parameter in parameters}
-        self._as_view = config.gradient_as_bucket_view
         self._allow_unused = config.find_unused_parameters or config.static_graph
         self._trained = [parameter for _, parameter in parameters]
         self._versions: list[int] | None = None
@@ -63,39 +55,33 @@ class Reducer:
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config)
         self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], mean)
-            for index, (spec, mean) in enumerate(zip(layout, _memory_in_common(layout, config), strict=True))
+            Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
+            for index, (spec, mean) in enumerate(zip(layout, _shared_means(layout, config), strict=True))
         ]
-        self.low_rank = compress(self._buckets, config)
-        """The gradients that travel as thin matrices, by name."""
+        self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._group: Any = runtime.group_for(self.device)
         self._backward: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = self._refuses_unused = False
         self._unread: accelerator.HostCopy | None = None
-        self.held = False
-        """Whether backward shall accumulate locally."""
-        self.signals = [0.0] * NUM_SIGNALS
-        """What this rank tells the others in each synchronisation."""
-        self.loss: Tensor | None = None
-        """This rank's loss in the next synchronisation."""
+        self.held = False  # whether backward accumulates locally
+        self.signals = [0.0] * NUM_SIGNALS  # this rank's signals in each synchronisation
+        self.loss: Tensor | None = None  # this rank's loss in the next synchronisation
         self.reports = False
-        """Whether flags stay on the accelerator, and refusals wait, until somebody reads `report`."""
-        self.scale = 1.0
-        """What the gradients of the next synchronisations are multiplied by."""
-        self.seconds = 0.0
-        """That the host has communicated, or waited for other ranks."""
+        """Whether flags stay on the accelerator, and unused parameters are not refused, until a `report` is read."""
+        self.scale = 1.0  # what the gradients of the next synchronisations are multiplied by
+        self.seconds = 0.0  # time that the host has communicated, or waited for other ranks
         self.unsynced = self.is_prepared = False
-        """Whether gradients are here that no other rank has seen; whether buffers have been shared for this step."""
-        self._watch_gradients([[dense[number][1] for number in spec.parameters] for spec in layout])
+        """Whether there are gradients that were not averaged; whether buffers were shared for this step."""
+        self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._trained[0].device if self._trained else torch.device("cpu")
 
-    def _watch_gradients(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+    def _add_hooks(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
         self._first = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._device_waits: accelerator.Stopwatch | None = None
@@ -109,12 +95,11 @@ class Reducer:
         sparse = [parameter for _, parameter in self._sparse.parameters]
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
-                hook = _hook(own, index, slot)
                 torch_compat.attach_hooks(parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(own, index, slot)))
 
     def take_over(self, earlier: Reducer) -> None:
-        """Continue where an `earlier` reducer of the same module ended; that one is closed."""
+        """Close an `earlier` reducer of the same module, and continue from its state."""
         earlier.close()
         earlier.read_flags()
         self.unsynced, self.seconds, self.is_prepared = earlier.unsynced, earlier.seconds, earlier.is_prepared
@@ -122,7 +107,7 @@ class Reducer:
         self.signals, self.loss, self.scale = earlier.signals, earlier.loss, earlier.scale
         self.reports = earlier.reports
         if earlier._hook is not None:
-            self.travel_by_hook(*earlier._hook)
+            self.exchange_by_hook(*earlier._hook)
         for name in self.low_rank.keys() & earlier.low_rank.keys():
             now, before = self.low_rank[name], earlier.low_rank[name]
             if (now.query.shape, now.error.shape) == (before.query.shape, before.error.shape):
@@ -130,14 +115,11 @@ class Reducer:
                 now.error.copy_(before.error)
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether the module still has the parameters that it had, of the same kind.
+        """Return whether these, all that the module has, are its parameters of before, of the same kind.
 
-        A parameter that is frozen now still fits: it has no gradient. Where tensors were swapped, as `load_state_dict`
-        does after torch.__future__.set_swap_module_params_on_conversion(True), the same parameters have lost their
-        hooks: the first one tells. Cost: a look-up for each.
-
-        Args:
-            parameters: All that the module has now.
+        A parameter that is frozen now still fits: it has no gradient. If tensors were swapped, as by `load_state_dict`
+        after torch.__future__.set_swap_module_params_on_conversion(True), the same parameters have lost their hooks:
+        the first one is checked for that.
         """
         kinds = self._kinds
         for parameter in parameters:
@@ -154,7 +136,7 @@ class Reducer:
         return [parameter for parameter in parameters if id(parameter) not in self._kinds]
 
     def note_forward(self) -> None:
-        """Note the parameters' versions: until backward has averaged their gradients, nobody may change them."""
+        """Record the parameters' versions: they must not change until backward has averaged their gradients."""
         self._versions = torch_compat.versions_of(self._trained)
 
     def _use(self, group: Any) -> None:
@@ -165,50 +147,39 @@ class Reducer:
 
     @property
     def received(self) -> list[float]:
-        """For each signal, something above 0 where any rank told it in the latest synchronisation."""
+        """For each signal, a number above 0 if any rank gave it in the latest synchronisation."""
         self.read_flags()
         return self._buckets[-1].received
 
     @property
     def losses_are_finite(self) -> bool:
-        """Whether the losses of all ranks were, in the latest synchronisation."""
+        """Whether the losses of all ranks were finite in the latest synchronisation."""
         self.read_flags()
         return self._buckets[-1].losses_are_finite
 
     def is_finite(self) -> bool:
-        """Returns whether all that has travelled in the latest synchronisation is: gradients and losses.
-
-        The same on every rank. Cost: it is read once, but for what ranks have looked at in memory in common.
-        """
-        dense = [bucket.numbers for bucket in self._buckets if not bucket.travel.is_known_finite]
+        """Return whether gradients and losses of the latest synchronisation are finite, on every rank alike."""
+        dense = [bucket.numbers for bucket in self._buckets if not bucket.exchange.is_known_finite]
         return all_finite(dense + [values_of(p.grad) for _, p in self._sparse.parameters if p.grad is not None])
 
     def report(self, losses: Sequence[Tensor]) -> Report:
-        """Return what has travelled in the latest synchronisation, on its way to the host.
-
-        Args:
-            losses: Of this rank's micro-batches.
-        """
-        unused = [bucket.unused_flags() for bucket in self._buckets] if self._refuses_unused else []
-        merge = functools.partial(self._take_in, refuses=self._refuses_unused)
+        """Return the report of the latest synchronisation, with the losses of this rank's micro-batches."""
+        unused = [bucket.flags[: len(bucket.names)] for bucket in self._buckets] if self._refuses_unused else []
+        merge = functools.partial(self._merge_flags, refuses=self._refuses_unused)
         return Report(self._trained, [bucket.flags for bucket in self._buckets], unused, losses, merge)
 
-    def travel_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Lets a comm hook average gradients, from now on.
-
-        Raises:
-            ConfigError: Something else does.
-        """
+    def exchange_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let a comm hook average gradients from now on; raise ConfigError if there is one, or compression."""
         if self._hook is not None:
             raise ConfigError("a comm hook is registered already; a module has one.")
         if self._is_compressing:
-            raise ConfigError("DDPConfig.compression and a comm hook both say how gradients travel: leave one out.")
+            raise ConfigError("DDPConfig.compression and a comm hook exclude each other: leave one out.")
         self._hook = (state, hook)
         for bucket in self._buckets:
-            bucket.travel_by_hook(state, hook)
+            bucket.exchange_by_hook(state, hook)
 
     def close(self) -> None:
-        """Removes the hooks; `.grad` stays as it is."""
+        """Remove the hooks; `.grad` stays."""
         for handle in self._handles:
             handle.remove()
         _open.discard(self)
@@ -216,40 +187,32 @@ class Reducer:
             other._newer.discard(self)
 
     def synchronize(self, group: Any, *, absent: bool = False) -> None:
-        """Averages what has accumulated in `.grad`; a parameter without one counts as zeros.
-
-        Args:
-            group: The process group.
-            absent: This rank has no samples, and takes the part of a backward.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: As the collectives.
-        """
+        """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros."""
         self._use(group)
         self._begin()
         self._absent = absent
         if absent:
-            self._versions = None  # of a forward that was not for this backward
+            self._versions = None  # they are of a forward that does not belong to this backward
         self._finish(check=absent and not self._allow_unused)
 
     def on_gradient(self, index: int, slot: int) -> None:
-        """Takes in one gradient, and launches what is complete. Called by autograd."""
+        """Copy a gradient to its bucket, and launch the buckets that are complete. Called by autograd."""
         if self.held or self._newer:  # of two wrappers of one module, the newer one averages
             self.unsynced = True
             return
         if self._backward is None or self._backward() is None:
             self._begin_backward()
         if index == _SPARSE:
-            self._sparse.check(slot)
+            checked_gradient(*self._sparse.parameters[slot])
             return
         bucket = self._buckets[index]
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
-        bucket.take(slot, as_view=self._as_view)
-        self._launch_complete()
+        bucket.take(slot)
+        self._launch()
 
     def at_end_of_backward(self) -> None:
-        """Sends what has not been sent, and waits for all. Called by autograd."""
+        """Launch the remaining buckets, and wait for all. Called by autograd."""
         if torch_compat.current_autograd_node() is not None:
             self._backward = None
             raise DistributedTrainingError(f"a backward ended inside another one. {_REENTRANT}")
@@ -272,22 +235,23 @@ class Reducer:
         self._next_bucket = 0
         self._absent = False
 
-    def _launch_complete(self) -> None:
-        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket, began = self._buckets[self._next_bucket], time.perf_counter()
-        bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
-        self.seconds += time.perf_counter() - began
-        self._next_bucket += 1
+    def _launch(self, *, rest: bool = False) -> None:
+        """Launch the next buckets that are complete; or the rest, with zeros for what is missing."""
+        while self._next_bucket < len(self._buckets):
+            bucket = self._buckets[self._next_bucket]
+            if rest:
+                bucket.fill()
+            elif not bucket.complete:
+                return
+            began = time.perf_counter()
+            bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
+            self.seconds += time.perf_counter() - began
+            self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
-        """Sends the rest, waits for all, and gives the averages to the parameters."""
+        """Launch the remaining buckets, wait for all, and give the averages to the parameters."""
         try:
-            while self._next_bucket < len(self._buckets):
-                self._buckets[self._next_bucket].fill(as_view=self._as_view)
-                self._launch_next()
+            self._launch(rest=True)
             self._check_versions()
             unused = self._receive()
             if not isinstance(self._group, RingProcessGroup):
@@ -306,28 +270,29 @@ class Reducer:
             self._refuse_unused(unused)
 
     def _receive(self) -> list[nn.Parameter]:
-        """Waits for all, and gives each parameter its averaged gradient; returns those that were unused somewhere."""
+        """Wait for all, and give out the averages; return the parameters that some rank has not used."""
         began = time.perf_counter()
         for bucket in self._buckets:
-            bucket.travel.send_on()
+            bucket.exchange.launch_second_round()
         with self._stopwatch():
             for bucket in self._buckets:
-                bucket.travel.arrive()
+                bucket.exchange.wait()
         self.seconds += time.perf_counter() - began
-        is_whole = not self.low_rank or all_finite([each for bucket in self._buckets for each in bucket.travel.arrived])
+        received = [each for bucket in self._buckets for each in bucket.exchange.received] if self.low_rank else []
+        is_finite = all_finite(received)
         unused: list[nn.Parameter] = []
         found = self._flags_as_needed()
         for bucket, numbers in zip(self._buckets, found, strict=True):
-            bucket.finish(numbers, as_view=self._as_view, is_whole=is_whole)
+            bucket.finish(numbers, is_finite=is_finite)
             if not self.reports and self._unread is None and numbers is not None:
-                unused += bucket.hear(numbers)
+                unused += bucket.read_flags(numbers)
         began = time.perf_counter()
         unused += self._sparse.average(self._group, absent=self._absent)
         self.seconds += time.perf_counter() - began
         return unused
 
     def _stopwatch(self) -> contextlib.AbstractContextManager[None]:
-        """Return what measures how long an accelerator waits for its backend; over the ring the host waits."""
+        """Return what measures how long an accelerator waits for its backend; with the ring, the host waits."""
         numbers = self._buckets[0].numbers
         if numbers.is_cpu or isinstance(self._group, RingProcessGroup):
             return _NOT_MEASURED
@@ -336,30 +301,26 @@ class Reducer:
         return self._device_waits
 
     def take_seconds(self, *, waits: bool) -> float:
-        """Return how long this rank has communicated, or waited for others, since the last call.
-
-        Args:
-            waits: Whether to wait for the accelerator; without, its latest steps may be left for the next call.
-        """
+        """Return how long this rank has communicated since the last call; `waits` for the accelerator."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds + (0.0 if self._device_waits is None else self._device_waits.take(waits=waits))
 
     def _flags_as_needed(self) -> Sequence[Sequence[float] | None]:
-        """Return the flags of each bucket, where the host has to know them now.
+        """Return the flags of each bucket, or None if the host need not know them now.
 
-        Where this rank has all gradients, each parameter was used somewhere. So on an accelerator, whose flags come in
+        If this rank has all gradients, each parameter was used somewhere. So on an accelerator, whose flags are sent in
         one copy, it does not wait for them; they are read by a report, or when the next synchronisation begins.
         """
         flags = [bucket.flags for bucket in self._buckets]
         if flags[0].is_cpu or len({each.device for each in flags}) > 1:
             return [each.tolist() for each in flags]
-        waits = all(bucket.complete for bucket in self._buckets)
-        if self.reports and waits:
+        may_wait = all(bucket.complete for bucket in self._buckets)
+        if self.reports and may_wait:
             return [None] * len(flags)
         copy = accelerator.HostCopy(torch.cat(flags))
         if not self.reports:
             self._unread = copy
-        return [None] * len(flags) if waits else self._split(copy)
+        return [None] * len(flags) if may_wait else self._split(copy)
 
     def _split(self, copy: accelerator.HostCopy) -> list[list[float]]:
         numbers = copy.read()
@@ -367,17 +328,14 @@ class Reducer:
         return [each.tolist() for each in numbers.split([len(bucket.flags) for bucket in self._buckets])]
 
     def read_flags(self) -> None:
-        """Take in the flags of the latest synchronisation, where they have not been read yet; waits for them.
-
-        Raises:
-            DistributedTrainingError: A parameter was unused on some rank, on every rank alike.
-        """
+        """Wait for the flags of the latest synchronisation, and merge them, unless they were read already."""
         copy, self._unread = self._unread, None
         if copy is not None:
-            self._take_in(self._split(copy), self._refuses_unused)
+            self._merge_flags(self._split(copy), self._refuses_unused)
 
-    def _take_in(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
-        unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.hear(own)]
+    def _merge_flags(self, flags: Sequence[Sequence[float]], refuses: bool) -> list[float]:
+        """Store the flags of each bucket; return the ranks' signals."""
+        unused = [p for bucket, own in zip(self._buckets, flags, strict=True) for p in bucket.read_flags(own)]
         if refuses and unused:
             self._refuse_unused(unused)
         return self.received
@@ -391,7 +349,7 @@ class Reducer:
             )
 
     def _check_versions(self) -> None:
-        """Refuse what a hook that steps in backward has done: with this rank's gradient alone."""
+        """Refuse an update that a hook has made in backward, with this rank's gradient alone."""
         if self._versions is None:
             return
         versions = torch_compat.versions_of(self._trained)
@@ -415,7 +373,7 @@ class Reducer:
 def _layout(
     dense: Sequence[tuple[str, nn.Parameter]], sparse: Sequence[tuple[str, nn.Parameter]], config: DDPConfig
 ) -> list[BucketSpec]:
-    """Return the buckets of the dense gradients; without any, an empty one carries what ranks tell each other."""
+    """Return the buckets of the dense gradients; without any, an empty one carries the signals."""
     specs = [ParameterSpec(p.numel(), p.dtype, p.device) for _, p in dense]
     layout = bucket_layout(specs, int(config.bucket_size_mb * 2**20))
     if layout or not sparse:
@@ -423,8 +381,8 @@ def _layout(
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, has_signals=True)]
 
 
-def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
-    """Returns memory for each bucket, where all ranks have some in common and it goes as it is. All ranks call it."""
+def _shared_means(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
+    """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_here = all(spec.device.type == "cpu" for spec in layout)
     group = runtime.group_for(torch.device("cpu"))
     if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
@@ -433,7 +391,7 @@ def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequen
 
 
 class _Backward:
-    """One run of autograd, which alone keeps this alive: where it dies of an error, the reducer begins anew."""
+    """A run of autograd, which alone keeps it alive: after an error in it, the reducer begins anew."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -452,11 +410,7 @@ def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Ten
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) of those that are trained, each once.
-
-    Raises:
-        ConfigError: A parameter or buffer of a lazy module that has not run yet.
-    """
+    """Return (name, parameter) of trained parameters; raise ConfigError if a lazy module has not run."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run a lazy module once, on every rank, before it is trained.")

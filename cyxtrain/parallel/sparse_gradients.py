@@ -1,4 +1,4 @@
-"""Gradients of sparse embeddings: the rows that a batch has used, and their values, travel instead of whole tables."""
+"""Gradients of sparse embeddings: the rows that a batch has used are exchanged instead of whole tables."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.parallel.bucket import checked_gradient
-from cyxtrain.parallel.exchange import Mean
+from cyxtrain.parallel.exchange import MeanWork
 
 _ABSENT, _NONE, _DENSE = -1, -2, -3
 """What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
 
 
 def makes_sparse_gradients(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters whose gradients are sparse, by name: those of modules with `sparse=True`."""
+    """Return the trained parameters of modules with `sparse=True`, by name: their gradients are sparse."""
     return {
         f"{prefix}.{name}".lstrip("."): parameter
         for prefix, module in model.named_modules()
@@ -37,31 +37,19 @@ def split_sparse(
 
 
 class SparseGradients:
-    """Averages the gradients of parameters that are sparse, over any backend.
+    """The parameters whose gradients are sparse, with names, averaged over any backend.
 
     Cost of an average: a number from each rank for each parameter; then, for each, the rows that any rank has used,
     with their numbers: of each rank as many as the longest has.
-
-    Args:
-        parameters: (name, parameter) of those, in the order of the module.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = parameters
 
-    def check(self, number: int) -> None:
-        """Refuse the gradient of parameter `number` where it cannot be averaged, as a bucket does."""
-        checked_gradient(*self.parameters[number])
-
     def average(self, group: Any, *, absent: bool) -> list[nn.Parameter]:
-        """Give each parameter its averaged gradient: sparse and coalesced, or dense where any rank has a dense one.
+        """Give each parameter its averaged gradient: sparse and coalesced, dense if any rank's is.
 
-        Args:
-            group: The process group.
-            absent: This rank has no samples.
-
-        Returns:
-            The parameters that took no part on some rank that had samples. Those used on no rank keep no gradient.
+        Returns the parameters that some rank with samples has not used. Those used on no rank keep no gradient.
         """
         if not self.parameters:
             return []
@@ -94,7 +82,7 @@ def _rows(gradient: Tensor) -> int:
 def _average_dense(parameter: nn.Parameter, group: Any) -> None:
     gradient = parameter.grad
     dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense().contiguous()
-    Mean(dense, group).wait()
+    MeanWork(dense, group).wait()
     parameter.grad = dense
 
 
@@ -105,7 +93,7 @@ def _average_rows(parameter: nn.Parameter, counts: Sequence[int], group: Any) ->
     if gradient is not None:
         rows, values = gradient.indices()[0], gradient.values()
     rows, values = (_gathered(own, counts, group) for own in (rows, values))
-    # check_invariants: PyTorch warns unless it is told; the rows come from sparse gradients of the same shape.
+    # check_invariants: PyTorch warns unless it is set; the rows come from sparse gradients of the same shape.
     total = torch.sparse_coo_tensor(
         rows[None], values / len(counts), parameter.shape, device=values.device, check_invariants=False
     )

@@ -1,4 +1,4 @@
-"""What the host wants to know of a step on an accelerator: made there, sent in one copy, and read when it is needed."""
+"""What the host must know of a step on an accelerator, computed there, sent in one copy, and read when needed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _POLL_SECONDS = 0.001
 
 
 class Report:
-    """Whether the gradients and losses of a synchronisation are finite, and what else travelled beside them.
+    """Whether the gradients and losses of a synchronisation are finite, and the ranks' signals.
 
-    The host does not wait for it until somebody reads it. Cost: the gradients are read once, and a dozen small
-    operations.
+    The host waits for it only when it is read. Cost: the gradients are read once, and a dozen small operations.
 
     Args:
-        parameters: With gradients that are the same on every rank, on one accelerator; at least one.
-        shared: Vectors of numbers that are the same on every rank: the flags of each bucket, the loss of a single rank.
+        parameters: Of one accelerator, at least one; their gradients are the same on every rank.
+        shared: Vectors that are the same on every rank: the flags of each bucket, or the loss of a single rank.
         unused: Parts of `shared` that must be 0, because unused parameters are refused.
         losses: Of this rank's micro-batches; they decide nothing.
-        take_in: Called by `signals` with the numbers in `shared`; returns what ranks have told each other, or raises.
+        merge: Called by `signals` with the numbers in `shared`; returns the signals, or raises.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class Report:
         self._parameters = [with_gradient[number] for number in numbers]
         own = [each.detach().to(device).reshape(1) for each in losses]
         self._sizes = [len(numbers), *map(len, shared), len(own)]
-        self._take_in = merge
+        self._merge = merge
         joined = torch.cat([*vectors, *shared])
         found = torch.sum(joined * 0)  # 0, or NaN
         if unused:
             found += torch.cat(list(unused)).sum()
         self.bad = found.ne(0).float()
-        """1 where the step must not be taken, 0 where it may: on the device, 0-dim, float32; the same on every rank."""
+        """1 if the step must be skipped, otherwise 0: on the device, 0-dim, float32; the same on every rank."""
         self._copy = accelerator.HostCopy(torch.cat([self.bad.view(1), joined, *own]))
         self._found: tuple[Tensor, ...] | None = None
 
@@ -67,7 +66,7 @@ class Report:
         return self._parts[0].item() == 0
 
     def arrives_within(self, seconds: float) -> bool:
-        """Return whether the report is there within some seconds."""
+        """Return whether the report arrives within some seconds."""
         end = time.monotonic() + seconds
         while not self._copy.is_there():
             if time.monotonic() > end:
@@ -82,8 +81,8 @@ class Report:
         return [parameter for parameter, finite in zip(self._parameters, are_finite, strict=True) if not finite]
 
     def signals(self) -> list[float]:
-        """Return what ranks have told each other; waits for the report. Raises what `merge` does."""
-        return self._take_in([part.tolist() for part in self._parts[2:-1]])
+        """Return the ranks' signals; waits for the report. Raises what `merge` raises."""
+        return self._merge([part.tolist() for part in self._parts[2:-1]])
 
     @property
     def losses(self) -> list[Tensor]:

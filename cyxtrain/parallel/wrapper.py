@@ -18,7 +18,7 @@ from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.parallel.compression import gathered_state, load_state
-from cyxtrain.parallel.consistency.broadcasting import SharedGradientBuffer, share_tensors, tensors_of
+from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
@@ -28,19 +28,19 @@ from cyxtrain.world import runtime
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a module, so that training it on N ranks is training it once on all their samples.
+    """Wraps a module, so that training it on N ranks equals training it once on all their samples.
 
-    Parameters and buffers, frozen ones too, begin as rank 0's. Gradients are averaged while backward runs, sparse ones
-    too; buffers are shared before each step, as `sync_buffers` says. Parameters that are added, replaced, unfrozen or
-    converted later are averaged from the next forward. `copy.deepcopy` gives a bare copy. In a world of one it is
-    inert: no hook, no copy.
+    Parameters and buffers, frozen ones too, start as rank 0's. Gradients, sparse ones too, are averaged while backward
+    runs; buffers are shared before each step, as in `sync_buffers`. Parameters that are added, replaced, unfrozen or
+    converted later are averaged from the next forward on. `copy.deepcopy` returns a copy of the bare module. In a world
+    of one it is inert: no hook, no copy.
 
     Args:
         model: The module. It is not copied: training the wrapper trains it.
-        config: How gradients travel.
-        device_ids: As PyTorch's; at most one device, where the module must be already.
-        output_device: As PyTorch's; ignored, outputs stay where they are.
-        **fields: Fields of `DDPConfig`, which rule over `config`.
+        config: How gradients are exchanged.
+        device_ids: As in PyTorch; at most one device, where the module must be already.
+        output_device: As in PyTorch; ignored, outputs stay where they are.
+        **fields: Fields of `DDPConfig`, which take precedence over `config`.
 
     Raises:
         NotInitializedError: Before `cyxtrain.init()`.
@@ -63,12 +63,12 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device. Start a rank per device.")
         self.module = model
         runtime.require_world("DistributedDataParallel")
-        runtime.init()  # what is joined may no longer be true: after a fork, say
+        runtime.init()  # the world may no longer be valid, such as after a fork
         self._world_size = world_size = runtime.get_world_size()
-        trained_parameters(model)  # refuses what has no shape yet
+        trained_parameters(model)  # refuses lazy modules
         self._reducer: Reducer | None = None
-        self._sharing = SharedGradientBuffer(model)
-        self._latest = _Latest()
+        self._sharing = SharedBuffers(model)
+        self._latest = _StepState()
         if world_size > 1:
             torch_compat.require_end_of_backward()
             check_same_module(model, runtime.cpu_group())
@@ -77,11 +77,11 @@ class DistributedDataParallel(nn.Module):
             self._reducer = Reducer(model, self.config)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Calls the module with what it is given, and prepares backward to average gradients.
+        """Call the module, and prepare backward to average gradients.
 
         Raises:
-            ConfigError: The world has another size than the one in which the model was wrapped, or ranks have changed
-                the module in different ways.
+            ConfigError: The world has another size than when the model was wrapped, or ranks have changed the module in
+                different ways.
         """
         if dist.is_initialized() and self._world_size != dist.get_world_size():
             raise ConfigError(
@@ -101,7 +101,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def expect_rows(self, rows: int) -> None:
-        """Set how many `rows` the next forward has; without, they are those of the first tensor that it is given."""
+        """Set how many `rows` the next forward has; by default, those of its first tensor argument."""
         self._latest.expected_rows = rows
 
     def _count_rows(self, given: Tensor | None) -> None:
@@ -120,16 +120,16 @@ class DistributedDataParallel(nn.Module):
         self._latest.rows = rows
 
     def backward(self, t: Tensor) -> Tensor | None:
-        """Accumulates gradients locally; no rank hears of them before `sync_gradients`.
+        """Accumulate gradients locally; `sync_gradients` averages them.
 
         Args:
-            t: The loss, where it has a graph; else the gradient of the last output, of its shape.
+            t: The loss, if it has a graph; otherwise the gradient of the last output, of its shape.
 
         Returns:
-            The gradient of the last input, where that is a leaf that asks for one; else None.
+            The gradient of the last input, if that is a leaf that requires one; otherwise None.
 
         Raises:
-            ConfigError: `t` is a gradient, and the last output is gone.
+            ConfigError: `t` is a gradient, and the last output was freed.
         """
         with self.no_sync():
             if t.requires_grad:
@@ -143,12 +143,12 @@ class DistributedDataParallel(nn.Module):
         return source.grad if source is not None and source.is_leaf else None
 
     def sync_gradients(self) -> dict[str, Tensor]:
-        """Averages over ranks what has accumulated; calling it twice changes nothing.
+        """Average over ranks what has accumulated; calling it twice changes nothing.
+
+        Cost: an all_reduce of one number, which tells whether any rank has accumulated something; then the gradients.
 
         Returns:
             The gradient of each parameter that has one, by name.
-
-        Cost: a number, to agree on whether any rank has accumulated something; then the gradients.
         """
         if self._reducer is not None:
             self._follow_module(tensors_of(self.module)[0])
@@ -159,32 +159,32 @@ class DistributedDataParallel(nn.Module):
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def update_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Averages what is not averaged yet, steps the `optimizer` and clears the gradients."""
+        """Average what is not averaged yet, step the `optimizer` and clear the gradients."""
         self.sync_gradients()
         optimizer.step()
         optimizer.zero_grad()
 
     def forward_without_batch(self) -> None:
-        """Takes the part of a rank without samples in a step's forward.
+        """Take part in a step's forward on a rank without samples.
 
-        Forwards that follow share no buffers, until `backward_without_batch`: other ranks may make fewer.
+        Later forwards share no buffers, until `backward_without_batch`: other ranks may make fewer.
         """
         self._prepare()
         self.skip_backward()
 
     def skip_backward(self) -> None:
-        """Notes that a micro-batch of this step has no backward: the next one's forward shares no buffers again."""
+        """Declare that a micro-batch has no backward: the next forward does not share buffers again."""
         if self._reducer is not None:
             self._reducer.is_prepared = True
 
     def backward_without_batch(self) -> None:
-        """Takes the part of a rank without samples in a step's last backward: what it has not accumulated is zeros."""
+        """Take part in a step's last backward without samples: what has not accumulated is zero."""
         if self._reducer is not None:
             self._reducer.synchronize(runtime.group_for(self._reducer.device), absent=not self._reducer.unsynced)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backward accumulates locally; the first backward outside averages everything."""
+        """Accumulate locally within; the first backward outside averages everything."""
         if self._reducer is None:
             yield
             return
@@ -196,7 +196,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, another wrapper averages the gradients of the module, and this one stays out of it."""
+        """Leave the module to another wrapper within, which averages its gradients."""
         before, self._latest.is_suspended = self._latest.is_suspended, True
         try:
             with self.no_sync():
@@ -207,14 +207,14 @@ class DistributedDataParallel(nn.Module):
                 self._reducer.unsynced = False
 
     def exchange_signals(self, signals: Sequence[float]) -> Callable[[], list[float]]:
-        """Lets numbers travel with the gradients of the next synchronisation, at no cost.
+        """Send numbers with the gradients of the next synchronisation, at no cost.
 
         Args:
             signals: Five of this rank's, each 0 or 1.
 
         Returns:
-            What to call after it: returns, for each signal, something above 0 where any rank gave 1. With reports: in
-            those that `hear` has read since it was asked last.
+            A function to call after it: returns, for each signal, a number above 0 if any rank gave 1. With reports, if
+            any rank gave it in those that were read since the last call.
         """
         if self._reducer is None:
             return lambda: list(signals)
@@ -224,45 +224,41 @@ class DistributedDataParallel(nn.Module):
         return lambda: self._reducer.received if self._reducer is not None else list(signals)
 
     def received(self) -> list[float]:
-        """Return, for each signal, something above 0 where `hear` has read that any rank gave it; once."""
+        """Return, for each signal, a number above 0 if a report read since the last call has it."""
         received, self._latest.received = self._latest.received, [0.0] * NUM_SIGNALS
         return received
 
     def expect_scale(self, scale: float) -> None:
-        """Says what the gradients of the next synchronisations are multiplied by: `scale`, the same on every rank."""
+        """Set what the next gradients are multiplied by; the same `scale` on every rank."""
         if self._reducer is not None:
             self._reducer.scale = scale
 
     def watch(self, loss: Tensor) -> None:
-        """Lets the loss take part in the next synchronisation: `is_finite` looks at it too.
-
-        Args:
-            loss: Of this rank, 0-dim.
-        """
-        # Those of several backwards, with accumulation, add up: what is not finite stays so.
+        """Include this rank's `loss`, 0-dim, in the next synchronisation: `is_finite` checks it too."""
+        # With accumulation, the losses of several backwards are summed: what is not finite stays so.
         watched, own = self._latest.watched, loss.detach()
         self._latest.watched = own if watched is None else watched + own
         if self._reducer is not None:
             self._reducer.loss = self._latest.watched
 
     def forget(self) -> None:
-        """Forgets what was accumulated and watched since the latest synchronisation: nobody takes that step."""
+        """Discard what was accumulated and watched since the latest synchronisation: the step is skipped."""
         self._latest.watched = None
         if self._reducer is not None:
             self._reducer.loss, self._reducer.unsynced = None, False
 
     def use_reports(self) -> None:
-        """Leave flags on the accelerator, where all parameters are, until `hear`: the host does not wait in backward.
+        """Leave flags on the accelerator until `read_report`: backward does not wait.
 
-        After each synchronisation `report` or `is_finite` must be called. A parameter that is unused on some rank is
-        refused by `hear`, not in backward.
+        After each synchronisation call `report` or `is_finite`. `read_report`, not backward, then refuses a parameter
+        that is unused on some rank.
         """
         self._latest.has_reports = True
         if self._reducer is not None:
             self._reducer.reports = True
 
     def report(self, losses: Sequence[Tensor]) -> Report:
-        """Return what `is_finite` finds out, and what ranks have told each other, on its way to the host.
+        """Begin to copy to the host what `is_finite` checks, and the ranks' signals.
 
         Args:
             losses: Of this rank's micro-batches, for `Report.losses`.
@@ -275,8 +271,8 @@ class DistributedDataParallel(nn.Module):
         watched = [] if loss is None else [loss.to(parameters[0].device).reshape(1)]
         return Report(parameters, watched, [], losses, lambda _: [0.0] * NUM_SIGNALS)
 
-    def hear(self, report: Report) -> bool:
-        """Return whether all gradients and losses of a `report` are finite; waits for it.
+    def read_report(self, report: Report) -> bool:
+        """Wait for a `report`; return whether all its gradients and losses are finite.
 
         Raises:
             DistributedTrainingError: A parameter was unused on some rank; on every rank alike.
@@ -285,39 +281,38 @@ class DistributedDataParallel(nn.Module):
         return report.is_good()
 
     def is_finite(self) -> bool:
-        """Returns whether all gradients of the latest synchronisation are finite, and the losses that were watched.
+        """Return whether the latest averaged gradients, and the losses that were watched, are finite.
 
-        The answer is the same on every rank, because all hold the same gradients. Cost: they are read once, at most:
-        where the ranks have looked at them together, what changes them later by `.data` or NumPy is not seen.
+        The result is the same on every rank. Cost: gradients are read once, at most: if ranks have checked them in
+        shared memory, later changes by `.data` or NumPy are not seen.
         """
         if self._latest.has_reports:
-            return self.hear(self.report([]))
+            return self.read_report(self.report([]))
         loss, self._latest.watched = self._latest.watched, None
         if self._reducer is not None:
             return self._reducer.is_finite()
         self._latest.checked = loss
-        gradients = [p.grad for p in tensors_of(self.module)[0] if p.grad is not None]
-        gradients = [values_of(each) if each.is_sparse else each for each in gradients]
+        gradients = [values_of(p.grad) for p in tensors_of(self.module)[0] if p.grad is not None]
         return all_finite(gradients if loss is None else [*gradients, loss])
 
     def losses_are_finite(self) -> bool:
-        """Returns whether the losses that were watched are, of all ranks: what else `is_finite` found is gradients."""
+        """Return whether the losses that were watched on all ranks are finite."""
         if self._reducer is not None:
             return self._reducer.losses_are_finite
         return self._latest.checked is None or all_finite([self._latest.checked])
 
     def seconds_communicated(self, *, waits: bool = False) -> float:
-        """Returns how long this rank has communicated in backward, or waited for others, since it was asked last.
+        """Return how long this rank has communicated in backward, or waited for others, since the last call.
 
-        An accelerator takes part in a collective later than the host asks for it, and such time is known later: at the
-        next call, unless `waits` makes the host wait for the accelerator.
+        An accelerator runs a collective later than the host launches it, so its time is known only at the next call,
+        unless `waits` makes the host wait for the accelerator.
         """
         return 0.0 if self._reducer is None else self._reducer.take_seconds(waits=waits)
 
     def check_replicas(self) -> None:
-        """Compares the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.
+        """Compare the parameters of all ranks, bit for bit. All ranks call it; it changes nothing.
 
-        Cost: a hash of all parameters, and two all_gathers of some bytes; nothing in a world of one.
+        Cost: a hash of all parameters, and two all_gathers of a few bytes; nothing in a world of one.
 
         Raises:
             ReplicasDifferError: With the rank that differs from most, and the parameters; on every rank.
@@ -325,29 +320,29 @@ class DistributedDataParallel(nn.Module):
         check_replicas([*self.module.named_parameters()], runtime.cpu_group())
 
     def compression_state(self) -> dict[str, Any]:
-        """Returns what compression keeps from step to step, of all ranks, for a checkpoint. All ranks call it."""
+        """Return the state of compression on all ranks, for a checkpoint. All ranks call it."""
         low_rank = {} if self._reducer is None else self._reducer.low_rank
         return gathered_state(low_rank, runtime.cpu_group())
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` that `compression_state` gave, on any number of ranks.
+        """Load a `state` that `compression_state` returned, on any number of ranks.
 
         Raises:
-            CheckpointError: It is something else.
+            CheckpointError: The state is malformed.
         """
         if self._reducer is not None and state:
             load_state(self._reducer.low_rank, state, self.get_rank(), self.get_world_size())
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Lets `hook` average, called with `state`: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
+        """Let `hook` average, called with `state`: PyTorch's `hook(state, bucket) -> Future[Tensor]`, once."""
         if self._reducer is not None:  # a world of one has nothing to send
-            self._reducer.travel_by_hook(state, hook)
+            self._reducer.exchange_by_hook(state, hook)
 
     def sync_buffers(self) -> None:
-        """Make buffers, such as running means, the same on all ranks, which all call it.
+        """Make buffers, such as running means, the same on all ranks. All ranks call it.
 
-        Floating-point ones become the mean over ranks, weighted by the rows that each has processed in training
-        forwards since the last time; others rank 0's. Those that are equal already stay as they are.
+        Floating-point ones become the mean over ranks, weighted by the rows of training forwards since the last time;
+        others become rank 0's. Those that are equal already stay.
         """
         if self._reducer is not None:
             self._share_buffers(tensors_of(self.module)[1])
@@ -361,9 +356,9 @@ class DistributedDataParallel(nn.Module):
         return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
 
     def _prepare(self) -> None:
-        """Make the module ready for a forward whose gradients are averaged: the same buffers, and all parameters.
+        """Follow changes of the module, and share buffers before the first forward of a step.
 
-        Buffers are shared before the first forward of a step; ranks may have different numbers of micro-batches in it.
+        Only the first: ranks may have different numbers of micro-batches.
         """
         reducer = self._reducer
         if reducer is None or self._latest.is_suspended:
@@ -375,9 +370,9 @@ class DistributedDataParallel(nn.Module):
             self._share_buffers(buffers, before_step=True)
 
     def _follow_module(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average other parameters where the module has others: added, replaced, unfrozen or converted ones.
+        """Replace the reducer if parameters were added, replaced, unfrozen or converted.
 
-        They begin as rank 0's. All ranks must have changed the module alike: they compare it.
+        The ranks compare their modules, which they must have changed alike.
         """
         reducer = self._reducer
         if reducer is None or reducer.fits(parameters):
@@ -389,52 +384,52 @@ class DistributedDataParallel(nn.Module):
         self._reducer.take_over(reducer)
 
     def close(self) -> None:
-        """Takes the hooks off the module, which can then be wrapped anew."""
+        """Remove the hooks from the module, which can then be wrapped again."""
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the bare module, as weight averaging wants it: nothing averages a copy's gradients."""
+        """Return a copy of the bare module, as weight averaging needs it: no one averages a copy's gradients."""
         return copy.deepcopy(self.module, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._reducer is not None:
             raise ConfigError(
-                "a DistributedDataParallel cannot be pickled: nobody would average the gradients of what is read. "
-                "Take get_model(), and wrap it again where it is to be trained; copy.deepcopy gives a bare copy."
+                "a DistributedDataParallel cannot be pickled: gradients of the copy would not be averaged. Pickle "
+                "get_model(), and wrap it again to train it; copy.deepcopy returns a copy of the bare module."
             )
         return self.__dict__
 
     def state_dict(self, *args: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the module's own state: names have no prefix, and load into the bare module."""
+        """Return the module's own state: names have no prefix, and load into the bare module."""
         state: dict[str, Any] = self.module.state_dict(*args, **fields)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads `state_dict`, whose names have no prefix; `strict` and `assign` as PyTorch's.
+        """Load `state_dict`, whose names have no prefix; `strict` and `assign` as in PyTorch.
 
         Raises:
-            ConfigError: `assign`, where there are other ranks: it would put other parameters in the place of these.
+            ConfigError: `assign`, if there are other ranks: it would replace the parameters.
         """
         if assign and self._reducer is not None:
-            raise ConfigError("assign=True would replace the parameters by others, whose gradients nobody averages.")
+            raise ConfigError("assign=True would replace the parameters, and the new gradients would not be averaged.")
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def get_model(self) -> nn.Module:
-        """Returns the wrapped module."""
+        """Return the wrapped module."""
         return self.module
 
     def get_rank(self) -> int:
-        """Returns this rank."""
+        """Return this rank."""
         return runtime.get_rank()
 
     def get_world_size(self) -> int:
-        """Returns how many ranks there are."""
+        """Return the number of ranks."""
         return runtime.get_world_size()
 
     def is_master(self) -> bool:
-        """Returns whether this is rank 0."""
+        """Return whether this is rank 0."""
         return runtime.is_master()
 
 
@@ -443,29 +438,23 @@ def _nothing() -> Tensor | None:
 
 
 @dataclasses.dataclass
-class _Latest:
-    """What changes in each step; in the module itself, it would take PyTorch as long as a small layer to set it."""
+class _StepState:
+    """What changes in each step; as attributes of the module, they would take long to set."""
 
     input: Callable[[], Tensor | None] = _nothing
     output: Callable[[], Tensor | None] = _nothing
-    watched: Tensor | None = None
-    """The sum of the losses since the latest synchronisation."""
-    checked: Tensor | None = None
-    """That of the losses in it."""
-    has_reports: bool = False
-    """Whether flags stay on the accelerator until a report of them is read."""
+    watched: Tensor | None = None  # the sum of the losses since the latest synchronisation
+    checked: Tensor | None = None  # that of the losses in it
+    has_reports: bool = False  # whether flags stay on the accelerator until a report is read
     received: list[float] = dataclasses.field(default_factory=lambda: [0.0] * NUM_SIGNALS)
-    """Of each signal, the largest in the reports that were read."""
-    rows: int = 0
-    """Of training forwards, since buffers were shared."""
-    expected_rows: int | None = None
-    """Of the next forward, where somebody knows."""
-    is_suspended: bool = False
-    """Whether another wrapper averages."""
+    """The largest of each signal in the reports read since `received` was called."""
+    rows: int = 0  # rows of training forwards, since buffers were shared
+    expected_rows: int | None = None  # rows of the next forward, if set
+    is_suspended: bool = False  # whether another wrapper averages
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:
-    """Returns (wrappers of ours, the module inside them or PyTorch's)."""
+    """Return (our wrappers, the module inside them or PyTorch's)."""
     wrappers = []
     while isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         if isinstance(model, DistributedDataParallel):
@@ -494,7 +483,7 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _reference(value: Any) -> Callable[[], Tensor | None]:
-    """Returns what gives the first tensor in a value, as long as somebody else keeps it."""
+    """Return a weak reference to the first tensor in a value."""
     # A strong reference would keep the last output alive, and with it memory that the next step needs.
     tensor = _first_tensor(value)
     return _nothing if tensor is None else weakref.ref(tensor)

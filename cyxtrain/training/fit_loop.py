@@ -270,7 +270,7 @@ class FitLoop:
             position.samples += share.joined_rows
             position.step += 1
             position.epoch_steps += 1
-            position.passes, position.batches, position.order = run.feed.read
+            position.passes, position.batches, position.order = run.feed.position
             self._state.forget_ranks()
             wishes = received()
             self._heed_end(wishes)
@@ -287,7 +287,7 @@ class FitLoop:
             with memory_explained(), contextlib.closing(run.shares(position)) as shares, self._settled(step):
                 given = (clock.data.each(shares), train_one_step, self._device)
                 run_epoch(*given, give_up=lambda: bool(position.stopped))
-            position.passes, position.batches, position.order = run.feed.read
+            position.passes, position.batches, position.order = run.feed.position
             position.stopped |= int(run.feed.is_over)
             self._heed_last_step(step)
         return step.totals.over_ranks(runtime.cpu_group()), time.perf_counter() - began, step.explain_epoch()

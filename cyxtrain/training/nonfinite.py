@@ -186,12 +186,12 @@ class FiniteGuard:
         if pending is None:
             return
         if pending.report.is_good():
-            self._ddp.hear(pending.report)
+            self._ddp.read_report(pending.report)
             self._position.skipped = 0
             self._taken += 1
             return
         self._undo(pending)
-        self._ddp.hear(pending.report)
+        self._ddp.read_report(pending.report)
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         spoilt = [names[id(parameter)] for parameter in pending.report.spoilt]
         undo = functools.partial(self._undo, pending)

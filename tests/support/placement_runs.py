@@ -20,8 +20,8 @@ import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.data.rng import generators_as_json, seed_generators, set_generators
 from cyxtrain.optim.optimizers import place_state
-from cyxtrain.parallel.consistency.hashing import fingerprints
 from cyxtrain.parallel.consistency.replicas import check_replicas
+from cyxtrain.parallel.consistency.tensor_parts import fingerprints
 from cyxtrain.world import runtime
 
 GPU = fakegpu.NAME

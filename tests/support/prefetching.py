@@ -331,10 +331,11 @@ def look_at_copies() -> dict[str, list[Any]]:
         ("pinned", Rows(inputs.pin_memory(), targets.pin_memory(), None)),
     ):
         device.clear()
-        pending = prefetcher.send(rows)
-        placed = prefetcher.receive(pending)
+        receive = prefetcher.send(rows)
+        _, copied, event = receive.args
+        placed = receive()
         assert isinstance(placed.inputs, Tensor)
         assert torch.equal(placed.inputs.cpu(), inputs.float())
         handed_over = device.counts().get("aten::record_stream", 0)
-        found[name] = [len(pending.copied), pending.event is not None, handed_over]
+        found[name] = [len(copied), event is not None, handed_over]
     return found

@@ -1,4 +1,4 @@
-"""Batches of rows, on the device and of the types that the model wants."""
+"""Batches on the device, and this rank's share of a joined batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import DeviceCopier, Early, PendingRows, one_ahead
+from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, one_ahead
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
@@ -20,26 +21,17 @@ from cyxtrain.data.sampler import Indices
 
 @dataclass
 class Batch:
-    """Rows that go through the model at once.
+    """Rows that go through the model at once."""
 
-    Attributes:
-        number: Of the batch in its epoch, from 0; the same on every rank.
-        inputs: Shape (rows, ...), or several such.
-        targets: Shape (rows, ...), or several such, or None.
-        weights: Shape (rows,), or None: all rows count alike.
-        items: How many items (such as tokens) the losses of a step count over all ranks and micro-batches; None: those
-            of this batch. A tensor of the model's device, if that is an accelerator.
-    """
-
-    number: int
-    inputs: Tree
+    number: int  # of the batch in its epoch, from 0; the same on every rank
+    inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
-    weights: Tensor | None = None
-    items: Tensor | int | None = None
+    weights: Tensor | None = None  # shape (rows,), or None: all rows count alike
+    items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return num_rows(self.inputs)
 
     @property
@@ -49,138 +41,150 @@ class Batch:
 
 
 class Share(ABC):
-    """This rank's part of a joined batch: one step's worth, a micro-batch after the other.
+    """This rank's part of a step, micro-batch by micro-batch. It can be iterated again."""
 
-    It can be gone through again.
-
-    Args:
-        number: Of the joined batch in its epoch, from 0; the same on every rank.
-        joined_rows: Rows of the joined batch, over all ranks.
-        mover: Brings rows to the model.
-
-    Attributes:
-        next: The share of the next step, if its rows may be fetched before this step is complete.
-    """
-
-    def __init__(self, number: int, joined_rows: int, mover: DeviceCopier) -> None:
+    def __init__(self, number: int, joined_rows: int, copier: DeviceCopier) -> None:
         self.number = number
         self.joined_rows = joined_rows
         self.next: Share | None = None
-        self._mover = mover
-        self._given = -1
-        self._begun: tuple[int, Early[PendingRows | None]] | None = None
+        """The share of the next step, if its rows may be fetched before this step is complete."""
+        self._copier = copier
+        self._latest = -1
+        self._early: tuple[int, Callable[[], Callable[[], Rows] | None]] | None = None
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """How many rows there are on this rank; the tail of an epoch may have none for it."""
+        """The number of rows on this rank; 0 is possible at the tail of an epoch."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many micro-batches there are."""
+        """Return the number of micro-batches."""
 
     @abstractmethod
-    def fetch(self, index: int) -> Rows:
+    def _fetch(self, index: int) -> Rows:
         """Return the rows of a micro-batch, as the data give them."""
 
     @abstractmethod
     def names(self, rows: Sequence[int]) -> list[str]:
-        """Returns what the user calls rows of this share, counted from 0 over its micro-batches."""
+        """Return how users know some rows of this share, counted from 0 over its micro-batches."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Gives the micro-batches."""
-        mover = self._mover
         for index in range(len(self)):
-            rows = self._received(index) if mover.is_ahead else mover.place(self.fetch(index))
-            yield Batch(self.number, *rows)
+            early, self._early, self._latest = self._early, None, index
+            receive = early[1]() if early is not None and early[0] == index else self._send(index)
+            assert receive is not None
+            yield Batch(self.number, *receive())
 
     def ahead(self, timed: AbstractContextManager[object]) -> None:
         """Begin to copy the micro-batch after the latest one to the accelerator; on a CPU, do nothing.
 
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
-        What the data raise is raised when that micro-batch is needed.
-
-        Args:
-            timed: Measures the time.
+        An error in the data is raised when that micro-batch is needed.
         """
-        if self._mover.is_ahead:
+        if self._copier.is_ahead:
             with timed:
-                is_last = self._given + 1 >= len(self)
-                following, index = (self.next, 0) if is_last else (self, self._given + 1)
-                if following is not None and following._begun is None:
-                    following._begun = index, Early(functools.partial(following._sent, index))
+                is_last = self._latest + 1 >= len(self)
+                following, index = (self.next, 0) if is_last else (self, self._latest + 1)
+                if following is not None and following._early is None:
+                    following._early = index, call_early(functools.partial(following._send, index))
 
-    def _sent(self, index: int) -> PendingRows | None:
-        return self._mover.send(self.fetch(index)) if index < len(self) else None
-
-    def _received(self, index: int) -> Rows:
-        begun, self._begun, self._given = self._begun, None, index
-        pending = begun[1].get() if begun is not None and begun[0] == index else self._sent(index)
-        assert pending is not None
-        return self._mover.receive(pending)
+    def _send(self, index: int) -> Callable[[], Rows] | None:
+        return self._copier.send(self._fetch(index)) if index < len(self) else None
 
 
-class GatheredShare(Share):
-    """Rows by number.
+class RowShare(Share):
+    """Row numbers of each micro-batch, and what fetches the rows.
 
-    Each `for` gathers them anew, so that there is memory for one micro-batch at a time.
-
-    Args:
-        number: As `Share`.
-        pieces: Which rows of the data these are: their numbers, a micro-batch each.
-        joined_rows: As `Share`.
-        gather: Returns rows by number.
-        mover: As `Share`.
+    If `keeps`, `fetch` gives the pieces once, in order, and the share keeps them; otherwise each iteration fetches
+    anew, with memory for one micro-batch.
     """
 
     def __init__(
         self,
         number: int,
-        pieces: list[Indices],
         joined_rows: int,
-        gather: Callable[[Indices], Rows],
-        mover: DeviceCopier,
+        pieces: Sequence[Indices],
+        fetch: Callable[[Indices], Rows],
+        copier: DeviceCopier,
+        *,
+        keeps: bool,
     ) -> None:
-        super().__init__(number, joined_rows, mover)
-        self._gather = gather
-        self._pieces = pieces
+        super().__init__(number, joined_rows, copier)
+        self._pieces, self._fetch_rows, self._keeps = pieces, fetch, keeps
+        self._kept: list[Rows] = []
 
     @property
+    @override
     def rows(self) -> int:
-        """As `Share`."""
         return sum(map(len, self._pieces))
 
+    @override
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def fetch(self, index: int) -> Rows:
-        """As `Share`."""
-        return self._gather(self._pieces[index])
+    @override
+    def _fetch(self, index: int) -> Rows:
+        if index < len(self._kept):
+            return self._kept[index]
+        rows = self._fetch_rows(self._pieces[index])
+        if self._keeps:
+            self._kept.append(rows)
+        return rows
 
+    @override
     def names(self, rows: Sequence[int]) -> list[str]:
-        """Returns the numbers of rows in the data."""
         indices = np.concatenate(self._pieces)
         return [str(indices[row]) for row in rows]
 
 
-def placed(batches: Iterator[tuple[int, Rows]], mover: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
-    """Yield batches as the model takes them; on an accelerator, each after the next one's copy has begun.
+class StreamShare(Share):
+    """Batches of a stream for one step; the number of rows on other ranks is known later.
 
     Args:
-        batches: Their numbers and rows.
-        mover: Brings rows to the model.
-        ahead: Whether a batch may be fetched before the one before it was used.
+        read: Returns this rank's batches, and how many batches of the data were read for them; called once.
     """
-    if not mover.is_ahead:
-        for number, rows in batches:
-            yield Batch(number, *mover.place(rows))
-        return
-    sent = ((number, mover.send(rows)) for number, rows in batches)
-    for number, pending in one_ahead(sent) if ahead else sent:
-        yield Batch(number, *mover.receive(pending))
+
+    def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:
+        super().__init__(number, 0, copier)
+        self._read = read
+        self._result: Callable[[], tuple[list[Rows], int]] | None = None
+
+    def _get(self) -> tuple[list[Rows], int]:
+        if self._result is None:
+            self._result = call_early(self._read)
+        return self._result()
+
+    @property
+    def batches_read(self) -> int:
+        """How many batches were read for this step, by all ranks that share the data."""
+        return self._get()[1]
+
+    @property
+    @override
+    def rows(self) -> int:
+        return sum(num_rows(rows.inputs) for rows in self._get()[0])
+
+    @override
+    def __len__(self) -> int:
+        return len(self._get()[0])
+
+    @override
+    def _fetch(self, index: int) -> Rows:
+        return self._get()[0][index]
+
+    @override
+    def names(self, rows: Sequence[int]) -> list[str]:
+        return [f"{row} of the rank's in this step" for row in rows]
 
 
-def share_of_batches(rows: int, batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns (first, end) of the numbers of batches that a rank deals with: neighbours, evenly shared."""
-    batches = -(-rows // batch_size)
-    return batches * rank // world_size, batches * (rank + 1) // world_size
+def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
+    """Yield batches on the device; if `ahead`, each after the copy of the next one has begun."""
+    sent = ((number, copier.send(rows)) for number, rows in batches)
+    for number, receive in one_ahead(sent) if ahead and copier.is_ahead else sent:
+        yield Batch(number, *receive())
+
+
+def share_of_batches(num_batches: int, rank: int, world_size: int) -> range:
+    """Return the numbers of the batches that a rank evaluates: neighbors, evenly shared."""
+    return range(num_batches * rank // world_size, num_batches * (rank + 1) // world_size)

@@ -1,8 +1,8 @@
-"""What a DataLoader or a generator gives as a batch, taken apart: x; (x, y); (x, y, sample_weight); a dictionary."""
+"""Batches of a DataLoader or generator as rows: x; (x, y); (x, y, sample_weight); a dictionary. Texts are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from cyxtrain.data.batches.rows import NAMES, Rows, as_rows
-from cyxtrain.data.batches.structure import Tree
-from cyxtrain.data.batches.texts import fields_of, is_text, texts_in, without_texts
+from cyxtrain.data.batches.structure import Tree, fields_of
 from cyxtrain.errors import ConfigError
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""What a dictionary that is a batch may call its targets; and a model that computes its own loss of inputs by name."""
+"""Names of targets in a batch that is a dictionary, and among the inputs by name of a model that computes its loss."""
 _WEIGHTS = "sample_weight"
 
 
 def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
-    """Return the targets; without any, those that a model which computes its own loss gets among inputs by name."""
+    """Return the targets, or those among the inputs by name of a model that computes its own loss."""
     if targets is not None or not isinstance(inputs, Mapping):
         return targets
     found = next((inputs[name] for name in TARGET_NAMES if name in inputs), None)
@@ -28,17 +27,14 @@ def answers_in(inputs: Tree, targets: Tree | None) -> Tree | None:
 
 
 def as_batch(given: Any) -> Rows:
-    """Returns a batch as rows.
+    """Return a batch as rows; raise ConfigError if it is not one.
 
     A dictionary, a dataclass or a named tuple is the model's inputs by name, and the targets under a usual name. Texts,
-    such as the names of files, are left out: `left_out` says which.
-
-    Raises:
-        ConfigError: It is none.
+    such as file names, are left out: `left_out` lists them.
     """
     parts = _named(given) or _numbered(given)
     try:
-        rows = as_rows(*map(without_texts, parts))
+        rows = as_rows(*map(_without_texts, parts))
     except ConfigError as error:
         hint = (
             " (X must give batches; one that gives rows is an IterableDataset.)"
@@ -51,17 +47,16 @@ def as_batch(given: Any) -> Rows:
 
 
 def left_out(given: Any) -> list[str]:
-    """Return what of a batch is no part of its rows: the names of its texts."""
+    """Return the names of the texts that `as_batch` leaves out."""
     named = _named(given)
     parts = _numbered(given) if named is None else named
-    found = [name for part, name in zip(parts, NAMES, strict=False) for name in texts_in(part, name)]
+    found = [name for part, name in zip(parts, NAMES, strict=False) for name in _texts_in(part, name)]
     beyond: list[Any] = [] if named is not None or not isinstance(given, (tuple, list)) else [*given][2:]
-    third = any(map(is_text, beyond))
-    return [*found, *(["part 3"] if third else [])]
+    return [*found, *(["part 3"] if any(map(_is_text, beyond)) else [])]
 
 
 def _named(given: Any) -> tuple[Any, Any, Any] | None:
-    """Return (inputs, targets, weights) of a batch whose parts have names; None: they have none."""
+    """Return (inputs, targets, weights) of a batch whose parts have names, otherwise None."""
     parts = fields_of(given)
     if parts is None and isinstance(given, tuple):
         names: tuple[str, ...] = getattr(given, "_fields", ())
@@ -80,7 +75,7 @@ def _numbered(given: Any) -> tuple[Any, ...]:
     """Return the parts of a batch that is a tensor, or a tuple of x, y and the weights of rows."""
     if not isinstance(given, (tuple, list)):
         return (given,)
-    parts = [*given[:2], *(part for part in given[2:] if not is_text(part))]
+    parts = [*given[:2], *(part for part in given[2:] if not _is_text(part))]
     if not 1 <= len(parts) <= 3:
         raise ConfigError(
             f"a batch must be x, (x, y) or (x, y, sample_weight), and one has {len(parts)} parts. Give several "
@@ -92,11 +87,7 @@ def _numbered(given: Any) -> tuple[Any, ...]:
 
 
 def check_weights(weights: Any) -> None:
-    """Refuse a third part of a batch that is likely to be something else than the weights of rows.
-
-    Raises:
-        ConfigError: It holds integers or truths.
-    """
+    """Raise ConfigError if the third part of a batch holds integers: they are hardly row weights."""
     dtype = weights.dtype if isinstance(weights, (Tensor, np.ndarray)) else np.asarray(weights).dtype
     whole = not (dtype.is_floating_point or dtype.is_complex) if isinstance(dtype, torch.dtype) else dtype.kind in "iub"
     if whole:
@@ -108,12 +99,43 @@ def check_weights(weights: Any) -> None:
 
 
 def check_parts(rows: Rows, first: Rows) -> None:
-    """Refuses a batch without what the first one had, or with more.
-
-    Raises:
-        ConfigError: With what it is about.
-    """
+    """Raise ConfigError if a batch has other parts than the first one."""
     for name, part, expected in zip(NAMES[1:], rows[1:], first[1:], strict=True):
         if (part is None) != (expected is None):
             has, had = ("no", "some") if part is None else ("some", "none")
             raise ConfigError(f"a batch of the data has {has} {name}, and the first one had {had}: all must be alike.")
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is text or bytes, or an array, a list or a tuple of such and None."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "US" or (value.dtype.kind == "O" and _is_text(value.reshape(-1).tolist()))
+    if isinstance(value, (list, tuple)):
+        return any(part is not None for part in value) and all(part is None or _is_text(part) for part in value)
+    return isinstance(value, (str, bytes))
+
+
+def _without_texts(value: Any) -> Any:
+    """Return a value without the texts among its parts; a value of nothing but texts stays."""
+    parts = fields_of(value)
+    if parts is not None:
+        kept = {name: _without_texts(part) for name, part in parts.items() if not _is_text(part)}
+        return kept or value
+    if not isinstance(value, (list, tuple)) or _is_text(value) or not any(map(_is_text, value)):
+        return value
+    left = [_without_texts(part) for part in value if not _is_text(part)]
+    return left[0] if len(left) == 1 else left
+
+
+def _texts_in(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of the texts that `_without_texts` leaves out, as Python reaches them."""
+    named = fields_of(value)
+    parts: Any = named.items() if named is not None else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    if _is_text(value):
+        return
+    for key, part in parts:
+        inner = f"{name}[{key!r}]"
+        if _is_text(part):
+            yield inner
+        else:
+            yield from _texts_in(part, inner)

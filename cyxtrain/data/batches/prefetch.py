@@ -1,14 +1,16 @@
-"""Rows on their way from memory to where the model computes; to an accelerator one micro-batch ahead."""
+"""Copies of batches to the device; to an accelerator one micro-batch ahead."""
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import map_tree
@@ -25,22 +27,17 @@ PrepareTarget = Callable[[Tensor, torch.dtype], Tensor]
 class Placement:
     """Where a model wants its batches, and in which types.
 
-    Attributes:
-        device: To compute on.
-        dtype: Of the model's parameters: floats become it, and bytes (images) and truths too, but for masks, which are
-            truths among several inputs. Other whole numbers stay whole; unsigned ones become int64, because no layer
-            takes them.
-        prepare_target: Gives targets the type that the loss wants.
-        channels_last: Whether inputs of four and five dimensions get that memory format.
+    Floats, bytes (images) and booleans become `dtype`, except booleans among several inputs: masks. Other integers keep
+    their type; unsigned ones become int64, which layers accept.
     """
 
     device: torch.device
     dtype: torch.dtype
-    prepare_target: PrepareTarget
-    channels_last: bool = False
+    prepare_target: PrepareTarget  # converts targets to the type that the loss wants
+    channels_last: bool = False  # whether inputs of four and five dimensions get that memory format
 
     def place(self, rows: Rows) -> Rows:
-        """Returns a batch's tensors on the device, converted."""
+        """Return a batch's tensors on the device, converted."""
         inputs, targets, weights = rows
         placed = self._input(inputs) if isinstance(inputs, Tensor) else map_tree(self._part, inputs)
         return Rows(
@@ -50,7 +47,7 @@ class Placement:
         )
 
     def _input(self, tensor: Tensor) -> Tensor:
-        tensor = self._moved(tensor)  # as few bytes as can be, from pinned memory
+        tensor = self._moved(tensor)  # before the conversion: fewer bytes, from pinned memory
         dtype = tensor.dtype
         if dtype is self.dtype:
             return tensor
@@ -59,7 +56,7 @@ class Placement:
         return tensor.to(torch.int64) if dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """Returns one of several inputs: beside others, truths are a mask."""
+        """Return one of several inputs: booleans among them are a mask."""
         return self._moved(tensor) if tensor.dtype is torch.bool else self._input(tensor)
 
     def _target(self, tensor: Tensor) -> Tensor:
@@ -72,62 +69,33 @@ class Placement:
 
 
 def as_channels_last(tensor: Tensor) -> Tensor:
-    """Returns a tensor of four or five dimensions in PyTorch's `channels_last` memory format; others as they are."""
+    """Return a tensor of 4 or 5 dimensions in PyTorch's `channels_last` memory format, others unchanged."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     found = formats.get(tensor.dim())
     return tensor if found is None else tensor.contiguous(memory_format=found)
 
 
-class PendingRows(NamedTuple):
-    """Rows that are being copied to an accelerator.
-
-    Attributes:
-        rows: On the accelerator, not converted yet.
-        copied: Those of their tensors that the side stream fills.
-        event: Reached when they are filled; None: there are none.
-    """
-
-    rows: Rows
-    copied: list[Tensor]
-    event: torch.Event | None
-
-
 class DeviceCopier:
-    """Bring rows to the CPU that computes, when the model needs them.
+    """Copies rows to the device when the model needs them."""
 
-    Args:
-        placement: Where the model computes, and in which types.
-
-    Attributes:
-        place: Returns rows as the model takes them.
-        is_ahead: Whether copies are begun before the model needs the rows.
-    """
-
-    is_ahead = False
+    is_ahead = False  # whether copies begin before the model needs the rows
 
     def __init__(self, placement: Placement) -> None:
-        self.place = placement.place
+        self._place = placement.place
 
     def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Return a copy that nobody else changes."""
+        """Return a copy that no one else changes."""
         return tensor.clone(memory_format=memory_format)
 
-    def send(self, rows: Rows) -> PendingRows:
-        """Begin to bring rows to where the model computes."""
-        return PendingRows(rows, [], None)
-
-    def receive(self, pending: PendingRows) -> Rows:
-        """Return rows that were sent, as the model takes them."""
-        return self.place(pending.rows)
+    def send(self, rows: Rows) -> Callable[[], Rows]:
+        """Begin the copy; return a function that returns the rows on the device, converted."""
+        return functools.partial(self._place, rows)
 
 
 class Prefetcher(DeviceCopier):
-    """Copy rows to an accelerator from pinned memory, on a side stream, while the current stream computes.
+    """Copies from pinned memory to an accelerator, on a side stream, while the current stream computes.
 
-    Rows that are on an accelerator already stay on the current stream, which may have gathered them; so do conversions.
-
-    Args:
-        placement: As `DeviceCopier`, on an accelerator.
+    The current stream keeps rows that are on an accelerator already, which it may have gathered, and conversions.
     """
 
     is_ahead = True
@@ -138,16 +106,16 @@ class Prefetcher(DeviceCopier):
         self._stream = accelerator.side_stream(self._device, "rows")
         self._reached: collections.deque[torch.Event] = collections.deque()
 
+    @override
     def own(self, tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """As `DeviceCopier`; a tensor on the CPU is copied to pinned memory."""
         return _pinned(tensor, memory_format) if tensor.is_cpu else super().own(tensor, memory_format)
 
-    def send(self, rows: Rows) -> PendingRows:
-        """As `DeviceCopier`. The host waits only where it is more than `_MAX_IN_FLIGHT` batches ahead."""
+    @override
+    def send(self, rows: Rows) -> Callable[[], Rows]:
         while len(self._reached) > _MAX_IN_FLIGHT:
             self._reached.popleft().synchronize()
         if not any(tensor.is_cpu for tensor in rows.tensors()):
-            return PendingRows(rows, [], None)
+            return functools.partial(self._receive, rows, [], None)
         copied: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
@@ -158,21 +126,20 @@ class Prefetcher(DeviceCopier):
             return copied[-1]
 
         with self._stream:
-            return PendingRows(rows.mapped(copy), copied, self._stream.record_event())
+            return functools.partial(self._receive, rows.mapped(copy), copied, self._stream.record_event())
 
-    def receive(self, pending: PendingRows) -> Rows:
-        """As `DeviceCopier`: the current stream may use them."""
+    def _receive(self, rows: Rows, copied: list[Tensor], event: torch.Event | None) -> Rows:
         current = torch.accelerator.current_stream(self._device)
-        if pending.event is not None:
-            current.wait_event(pending.event)
-            for tensor in pending.copied:
+        if event is not None:
+            current.wait_event(event)
+            for tensor in copied:
                 tensor.record_stream(current)  # the side stream must not reuse the memory while this one reads it
         self._reached.append(current.record_event())
-        return self.place(pending.rows)
+        return self._place(rows)
 
 
 def make_copier(placement: Placement) -> DeviceCopier:
-    """Return what brings rows to where the model computes."""
+    """Return what copies rows to where the model computes."""
     return (Prefetcher if accelerator.has_side_streams(placement.device) else DeviceCopier)(placement)
 
 
@@ -181,30 +148,22 @@ def _pinned(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_
     return torch.empty_like(tensor, pin_memory=True, memory_format=memory_format).copy_(tensor)
 
 
-class Early(Generic[_T]):
-    """The result of a call that is made before its result is needed; an error is raised when it is needed.
+def call_early(function: Callable[[], _T]) -> Callable[[], _T]:
+    """Call a function now; return one that returns its result, or raises its error, when that is needed."""
+    try:
+        result = function()
+    except Exception as error:
+        return functools.partial(_raise, error)
+    return lambda: result
 
-    Args:
-        make: Called at once.
-    """
 
-    def __init__(self, make: Callable[[], _T]) -> None:
-        self._error: Exception | None = None
-        try:
-            self._result = make()
-        except Exception as error:
-            self._error = error
-
-    def get(self) -> _T:
-        """Return the result, or raise the error."""
-        if self._error is not None:
-            raise self._error
-        return self._result
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def one_ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """Yield items, each after the one that follows it was asked for."""
-    coming = Early(lambda: next(items, None))
-    while (item := coming.get()) is not None:
-        coming = Early(lambda: next(items, None))
+    """Yield items, each after the following one was requested."""
+    following = call_early(lambda: next(items, None))
+    while (item := following()) is not None:
+        following = call_early(lambda: next(items, None))
         yield item

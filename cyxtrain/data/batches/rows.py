@@ -1,7 +1,8 @@
-"""Rows of data together, and how what a user gives becomes such."""
+"""Rows of data, and how a user's arrays become rows."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cyxtrain.data.batches.structure import Tree, leaves, map_tree, num_rows, tensors
-from cyxtrain.data.batches.texts import fields_of
+from cyxtrain.config.settings import is_number
+from cyxtrain.data.batches.structure import Tree, fields_of, leaves, map_tree, num_rows, same_sequence, tensors
 from cyxtrain.environment.accelerator import to_device
-from cyxtrain.errors import ConfigError
+from cyxtrain.errors import ConfigError, shortened
 
 NAMES = ("X", "y", "sample_weight")
 SAMPLED_ROWS = 1024
@@ -24,36 +25,26 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 class Rows(NamedTuple):
-    """Rows of the data together: a batch, or some of it.
-
-    Attributes:
-        inputs: What the model is given.
-        targets: What the loss compares with, or None.
-        weights: How much each row counts, shape (rows,), or None: all alike.
-    """
+    """Inputs, targets or None, and weights, shape (rows,), or None: a batch, or a part of one."""
 
     inputs: Tree
     targets: Tree | None
     weights: Tensor | None
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Rows:
-        """Returns rows with what a function makes of each tensor."""
+        """Return rows with the result of a function for each tensor."""
         return Rows(*(None if part is None else map_tree(function, part) for part in self))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
-        """Returns all tensors."""
+        """Return all tensors."""
         return [tensor for part in self for tensor in tensors(part)]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Returns each tensor with its name, such as "X", "y" or "X['image']"."""
+        """Return each tensor with its name, such as "X", "y" or "X['image']"."""
         return [found for name, part in zip(NAMES, self, strict=True) for found in leaves(part, name)]
 
     def check_lengths(self) -> None:
-        """Refuses parts with different numbers of rows.
-
-        Raises:
-            ConfigError: With two of them.
-        """
+        """Raise ConfigError if parts have different numbers of rows."""
         count, (first, _) = num_rows(self.inputs), self.named()[0]
         for name, tensor in self.named():
             if len(tensor) != count:
@@ -65,40 +56,29 @@ class Rows(NamedTuple):
 
 
 def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
-    """Returns a user's arrays as rows, not looked at yet.
-
-    Raises:
-        ConfigError: They are no arrays.
-    """
-    own = as_tree(inputs, "X")
-    return Rows(own, None if targets is None else as_tree(targets, "y"), _as_weights(weights))
+    """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
+    own = _as_tree(inputs, "X")
+    return Rows(own, None if targets is None else _as_tree(targets, "y"), _as_weights(weights))
 
 
-def as_tree(values: Any, name: str) -> Tree:
-    """Returns a user's arrays as tensors: one, or several in a dictionary, a tuple or a list.
-
-    Raises:
-        ConfigError: They are no arrays, or a name is no text.
-    """
+def _as_tree(values: Any, name: str) -> Tree:
+    """Return a user's arrays as tensors: one, or several in a dictionary, a tuple or a list."""
     values = values if (named := fields_of(values)) is None else named
     if isinstance(values, Mapping):
         unnamed = [key for key in values if not isinstance(key, str)]
         if unnamed:
-            raise ConfigError(f"{name} is a dictionary whose keys must be names, and {unnamed[0]!r} is none.")
+            raise ConfigError(f"{name} is a dictionary whose keys must be strings, got {unnamed[0]!r}.")
         if not values:
-            raise ConfigError(f"{name} has no rows: it is a dictionary of nothing.")
-        return {key: as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
+            raise ConfigError(f"{name} has no rows: it is an empty dictionary.")
+        return {key: _as_tree(part, f"{name}[{key!r}]") for key, part in values.items()}
     if not _are_several(values):
         return _as_tensor(values, name)
-    parts = [as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)]
-    if isinstance(values, list):
-        return parts
-    make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(values, "_make", tuple)  # a named tuple's own
-    return make(parts)
+    parts: Tree = same_sequence(values, (_as_tree(part, f"{name}[{number}]") for number, part in enumerate(values)))
+    return parts
 
 
 def _are_several(values: Any) -> bool:
-    """Returns whether a tuple or list holds arrays, one per input; one of numbers, or of lists, is itself an array."""
+    """Return whether a tuple or list holds arrays, one per input; of numbers or lists, it is an array."""
     if not isinstance(values, (tuple, list)):
         return False
     kinds = (Tensor, np.ndarray)
@@ -107,7 +87,7 @@ def _are_several(values: Any) -> bool:
 
 
 def holds_tensors(values: Any) -> bool:
-    """Returns whether a user's arrays are tensors."""
+    """Return whether a user's arrays are tensors."""
     named = fields_of(values)
     if named is not None or isinstance(values, (tuple, list)):
         return any(holds_tensors(part) for part in (values[:1] if named is None else named.values()))
@@ -122,12 +102,12 @@ def _as_weights(weights: Any) -> Tensor | None:
     if found.dim() != 1 or found.is_complex():
         raise ConfigError(f"sample_weight must be one number per row, shape (n,); it has shape {list(found.shape)}.")
     if bool((found < 0).any()):
-        raise ConfigError("sample_weight must not be negative: what counts for nothing has weight 0.")
+        raise ConfigError("sample_weight must not be negative: a row that does not count has weight 0.")
     return found
 
 
 def rows_not_finite(rows: Tensor) -> list[int]:
-    """Returns which rows hold NaN or an infinity."""
+    """Return which rows hold NaN or an infinity."""
     found: list[int] = (~rows.reshape(len(rows), -1).isfinite()).any(1).nonzero().reshape(-1).tolist()
     return found
 
@@ -135,7 +115,7 @@ def rows_not_finite(rows: Tensor) -> list[int]:
 def _as_tensor(values: Any, name: str) -> Tensor:
     tensor = values.detach() if isinstance(values, Tensor) else _from_numpy(_as_array(values, name), name)
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{name} is a sparse tensor, whose rows cannot be dealt: give {name}.to_dense().")
+        raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into rows: give {name}.to_dense().")
     if tensor.dim() == 0:
         raise ConfigError(f"{name} is a single number; it must be an array with a row per sample.")
     return tensor
@@ -171,13 +151,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
-    """Returns rows by number, of any dtype.
-
-    Args:
-        tensor: That has them.
-        rows: Their numbers, on the CPU or where the tensor is.
-        pinned: Whether rows on the CPU are gathered into pinned memory, from which an accelerator copies.
-    """
+    """Return rows by number, of any dtype; rows on the CPU go to pinned memory if `pinned`."""
     if tensor.dtype in _SIGNED:
         return gather(tensor.view(_SIGNED[tensor.dtype]), rows, pinned=pinned).view(tensor.dtype)
     if not tensor.is_cpu:
@@ -189,13 +163,39 @@ def gather(tensor: Tensor, rows: Tensor, *, pinned: bool = False) -> Tensor:
 
 
 def copy(rows: Tensor) -> Tensor:
-    """Returns rows in memory of their own, one after the other."""
+    """Return a contiguous copy."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def sampled_hash(tensor: Tensor, rows: int = SAMPLED_ROWS) -> str:
-    """Returns a hash of up to that many rows, evenly spaced, the first and the last among them."""
+    """Return a hash of up to that many rows, evenly spaced, the first and the last among them."""
     count = min(len(tensor), rows)
     chosen = torch.from_numpy(np.linspace(0, len(tensor) - 1, count).astype(np.int64))
     sample = gather(tensor, chosen).cpu().contiguous()
     return xxhash.xxh3_64_hexdigest(sample.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def weighted_by_class(rows: Rows, weights: Mapping[Any, Any], ignored: int | None) -> Rows:
+    """Return rows whose weights are multiplied by those of their classes, by class number.
+
+    The class `ignored` needs no weight. Raises ConfigError if targets are not class numbers, shape (n,) or (n, 1), a
+    class has no weight, or a weight is negative or not a number.
+    """
+    targets = rows.targets
+    if not isinstance(targets, Tensor) or targets.numel() != len(targets) or targets.is_complex():
+        raise ConfigError("class_weight needs one class number per row in y; for other targets, give sample_weight.")
+    wrong = [value for value in weights.values() if not is_number(value) or not 0 <= value < math.inf]
+    if wrong:
+        raise ConfigError(f"class_weight must hold numbers of at least 0, got {wrong[0]!r}.")
+    classes, which = torch.unique(targets.reshape(-1), return_inverse=True)
+    known = weights if ignored is None else {ignored: 0.0, **weights}
+    missing = [number for number in classes.tolist() if number not in known]
+    if missing:
+        raise ConfigError(
+            f"class_weight has no weight for class {shortened(f'{number:g}' for number in missing)}, which y holds: "
+            "give one for each class."
+        )
+    table = [float(known[number]) for number in classes.tolist()]
+    factors = torch.tensor(table, dtype=torch.float64, device=targets.device)[which]
+    own = rows.weights
+    return rows._replace(weights=factors if own is None else own * factors.to(own.device))

@@ -1,4 +1,4 @@
-"""What a batch looks like, as JSON values: a rank that has none can make one that looks the same."""
+"""The structure of a batch as JSON values, from which a rank without rows makes a batch of the same structure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cyxtrain.data.batches.structure import Tree
 
 
 def form_of(tree: Tree | None) -> Any:
-    """Returns types and shapes of its tensors."""
+    """Return types and row shapes of a tree's tensors."""
     if tree is None:
         return None
     if isinstance(tree, Tensor):
@@ -26,7 +26,7 @@ def form_of(tree: Tree | None) -> Any:
 
 
 def example_of(form: Any) -> Any:
-    """Returns a row of zeros that looks so."""
+    """Return one row of zeros of that form."""
     if form is None:
         return None
     if "dtype" in form:
@@ -40,7 +40,7 @@ def example_of(form: Any) -> Any:
 
 
 def dtypes_of(form: Any) -> Any:
-    """Returns what of a form is the same for every batch: its parts, their types, and how many dimensions they have."""
+    """Return what all batches of the data share: the parts, their types and numbers of dimensions."""
     if isinstance(form, list):
         return [dtypes_of(part) for part in form]
     if form is None:

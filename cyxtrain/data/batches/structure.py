@@ -1,8 +1,9 @@
-"""Tensors with a row per sample, alone or in dictionaries, tuples and lists: several inputs, several targets."""
+"""Trees of tensors with a row per sample: one, or several in dictionaries, tuples and lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -12,25 +13,27 @@ Tree: TypeAlias = Tensor | dict[str, "Tree"] | tuple["Tree", ...] | list["Tree"]
 
 
 def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Returns a tree of the same form, with what a function makes of each tensor."""
+    """Return a tree of the same structure, with the result of a function for each tensor."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
         return {name: map_tree(function, part) for name, part in tree.items()}
-    parts = [map_tree(function, part) for part in tree]
-    if isinstance(tree, list):
-        return parts
-    make: Callable[[list[Tree]], tuple[Tree, ...]] = getattr(tree, "_make", tuple)  # a named tuple's own
-    return make(parts)
+    mapped: Tree = same_sequence(tree, (map_tree(function, part) for part in tree))
+    return mapped
+
+
+def same_sequence(sequence: Any, parts: Iterable[Any]) -> Any:
+    """Return parts as a list, a tuple or a named tuple, whichever a sequence is."""
+    return list(parts) if isinstance(sequence, list) else getattr(sequence, "_make", tuple)(parts)
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Returns a tensor as it is, a number as one on the CPU; PyTorch's moves both to the device that is the default."""
+    """Return a tensor unchanged, a number as a tensor on the CPU, whatever the default device is."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Returns what a model gave, with what a function makes of each tensor; of an unknown kind, as it is."""
+    """Return a model's output, with the result of a function for each tensor; unknown types unchanged."""
     if isinstance(output, Tensor):
         return function(output)
     if type(output) in (tuple, list):
@@ -39,7 +42,7 @@ def map_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Gives (name, tensor) of each, named as Python reaches it, such as "X['image']" or "y[0]"; of None, nothing."""
+    """Yield the name of each tensor as Python reaches it, such as "X['image']" or "y[0]", and the tensor."""
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, dict):
@@ -51,12 +54,21 @@ def leaves(tree: Tree | None, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors(tree: Tree | None) -> list[Tensor]:
-    """Returns the tensors of a tree."""
+    """Return the tensors of a tree."""
     return [tree] if isinstance(tree, Tensor) else [tensor for _, tensor in leaves(tree)]
 
 
 def num_rows(tree: Tree) -> int:
-    """Returns how many rows each of its tensors has."""
+    """Return how many rows each tensor of a tree has."""
     while not isinstance(tree, Tensor):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return tree.shape[0]  # len() of a tensor is slow
+
+
+def fields_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return the fields of a dictionary or a dataclass by name, otherwise None."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None

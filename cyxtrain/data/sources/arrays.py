@@ -1,16 +1,19 @@
-"""The user's arrays as rows: what a batch is gathered from, and what is wrong with them before anything starts."""
+"""The user's arrays as rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, placed, share_of_batches
+from cyxtrain.config.settings import require, require_integer
+from cyxtrain.data.batches.batch import Batch, on_device, share_of_batches
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import (
     NAMES,
@@ -22,12 +25,12 @@ from cyxtrain.data.batches.rows import (
     holds_tensors,
     rows_not_finite,
     sampled_hash,
+    weighted_by_class,
 )
 from cyxtrain.data.batches.structure import num_rows
-from cyxtrain.data.class_weight import weighted
-from cyxtrain.data.feed import ArrayFeed
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sampler import DistributedSampler, Indices
+from cyxtrain.data.feed import RowFeed
+from cyxtrain.data.order import EpochOrder, SeededOrder
+from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError, counted
@@ -36,20 +39,11 @@ _SCAN_ELEMENTS = 1 << 22
 
 
 class ArraySource(Source):
-    """Rows of NumPy arrays or tensors, with or without targets. Nothing is copied, memory maps stay on disk.
-
-    Args:
-        inputs: X, shape (n, ...); or a dictionary, a tuple or a list of such.
-        targets: y, shape (n, ...), or None; or several, as X.
-        weights: How much each row counts, shape (n,), or None: all alike.
-
-    Raises:
-        ConfigError: Not arrays, no rows, or parts of different length.
-    """
+    """Rows of NumPy arrays or tensors. Nothing is copied, memory maps stay on disk."""
 
     is_whole = True
-    shuffle: bool | None = None
-    """Whether each epoch has another order; None: as the config says."""
+    drop_last = False
+    shuffle: bool | None = None  # whether each epoch has another order; None: as the config says
 
     def __init__(self, inputs: Any, targets: Any = None, weights: Any = None) -> None:
         self._first_row = 0  # in the arrays that the user gave
@@ -62,47 +56,41 @@ class ArraySource(Source):
     def __len__(self) -> int:
         return num_rows(self.example.inputs)
 
+    @override
     def describe(self) -> str:
-        """Returns how many rows there are."""
         return counted(len(self), "row")
 
     def gather(self, indices: Indices, *, pinned: bool = False) -> Rows:
-        """Returns rows by number, in that order.
-
-        Args:
-            indices: Their numbers, shape (rows,).
-            pinned: As `rows.gather`.
-        """
+        """Return rows by number, in that order; with `pinned`, as `rows.gather`."""
+        # PyTorch warns of read-only arrays.
         chosen = torch.from_numpy(indices.copy() if not indices.flags.writeable else indices)
-        elsewhere: dict[torch.device, Tensor] = {}
-
-        def chosen_on(device: torch.device) -> Tensor:
-            if device not in elsewhere:  # once for all parts
-                elsewhere[device] = to_device(chosen, device)
-            return elsewhere[device]
-
+        on_device = functools.cache(functools.partial(to_device, chosen))  # once for all parts
         return self.example.mapped(
-            lambda tensor: gather(tensor, chosen if tensor.is_cpu else chosen_on(tensor.device), pinned=pinned)
+            lambda tensor: gather(tensor, chosen if tensor.is_cpu else on_device(tensor.device), pinned=pinned)
         )
 
-    def slice(self, first: int, end: int, own: Callable[[Tensor], Tensor] = copy) -> Rows:
-        """Returns neighbouring rows, as copies: a model may change its input in place.
+    def begin_pass(self, number: int) -> bool:
+        """As `RowSource`."""
+        return False
 
-        Args:
-            first: The first row.
-            end: The row after the last.
-            own: Makes the copies.
-        """
-        return self.example.mapped(lambda tensor: own(tensor[first:end]))
+    def fetch(self, order: EpochOrder, places: range, epoch: int) -> Rows:
+        """As `RowSource`."""
+        return self.gather(order.rows(places))
 
+    def fetcher(
+        self, order: EpochOrder, pieces: Iterable[range], epoch: int, *, pinned: bool
+    ) -> Callable[[Indices], Rows]:
+        """As `RowSource`."""
+        return functools.partial(self.gather, pinned=pinned)
+
+    @override
     def explain(self) -> str:
-        """As `Source`: what a DataLoader says of the order."""
         if self.shuffle is None:
             return ""
         return ", in a new order in each epoch" if self.shuffle else ", in their own order"
 
     def part(self, first: int, end: int) -> ArraySource:
-        """Returns neighbouring rows as a source of their own; a view."""
+        """Return neighbouring rows as a source, a view."""
         part = object.__new__(ArraySource)
         part._first_row = self._first_row + first
         part.batch_size, part.shuffle = self.batch_size, self.shuffle
@@ -110,59 +98,57 @@ class ArraySource(Source):
         part.example = self.example.mapped(lambda tensor: tensor[first:end])
         return part
 
+    @override
     def first(self, rows: int) -> Rows:
-        """Returns the first rows, as copies."""
-        return self.slice(0, rows)
+        return self.example.mapped(lambda tensor: copy(tensor[:rows]))
 
+    @override
     def weighted_by_class(self, weights: Mapping[Any, Any], ignored: int | None) -> ArraySource:
-        """As `Source`."""
         part = self.part(0, len(self))
-        part.example = weighted(self.example, weights, ignored)
+        part.example = weighted_by_class(self.example, weights, ignored)
         return part
 
+    @override
     def shortened(self, batches: int, batch_size: int) -> ArraySource:
-        """As `Source`."""
         return self.part(0, min(len(self), batches * batch_size))
 
-    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> ArrayFeed:
-        """As `Source`."""
+    @override
+    def feed(self, config: DistributedTrainingConfig, rank: int, world_size: int) -> RowFeed:
         shuffle = config.shuffle if self.shuffle is None else self.shuffle
-        sampler = DistributedSampler(len(self), shuffle, config.seed, rank=rank, world_size=world_size, pad=False)
-        per_rank = config.batch_size * config.accumulation_steps
-        iterator = DistributedBatchIterator(sampler, per_rank, effective_batch_size=config.effective_batch_size)
-        return ArrayFeed(self.gather, iterator, config)
+        return RowFeed(self, SeededOrder(len(self), shuffle, config.seed), config, rank, world_size)
 
+    @override
     def whole_batches(self, batch_size: int, placement: Placement, rank: int, world_size: int) -> Iterator[Batch]:
-        """As `Source`: neighbouring batches."""
-        first, end = share_of_batches(len(self), batch_size, rank, world_size)
-        mover = make_copier(placement)
-        own = functools.partial(mover.own, memory_format=torch.contiguous_format)
-        starts = ((number, number * batch_size) for number in range(first, end))
-        return placed(((number, self.slice(start, start + batch_size, own)) for number, start in starts), mover)
+        copier = make_copier(placement)
+        own = functools.partial(copier.own, memory_format=torch.contiguous_format)  # a model may change its input
 
+        def rows(number: int) -> Rows:
+            first = number * batch_size
+            return self.example.mapped(lambda tensor: own(tensor[first : first + batch_size]))
+
+        numbers = share_of_batches(self.table_rows(batch_size), rank, world_size)
+        return on_device(((number, rows(number)) for number in numbers), copier)
+
+    @override
     def table_rows(self, batch_size: int) -> int:
-        """Returns how many batches there are."""
         return -(-len(self) // batch_size)
 
+    @override
     def facts(self, name: str) -> dict[str, Any]:
-        """Returns what must be the same on every rank: shapes, dtypes and a hash of up to 1,024 rows."""
+        """Return shapes, dtypes and a hash of up to 1,024 rows."""
         facts: dict[str, Any] = {}
         for what, tensor in self.example.named():
             label = f"{name} {what}"
             facts[f"{label}: shape"] = list(tensor.shape)
             facts[f"{label}: dtype"] = str(tensor.dtype).removeprefix("torch.")
-            # Of weights all count: a rare class may have its own.
+            # All weights: a rare class may have its own.
             rows = len(tensor) if what == NAMES[-1] else SAMPLED_ROWS
             facts[f"{label}: hash of its values"] = sampled_hash(tensor, rows)
         return facts
 
+    @override
     def not_finite(self, part: int, parts: int) -> tuple[str, int]:
-        """Returns what holds NaN or infinities: the first of X, else of y, such as "row 7 of X holds nan"; how many.
-
-        Args:
-            part: Which share of the rows to look through, from 0.
-            parts: How many there are: each rank takes one.
-        """
+        """Return the first place in X, or else in y, such as "row 7 of X holds nan", and the number of rows."""
         first, end = len(self) * part // parts, len(self) * (part + 1) // parts
         text, wrong = "", set[int]()
         for name, tensor in self.example.named():
@@ -179,3 +165,20 @@ class ArraySource(Source):
                     bad = values[~values.isfinite()][0].item()
                     text = f"row {self._first_row + start + found[0]} of {name} holds {bad}"
         return text, len(wrong)
+
+
+def validation_rows(num_rows: int, fraction: float) -> int:
+    """Return the first row of the validation part: the last `fraction` of the rows, before shuffling.
+
+    The training part is rounded down, as in Keras, but with the decimal fraction: 0.1 of 10 rows is one row, although
+    in binary 10 * (1 - 0.9) is less than one. Raises ConfigError if either part would be empty.
+    """
+    require_integer("validation_split", "num_rows", num_rows, 0)
+    require(0 < fraction < 1, f"validation_split must be above 0 and below 1 to split data, got {fraction!r}.")
+    first = math.floor(num_rows * (1 - Fraction(str(float(fraction)))))
+    if not 0 < first < num_rows:
+        raise ConfigError(
+            f"validation_split={fraction} of {num_rows} rows leaves {first} for training and {num_rows - first} for "
+            "validation; both need at least one. Give more rows or another fraction."
+        )
+    return first

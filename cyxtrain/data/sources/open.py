@@ -1,4 +1,4 @@
-"""Which kind of data a user has given."""
+"""The source for what a user passes as data: arrays, a Dataset, a DataLoader, or a stream of batches."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.collate import check_weights
-from cyxtrain.data.order import OwnOrder, order_of
+from cyxtrain.data.order import SeededOrder, order_of
 from cyxtrain.data.sources.arrays import ArraySource
-from cyxtrain.data.sources.dataset_source import LoadedSource
+from cyxtrain.data.sources.dataset_source import DatasetSource
 from cyxtrain.data.sources.source import Source
 from cyxtrain.data.sources.stream import StreamSource
 from cyxtrain.data.sources.worker_split import SplitOverWorkers, needs_split
@@ -31,14 +24,14 @@ from cyxtrain.errors import ConfigError
 
 @runtime_checkable
 class _Array(Protocol):
-    """What says that it is an array, such as a table of pandas."""
+    """Anything convertible to an array, such as a pandas table."""
 
     def __array__(self) -> Any: ...
 
 
 @runtime_checkable
 class _Numbered(Protocol):
-    """What has rows by number, and says how many."""
+    """Rows by number, with a length."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +39,7 @@ class _Numbered(Protocol):
 
 
 def gives_batches(data: Any) -> bool:
-    """Returns whether data bring their own targets: a data set, a DataLoader, or what gives batches."""
+    """Return whether data include their targets: a dataset, a DataLoader, or a stream of batches."""
     if isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, _Array, type)):
         return False
     return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data)
@@ -55,18 +48,15 @@ def gives_batches(data: Any) -> bool:
 def open_source(
     inputs: Any, targets: Any, weights: Any, config: DistributedTrainingConfig, number: int, *, trains: bool
 ) -> Source:
-    """Returns a user's data as rows.
+    """Return a user's data as rows.
 
     Args:
         inputs: X: arrays, a Dataset, a DataLoader, or what gives batches.
         targets: y of arrays, or None.
         weights: How much each row of arrays counts, or None.
         config: Of the fit, or of the latest one.
-        number: Of the epoch from which reading begins, where that is not known beforehand.
-        trains: Whether they are to be trained on.
-
-    Raises:
-        ConfigError: They are nothing of these, or cannot be used so.
+        number: Of the epoch from which a stream is likely to be read.
+        trains: Whether the rows are for training.
     """
     if not gives_batches(inputs):
         if config.sharded_data and trains:
@@ -87,15 +77,15 @@ def open_source(
         return _stream_of(DataLoader(inputs, batch_size=config.batch_size, shuffle=shuffle), name, config, number)
     if numbered:
         tensors = _tensors(inputs)
-        return LoadedSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
+        return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     if isinstance(inputs, Iterator):
         return StreamSource(lambda: inputs, name, config, number, once=True)
     name = getattr(inputs, "__name__", name)
-    return StreamSource(_begins(inputs), name, config, number, once=False, parts=[inputs])
+    return StreamSource(_iterator_of(inputs), name, config, number, once=False, parts=[inputs])
 
 
-def _begins(given: Any) -> Callable[[], Iterator[Any]]:
-    """Returns what begins to give batches, of a function that makes a generator or of what can be gone through."""
+def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
+    """Return what makes an iterator of batches, for an iterable or a function that returns one."""
     if isinstance(given, Iterable):
         return lambda: iter(given)
 
@@ -119,30 +109,36 @@ def _open_loader(loader: DataLoader[Any], config: DistributedTrainingConfig, num
     tensors, batches = _tensors(loader.dataset), loader.batch_sampler
     if tensors is not None and loader.collate_fn is default_collate and type(batches) is BatchSampler:
         order = order_of(loader, len(tensors[0]), config.seed)
-        if isinstance(order, OwnOrder) and not batches.drop_last:  # to fetch each row by itself would only cost time
+        if isinstance(order, SeededOrder) and not batches.drop_last:  # to load each row by itself would only cost time
             source = ArraySource(*tensors)
             source.batch_size, source.shuffle = batches.batch_size, order.shuffle
             return source
-    return LoadedSource(loader.dataset, loader, config)
+    return DatasetSource(loader.dataset, loader, config)
 
 
 def _stream_of(loader: DataLoader[Any], name: str, config: DistributedTrainingConfig, number: int) -> StreamSource:
-    """Returns the batches of a loader that nobody else goes through."""
-    # Workers that stay have one, which the user's own, or another source, may be using.
+    """Return the batches of a loader that no one else iterates."""
+    # With persistent workers there is one, which the user's own loader, or another source, may be using.
     torch_compat.forget_iterator(loader)
     dataset = loader.dataset
     if splits := needs_split(loader):
         vars(loader)["dataset"] = SplitOverWorkers(dataset)  # the copy's: PyTorch refuses to set it
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
-    size = loader.batch_size
-    source = StreamSource(lambda: iter(loader), name, config, number, once=False, parts=parts, batch_size=size)
-    source.note = f", each row by one of {loader.num_workers} workers" if splits else ""
-    return source
+    return StreamSource(
+        lambda: iter(loader),
+        name,
+        config,
+        number,
+        once=False,
+        parts=parts,
+        batch_size=loader.batch_size,
+        note=f", each row by one of {loader.num_workers} workers" if splits else "",
+    )
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a data set that is nothing else: x; x and y; or x, y and sample_weight."""
+    """Return the tensors of a plain TensorDataset: x; x and y; or x, y and sample_weight."""
     if type(dataset) is not TensorDataset or len(dataset.tensors) > 3:
         return None
     if len(dataset.tensors) == 3:

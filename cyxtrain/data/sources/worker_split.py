@@ -1,7 +1,7 @@
 """An IterableDataset in several workers of a DataLoader: each row once, and not once per worker.
 
-PyTorch gives each worker a copy of the data set, and leaves it to the data set to give each its part. One that asks
-`torch.utils.data.get_worker_info()` does so; of one that does not, each worker here gives every n-th row.
+PyTorch copies the dataset to each worker, and expects it to yield that worker's part. A dataset that reads
+`torch.utils.data.get_worker_info()` does so; for any other, each worker here yields every n-th row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
 def needs_split(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's workers might all give the same rows.
+    """Return whether a loader's workers might all yield the same rows.
 
     With a `worker_init_fn`, that function gives each worker its part: PyTorch's other way.
     """
@@ -23,11 +23,7 @@ def needs_split(loader: DataLoader[Any]) -> bool:
 
 
 class SplitOverWorkers(IterableDataset[Any]):
-    """The rows of an iterable data set, each in one worker alone.
-
-    Args:
-        dataset: Without a length, or with that of all rows together.
-    """
+    """The rows of an iterable dataset, each in one worker alone."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -41,27 +37,27 @@ class SplitOverWorkers(IterableDataset[Any]):
             yield from self.dataset
             return
         worker, workers = info.id, info.num_workers
-        asked = _noticing(info)
+        was_read = _watched(info)
         object.__setattr__(info, "dataset", self.dataset)  # the user's, as PyTorch documents it
         for number, row in enumerate(self.dataset):
-            if asked or number % workers == worker:
+            if was_read or number % workers == worker:
                 yield row
 
 
-def _noticing(info: Any) -> list[str]:
-    """Return a list that becomes non-empty when somebody asks which worker this is."""
-    asked: list[str] = []
+def _watched(info: Any) -> list[str]:
+    """Return a list that becomes non-empty when the number of this worker, or of workers, is read."""
+    read: list[str] = []
     kind: type = type(info)
 
-    class ChangeDetector(kind):  # type: ignore[misc]
-        """As PyTorch's, and notes what is read."""
+    class WatchedInfo(kind):  # type: ignore[misc]
+        """PyTorch's, recording what is read."""
 
         __slots__ = ()  # so that an object of PyTorch's may become one
 
         def __getattribute__(self, name: str) -> Any:
             if name in ("id", "num_workers"):
-                asked.append(name)
+                read.append(name)
             return super().__getattribute__(name)
 
-    object.__setattr__(info, "__class__", ChangeDetector)
-    return asked
+    object.__setattr__(info, "__class__", WatchedInfo)
+    return read

@@ -1,4 +1,4 @@
-"""What all ranks hold alike: parameters when a module is wrapped, buffers at each training forward.
+"""Equal tensors on all ranks: parameters when a module is wrapped, buffers before each step.
 
 Ranks compare hashes first, and send only what differs: constant buffers, such as masks, cost 8 bytes each.
 """
@@ -16,35 +16,34 @@ from torch import Tensor, nn
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import HostCopy, from_host
 from cyxtrain.errors import ConfigError, on_all_ranks
-from cyxtrain.parallel.consistency.hashing import fingerprints
-from cyxtrain.parallel.consistency.tensor_parts import bytes_of, is_plain, kind_of, parts_of, rebuilt, write
+from cyxtrain.parallel.consistency.tensor_parts import (
+    batches,
+    bytes_of,
+    fingerprints,
+    is_plain,
+    kind_of,
+    parts_of,
+    rebuilt,
+    write,
+)
 from cyxtrain.world import runtime
 
 _MESSAGE_BYTES = 25 << 20
-_COMPARED_STEPS = 2
-"""Before the second step all differs that a step makes differ."""
+_COMPARED_STEPS = 2  # before the second step everything differs that steps make differ
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def share_tensors(
     tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], *, rows: int | None = None
 ) -> list[int]:
-    """Make tensors equal on all ranks, in place; those that are equal already stay as they are. All ranks call it.
+    """Make tensors equal on all ranks, in place, unless they are equal already. All ranks call it.
+
+    Without `rows`, all take rank 0's. With the rows that this rank has processed since the last call, floating-point
+    tensors become the mean over ranks, weighted by rows (rank 0's if no rank has any); others, and those with another
+    number of elements on some rank, such as a cache of the last batch, become rank 0's. Returns the numbers of those
+    that differed, on every rank. Raises ConfigError on every rank, with the name, if a tensor cannot be sent.
 
     Cost: an all_gather of 16 bytes per tensor; what differs once in and once out, in messages of up to 25 MiB.
-
-    Args:
-        tensors: In the same order on every rank; of any layout and type.
-        names: Returns the name of each, for messages.
-        rows: None: all take rank 0's. Else rows that this rank has processed since the last call: floating-point
-            tensors become the mean over ranks, weighted by them (rank 0's where no rank has any); others rank 0's.
-            So does what has another number of elements on another rank, such as a cache of the last batch.
-
-    Returns:
-        Which ones differed, by number; the same on every rank.
-
-    Raises:
-        ConfigError: A tensor differs that cannot be sent, such as a quantised one; on every rank, with its name.
     """
     if not tensors:
         return []
@@ -58,41 +57,44 @@ def share_tensors(
     differing, resized = unequal.any(0).nonzero().flatten().tolist(), unequal[1].tolist()
     total = 0 if rows is None else int(found[:, 0].sum())
     plain = [tensors[number] for number in differing if is_plain(tensors[number]) and not resized[number]]
-    averaged = [tensor for tensor in plain if total and _is_float(tensor)]
-    sent = [tensor for tensor in plain if not (total and _is_float(tensor))]
-    for batch in _batches(averaged, lambda tensor: tensor.device):
-        _average(batch, (rows or 0) / total)
-    for batch in _batches(sent, lambda tensor: (tensor.dtype, tensor.device)):
-        _broadcast(batch)
+    _share(plain, (rows or 0) / total if total else None)
     others = [number for number in differing if not is_plain(tensors[number]) or resized[number]]
     for number in others:
         if parts_of(tensors[number]) is None:
-            raise on_all_ranks(_cannot_send(names()[number], tensors[number]))
+            error = ConfigError(
+                f"the buffer {names()[number]} differs between ranks, and a {kind_of(tensors[number])} tensor cannot "
+                "be sent to the others. Build it alike on every rank, or make it a dense tensor."
+            )
+            raise on_all_ranks(error)
     if others:
         _broadcast_parts([tensors[number] for number in others], group)
     return differing
-
-
-def _cannot_send(name: str, tensor: Tensor) -> ConfigError:
-    return ConfigError(
-        f"the buffer {name} differs between ranks, and a {kind_of(tensor)} tensor cannot be sent to the others. "
-        "Build it alike on every rank, or make it a dense tensor."
-    )
 
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _share(tensors: Sequence[Tensor], share: Tensor | float | None) -> None:
+    """Set floating-point tensors to their mean, weighted by `share` (None: to rank 0's), others to rank 0's."""
+    averaged = [tensor for tensor in tensors if share is not None and _is_float(tensor)]
+    others = [tensor for tensor in tensors if share is None or not _is_float(tensor)]
+    if share is not None:
+        for batch in _batches(averaged, lambda tensor: tensor.device):
+            _average(batch, share)
+    for batch in _batches(others, lambda tensor: (tensor.dtype, tensor.device)):
+        _broadcast(batch)
+
+
 def _average(tensors: Sequence[Tensor], share: Tensor | float) -> None:
-    """Make tensors their weighted mean over ranks; `share` is this rank's weight, all weights make up 1."""
+    """Set tensors to their weighted mean over ranks; the weights `share` of all ranks sum to 1."""
     parts = [_real(tensor).reshape(-1) for tensor in tensors]
     are_alike = all(part.dtype is parts[0].dtype for part in parts)
     flat = torch.cat(parts).double() if are_alike else torch.cat([part.double() for part in parts])
     if isinstance(share, Tensor):
         total = (flat * share).masked_fill_(share == 0, 0.0)
     else:
-        total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is no number
+        total = flat * share if share else torch.zeros_like(flat)  # 0 times infinity is NaN
     dist.all_reduce(total, group=runtime.group_for(total.device))
     means = total.split([part.numel() for part in parts])
     if not total.is_cpu and all(tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors):
@@ -122,7 +124,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
-    """Send rank 0's tensors: the shapes of their parts first, which may be others than here."""
+    """Send rank 0's tensors: the shapes of their parts first, which may differ from this rank's."""
     own = [[list(part.shape) for part in parts_of(tensor) or ()] for tensor in tensors]
     shapes = json.loads(runtime.gather_texts(json.dumps(own))[0])
     is_first = dist.get_rank(group) == 0
@@ -137,33 +139,20 @@ def _broadcast_parts(tensors: Sequence[Tensor], group: Any) -> None:
 
 
 def _batches(tensors: Sequence[Tensor], kind: Callable[[Tensor], object]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one kind that travel together."""
+    """Yield tensors of one kind that are sent together."""
     kinds: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(kind(tensor), []).append(tensor)
     for alike in kinds.values():
-        batch: list[Tensor] = []
-        size = 0
-        for tensor in alike:
-            batch.append(tensor)
-            size += tensor.numel() * tensor.element_size()
-            if size >= _MESSAGE_BYTES:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
+        yield from batches(alike, _MESSAGE_BYTES, lambda tensor: tensor.numel() * tensor.element_size())
 
 
-class SharedGradientBuffer:
+class SharedBuffers:
     """The buffers of a module, made the same on all ranks before each step.
 
-    On CPUs ranks compare them all, and send what differs. On an accelerator that would stop the host in each step:
-    where nothing but the running statistics of batch norm has differed in the first steps, they are shared without
-    comparing, and nothing else is. A rank that changes another buffer tells the others; they hear it one step later,
-    and all compare from then on.
-
-    Args:
-        module: Whose buffers these are.
+    On CPUs ranks compare them all, and send what differs. On an accelerator that would stop the host in each step: if
+    only the running statistics of batch norm have differed in the first steps, they alone are shared, uncompared. A
+    rank that changes another buffer signals it; the others read that one step later, and all compare from then on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -172,20 +161,20 @@ class SharedGradientBuffer:
         self._compares = False
         self._noted: list[tuple[int, float]] = []
         self._statistics: set[int] = set()
-        self._told: HostCopy | None = None
+        self._changes: HostCopy | None = None
 
     def share(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
-        """Compares all buffers, and makes them equal, as `share_tensors`."""
+        """Compare all buffers, and make them equal, as `share_tensors`."""
         differing = share_tensors(buffers, names, rows=rows)
         self._note(buffers)
-        self._told = None
+        self._changes = None
         self._compares |= any(id(buffers[number]) not in self._statistics for number in differing)
 
     def share_before_step(self, buffers: Sequence[Tensor], names: Callable[[], Sequence[str]], rows: int) -> None:
-        """Makes buffers equal before the first forward of a step. All ranks call it; their decisions are the same."""
+        """Make buffers equal before the first forward of a step. All ranks call it, and decide alike."""
         device = buffers[0].device
-        if self._told is not None:
-            self._compares |= self._told.read()[1].item() > 0
+        if self._changes is not None:
+            self._compares |= self._changes.read()[1].item() > 0
         if device.type == "cpu" or self._steps_to_compare or self._compares:
             self._steps_to_compare -= self._steps_to_compare > 0
             self.share(buffers, names, rows)
@@ -195,14 +184,9 @@ class SharedGradientBuffer:
         own = from_host([rows, self._noted != before], device, torch.float64)
         joined = own.clone()
         dist.all_reduce(joined)
-        self._told = HostCopy(joined)
+        self._changes = HostCopy(joined)
         share = torch.where(joined[0] > 0, own[0] / joined[0], 1.0 if dist.get_rank() == 0 else 0.0)
-        statistics = [buffer for buffer in buffers if id(buffer) in self._statistics]
-        for batch in _batches([each for each in statistics if _is_float(each)], lambda tensor: tensor.device):
-            _average(batch, share)
-        others = [each for each in statistics if not _is_float(each)]
-        for batch in _batches(others, lambda tensor: (tensor.dtype, tensor.device)):
-            _broadcast(batch)
+        _share([buffer for buffer in buffers if id(buffer) in self._statistics], share)
 
     def _note(self, buffers: Sequence[Tensor]) -> None:
         """Note which buffers are running statistics, and the versions of all others."""
@@ -216,7 +200,7 @@ class SharedGradientBuffer:
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Return `module.parameters()` and `module.buffers()` as lists, in a quarter of the time: each step needs them."""
+    """Return `module.parameters()` and `module.buffers()` as lists, in a quarter of the time."""
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     _collect_tensors(module, parameters, buffers, set())

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same module, and hold the same parameters, bit for bit; if not, who is the odd one."""
+"""Checks that all ranks have the same module, and the same parameters bit for bit."""
 
 from __future__ import annotations
 
@@ -7,63 +7,54 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.errors import ConfigError, ReplicasDifferError, on_all_ranks, shortened
-from cyxtrain.parallel.consistency.hashing import hashes_on_device
-from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of
+from cyxtrain.parallel.consistency.tensor_parts import fingerprint, fingerprints, is_plain, kind_of
 from cyxtrain.world.consensus import gather_texts
 
 
 def check_replicas(named: Sequence[tuple[str, Tensor]], group: Any) -> None:
-    """Compares tensors over ranks. All ranks call it.
+    """Compare named tensors over ranks; raise ReplicasDifferError if one differs. All ranks call it.
 
-    Cost: a hash of all bytes (xxh3; on an accelerator it is calculated there), and two all_gathers of some bytes.
-
-    Args:
-        named: (name, tensor), the same names on every rank.
-        group: Of all ranks, on CPUs.
-
-    Raises:
-        ReplicasDifferError: Some rank holds something else than most; on every rank, with the rank and the names.
+    Cost: a hash of all bytes, where the tensors are, and two all_gathers of a few bytes.
     """
     if dist.get_world_size(group) == 1:
         return
-    kind, hashes = _hashes(named)
-    whole = xxhash.xxh3_128_hexdigest("".join(hashes.values()).encode())
-    told = gather_texts(f"{kind} {whole}", group)
-    if len(set(told)) == 1:
+    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+    hashes = fingerprints(tensors)
+    devices = "+".join(sorted({tensor.device.type for tensor in tensors}))
+    everywhere = gather_texts(f"{devices} {xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())}", group)
+    if len(set(everywhere)) == 1:
         return
-    if len({text.split()[0] for text in told}) > 1:  # some ranks are on CPUs: all hash as those do
-        hashes = {name: _hash(tensor) for name, tensor in named}
+    if len({text.split()[0] for text in everywhere}) > 1:  # hashes differ between types of devices
+        hashes = [fingerprint(tensor) for tensor in tensors]
     everyone = [json.loads(text) for text in gather_texts(json.dumps(hashes), group)]
-    odd = _odd_ones(everyone)
-    if not odd:
+    outliers = {
+        name: ranks
+        for name, values in zip(names, zip(*everyone, strict=True), strict=True)
+        if (ranks := _outliers(values))
+    }
+    if not outliers:
         return
-    ranks = sorted({rank for ranks in odd.values() for rank in ranks})
-    error = ReplicasDifferError(_words(odd, ranks, len(everyone)), rank=ranks[0] if len(ranks) == 1 else None)
-    raise on_all_ranks(error)
+    ranks = sorted({rank for ranks in outliers.values() for rank in ranks})
+    text = _explanation(shortened(outliers), ranks, len(everyone))
+    raise on_all_ranks(ReplicasDifferError(text, rank=ranks[0] if len(ranks) == 1 else None))
 
 
-def _odd_ones(everyone: Sequence[dict[str, str]]) -> dict[str, list[int]]:
-    """Returns, for each name that differs, the ranks that are not of the majority; all of them where there is none."""
-    odd = {}
-    for name in everyone[0]:
-        found = [each[name] for each in everyone]
-        common, count = Counter(found).most_common(1)[0]
-        if count < len(found):
-            has_majority = count > len(found) / 2
-            odd[name] = [rank for rank, value in enumerate(found) if value != common or not has_majority]
-    return odd
+def _outliers(values: Sequence[int]) -> list[int]:
+    """Return the ranks whose value is not that of the majority; all of them if there is none."""
+    common, count = Counter(values).most_common(1)[0]
+    has_majority = count > len(values) / 2
+    return [rank for rank, value in enumerate(values) if value != common or not has_majority]
 
 
-def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
-    numbers, names = ", ".join(map(str, ranks)), shortened(odd)
+def _explanation(names: str, ranks: list[int], world_size: int) -> str:
+    numbers = ", ".join(map(str, ranks))
     if len(ranks) == world_size:
-        who = f"ranks {numbers} differ from each other in {names}, and no majority says who is right"
+        who = f"ranks {numbers} differ from each other in {names}, without a majority"
     elif len(ranks) == 1:
         who = f"rank {numbers} differs from the {world_size - 1} others in {names}"
     else:
@@ -75,30 +66,8 @@ def _words(odd: dict[str, list[int]], ranks: list[int], world_size: int) -> str:
     )
 
 
-def _hashes(named: Sequence[tuple[str, Tensor]]) -> tuple[str, dict[str, str]]:
-    """Returns where the tensors have been hashed, and the hash of each."""
-    devices = {tensor.device for _, tensor in named}
-    if len(devices) != 1 or next(iter(devices)).type == "cpu" or not all(is_plain(tensor) for _, tensor in named):
-        return "host", {name: _hash(tensor) for name, tensor in named}
-    hashes = hashes_on_device([tensor for _, tensor in named])
-    return "device", {name: str(value) for (name, _), value in zip(named, hashes, strict=True)}
-
-
-def _hash(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(content.numpy().data)
-
-
 def check_same_module(model: nn.Module, group: Any) -> None:
-    """Refuses, on every rank, modules whose parameters or buffers differ in what the ring would not notice.
-
-    Args:
-        model: The module.
-        group: Of all ranks, on CPUs.
-
-    Raises:
-        ConfigError: With the rank, and what it has.
-    """
+    """Raise ConfigError, on every rank, if the ranks' modules differ in what collectives would not notice."""
     own = {
         name: [list(tensor.shape), _type(tensor), tensor.requires_grad, _strides(tensor)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -130,5 +99,5 @@ def _type(tensor: Tensor) -> str:
 
 
 def _strides(tensor: Tensor) -> list[int] | None:
-    """Returns how the elements lie in memory, where that is not the usual order: buckets follow it."""
+    """Return the strides if they are not the usual ones: buckets follow them."""
     return None if not is_plain(tensor) or tensor.is_contiguous() else list(tensor.stride())

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.sources.arrays import ArraySource
+from cyxtrain.data.sources.arrays import ArraySource, validation_rows
 from cyxtrain.data.sources.open import open_source
 from cyxtrain.data.sources.source import Source, TrainingData
-from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
@@ -98,7 +97,7 @@ def _openings(found: TrainingData) -> dict[str, Any]:
     """Returns what the ranks show each other, of which the kind must be the same."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
-        opening = {"kind": "none"} if source is None else source.opening()
+        opening = {"kind": "none"} if source is None else source.summary()
         facts |= {f"the kind of the {name} data": opening["kind"], f"_{name}": opening}
     return facts
 
@@ -107,7 +106,7 @@ def _meet(found: TrainingData, everyone: Sequence[Mapping[str, Any]], rank: int,
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
             with about(name):
-                source.meet([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
+                source.reconcile([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
 def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:

@@ -300,7 +300,7 @@ LEFT, RIGHT, TARGETS = parts(12)
             r"X\['left'\] and X\['right'\] have different lengths: 12 and 5",
         ),
         ((LEFT, RIGHT), TARGETS[:5], {}, r"X\[0\] and y have different lengths: 12 and 5"),
-        ({1: LEFT}, TARGETS, {}, "keys must be names, and 1 is none"),
+        ({1: LEFT}, TARGETS, {}, "keys must be strings, got 1"),
         ({}, TARGETS, {}, "X has no rows"),
         ({"left": LEFT, "right": "text"}, TARGETS, {}, r"X\['right'\]"),
         ((LEFT, RIGHT), {"a": TARGETS}, {}, "CrossEntropyLoss compares one output with one y, and y has 1 parts"),

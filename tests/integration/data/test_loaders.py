@@ -455,14 +455,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nothing": (DataLoader(Plain(0), 4), {}, "the Plain has no rows"),
     "halves of rows": (DataLoader(Plain(), 4, sampler=[0.5, 1]), {}, "the DataLoader's list must give row numbers"),
     "an empty batch": (DataLoader(Plain(), batch_sampler=[[0, 1], []]), {}, "list gave a batch without rows"),
-    "fewer than said": (DataLoader(Plain(), 4, sampler=Miscounted([0, 1])), {}, rf"it has {ROWS}, and gave 2\."),
+    "fewer than said": (
+        DataLoader(Plain(), 4, sampler=Miscounted([0, 1])),
+        {},
+        rf"length {ROWS}, but gave 2\.",
+    ),
     "no count": (DataLoader(Plain(), 4, sampler=map(int, "123")), {}, "the DataLoader's map has no length"),
     "rows that go": (DataLoader(Plain(), 4, collate_fn=halved), {}, "of 2 rows the DataLoader's collate_fn has made 1"),
     "all dropped": (DataLoader(Plain(5), 8, drop_last=True), {}, "drop_last leaves nothing: 5 rows"),
     "sizes twice": (
         DataLoader(Plain(), batch_sampler=Longer(4)),
         {"effective_batch_size": 8},
-        "batch_sampler makes batches as it likes",
+        "batch_sampler determines the batches",
     ),
     "own arrays": (torch.zeros(4, FEATURES), {"sharded_data": True}, "sharded_data=True is about data that give"),
 }
@@ -617,7 +621,7 @@ def test_a_data_set_with_random_numbers_of_its_own_is_trained_on_and_said(capsys
     assert sorted(found) == list(range(ROWS))
     with one_process():
         trained(Unseeded(), epochs=1, verbose=True)
-    assert "random numbers that nobody seeds" in capsys.readouterr().out
+    assert "random numbers that cannot be seeded" in capsys.readouterr().out
 
 
 class OfAnyLength(Augmented):

@@ -342,7 +342,7 @@ def test_another_number_of_ranks_cannot_go_on_in_the_middle_of_what_each_has(tmp
             path.unlink()
     with one_process():
         said = [try_rows_of(str(tmp_path), "own", "auto", sharded) for sharded in (None, True)]
-    assert all("made by 2 ranks in the middle of what each gives itself" in each for each in said)
+    assert all("made by 2 ranks in the middle of each rank's own data" in each for each in said)
 
 
 # --- steps per epoch ------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_an_epoch_goes_over_the_end_of_the_data():
 
 
 def test_data_that_come_once_end_an_epoch_with_a_word():
-    with one_process(), pytest.warns(UserWarning, match="X is over after 1 step of epoch 2: it gives its batches once"):
+    with one_process(), pytest.warns(UserWarning, match="X ended after 1 step of epoch 2: it gives its batches once"):
         found = trained(in_pieces(10), epochs=2, steps_per_epoch=4)
     assert found["step"] == 5
 
@@ -611,7 +611,7 @@ def test_data_that_are_others_on_one_rank_end_a_resumed_fit_on_all(tmp_path):
             path.unlink()
     found = [ended.value for ended in run_ranks(2, shrinking, str(tmp_path), "auto", seconds=30)]
     assert found[1][0] == "ConfigError"
-    assert all("the data are others" in text for _, text in found), found
+    assert all("the data differ from those" in text for _, text in found), found
 
 
 class Counting(IterableDataset):
@@ -734,7 +734,7 @@ def own_without_a_word() -> list[str]:
         warnings.simplefilter("always")
         trained(functools.partial(own_rows, 5), epochs=1)
         trained(functools.partial(own_rows, 5), epochs=1, sharded_data=True)
-    return [str(each.message) for each in said if "own part of the data" in str(each.message)]
+    return [str(each.message) for each in said if "trains on all of its own" in str(each.message)]
 
 
 def test_what_is_taken_for_each_ranks_own_is_said_unless_the_user_has():

@@ -13,17 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import cyxtrain as cx
-from cyxtrain.data.sharding import RowDealing, micro_batches_of
+from cyxtrain.data.sharding import RowSharding, micro_batches_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 
 def deals(rows: int, effective: int, at_once: int, world_size: int, step: int) -> list[list[range]]:
     """The micro-batches of every rank in a step."""
-    return [
-        RowDealing(rows, effective, at_once, rank, world_size, drop_last=False).deal(step).pieces
-        for rank in range(world_size)
-    ]
+    sharding = RowSharding(rows, effective, at_once, world_size, drop_last=False)
+    return [sharding.shard(rank, step).pieces for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -159,5 +157,5 @@ def test_drop_last_that_leaves_nothing_or_cannot_be_known_is_refused():
     with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
         with pytest.raises(cx.ConfigError, match="drop_last leaves nothing: 5 rows, and a step has 8"):
             trainer.fit(*make_rows(5), batch_size=8, drop_last=True)
-        with pytest.raises(cx.ConfigError, match="nobody knows how many rows X gives"):
+        with pytest.raises(cx.ConfigError, match="the number of rows of X is unknown"):
             trainer.fit(lambda: iter([make_rows(5)]), drop_last=True)

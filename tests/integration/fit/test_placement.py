@@ -49,7 +49,7 @@ def together(fakegpu_folder: Path) -> list[dict[str, Any]]:
 
 
 def test_replicas_are_compared_on_the_device_with_one_stop(together):
-    flipped = "ranks 0, 1 differ from each other in {}, and no majority says who is right"
+    flipped = "ranks 0, 1 differ from each other in {}, without a majority"
     for found in together:
         assert (found["equal"], found["mixed"]) == ("", "")
         assert found["flipped"] == flipped.format("large, small")

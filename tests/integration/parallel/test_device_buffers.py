@@ -18,7 +18,6 @@ from cyxtrain.parallel.consistency import broadcasting
 STEPS = 12
 OURS = (
     "parallel/consistency/broadcasting.py",
-    "parallel/consistency/hashing.py",
     "parallel/consistency/tensor_parts.py",
     "accelerator.py",
 )

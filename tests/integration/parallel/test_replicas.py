@@ -46,7 +46,7 @@ def test_the_odd_rank_and_the_parameter_are_named_by_all():
 
 def test_of_two_nobody_knows_who_is_right():
     for text, rank in run_world(2, check, {0: ["2.bias"]}):
-        assert text.startswith("ranks 0, 1 differ from each other in 2.bias, and no majority says who is right: ")
+        assert text.startswith("ranks 0, 1 differ from each other in 2.bias, without a majority: ")
         assert rank is None
 
 

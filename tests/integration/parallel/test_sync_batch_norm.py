@@ -19,7 +19,7 @@ from stand_in.running import run_on_stand_in
 from torch import Tensor, nn
 
 import cyxtrain as cx
-from cyxtrain.data.sharding import BatchDealing, RowDealing
+from cyxtrain.data.sharding import BatchSharding, RowSharding
 from cyxtrain.training.inputs import plan
 from cyxtrain.training.model import placement
 
@@ -120,14 +120,14 @@ def by_hand(rows: int, effective: int, at_once: int, ranks: int) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     x, y = make_rows(rows)
     for _ in range(2):
-        dealing = RowDealing(rows, effective, at_once, 0, ranks, drop_last=False)
-        for step in range(dealing.steps):
+        sharding = RowSharding(rows, effective, at_once, ranks, drop_last=False)
+        for step in range(sharding.steps):
             optimizer.zero_grad()
-            deals = [dealing.deal_to(rank, step) for rank in range(ranks)]
-            for number in range(max(len(deal.pieces) for deal in deals)):
-                places = [place for deal in deals for piece in deal.pieces[number : number + 1] for place in piece]
+            shards = [sharding.shard(rank, step) for rank in range(ranks)]
+            for number in range(max(len(shard.pieces) for shard in shards)):
+                places = [place for shard in shards for piece in shard.pieces[number : number + 1] for place in piece]
                 loss = nn.functional.cross_entropy(model(x[places].double()), y[places], reduction="sum")
-                (loss / deals[0].joined_rows).backward()
+                (loss / shards[0].joined_rows).backward()
             optimizer.step()
     return flat([*model.parameters(), *model.buffers()])
 
@@ -226,13 +226,13 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_counts_and_remedy():
 
 
 def test_steps_in_which_ranks_have_different_numbers_of_micro_batches_are_found():
-    even = RowDealing(24, 12, 6, 0, 2, drop_last=False)
+    even = RowSharding(24, 12, 6, 2, drop_last=False)
     assert even.uneven_step() is None
-    assert RowDealing(27, 12, 6, 0, 2, drop_last=True).uneven_step() is None
-    assert RowDealing(27, 12, 6, 0, 2, drop_last=False).uneven_step() == (3, [1, 0], True)
-    assert RowDealing(24, 8, 2, 0, 3, drop_last=False).uneven_step() == (8, [2, 2, 1], False)
+    assert RowSharding(27, 12, 6, 2, drop_last=True).uneven_step() is None
+    assert RowSharding(27, 12, 6, 2, drop_last=False).uneven_step() == (3, [1, 0], True)
+    assert RowSharding(24, 8, 2, 3, drop_last=False).uneven_step() == (8, [2, 2, 1], False)
     ends = torch.tensor([4, 8, 12, 16, 17]).numpy()
-    assert BatchDealing(ends, 2, 0, 2, drop_last=True).uneven_step() is None
-    assert BatchDealing(ends, 2, 0, 2, drop_last=False).uneven_step() == (1, [1, 0], True)
-    assert BatchDealing(ends, 2, 0, 2, drop_last=False).single_row(together=True) == (0, True)
-    assert BatchDealing(ends, 3, 0, 3, drop_last=False).single_row(together=True) is None
+    assert BatchSharding(ends, 2, 2, drop_last=True).uneven_step() is None
+    assert BatchSharding(ends, 2, 2, drop_last=False).uneven_step() == (1, [1, 0], True)
+    assert BatchSharding(ends, 2, 2, drop_last=False).single_row(together=True) == (0, True)
+    assert BatchSharding(ends, 3, 3, drop_last=False).single_row(together=True) is None

@@ -23,7 +23,7 @@ import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder
 from cyxtrain.data.rng import generators_as_json
-from cyxtrain.data.sharding import dealt_to
+from cyxtrain.data.sharding import ranks_with_rows
 
 by_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 pytestmark = [pytest.mark.usefixtures("rank_server")]
@@ -178,7 +178,7 @@ def joined(ranks: list[dict[str, Any]], sizes: list[int]) -> list[list[float]]:
     for size in sizes:
         rows = []
         for rank, found in enumerate(ranks):
-            dealt = dealt_to(size, max(sizes), len(ranks))  # of the last step, fewer than there are
+            dealt = ranks_with_rows(size, max(sizes), len(ranks))  # of the last step, fewer than there are
             count = len(range(rank, size, dealt)) if rank < dealt else 0
             rows += found["seen"][positions[rank] : positions[rank] + count]
             positions[rank] += count

@@ -14,9 +14,8 @@ from stand_in.running import run_on_stand_in
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.batches.prefetch import Placement, one_ahead
-from cyxtrain.data.feed import ArrayFeed, Place
-from cyxtrain.data.iterator import DistributedBatchIterator
-from cyxtrain.data.sampler import DistributedSampler, Indices
+from cyxtrain.data.feed import Place
+from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.arrays import ArraySource
 
 nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
@@ -36,10 +35,9 @@ class Noting(ArraySource):
 
 
 def shares(source: Noting, rank: int, world_size: int, rows_at_once: int, first: int = 0) -> Iterator[Share]:
-    sampler = DistributedSampler(len(source), rank=rank, world_size=world_size, pad=False)
-    iterator = DistributedBatchIterator(sampler, 1, effective_batch_size=6)
-    config = DistributedTrainingConfig(accumulation_steps=-(-6 // (world_size * rows_at_once)))
-    return ArrayFeed(source.gather, iterator, config).shares(Place(0, first, 0), PLACEMENT, None)
+    accumulation_steps = -(-6 // (world_size * rows_at_once))
+    config = DistributedTrainingConfig(batch_size=1, effective_batch_size=6, accumulation_steps=accumulation_steps)
+    return source.feed(config, rank, world_size).shares(Place(0, first, 0), PLACEMENT, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

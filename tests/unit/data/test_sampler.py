@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from cyxtrain.data import sampler as sampler_module
-from cyxtrain.data.sampler import DistributedSampler, dealt_size, global_order
-from cyxtrain.data.split import validation_rows
+from cyxtrain.data.sampler import DistributedSampler, global_order, sharded_size
+from cyxtrain.data.sources.arrays import validation_rows
 from cyxtrain.errors import ConfigError
 
 SIZES = [1, 2, 7, 64, 100, 1797]
@@ -110,7 +110,7 @@ def test_sizes_are_methods():
     assert (uneven.local_size(), uneven.total_size(), uneven.padded_size()) == (2, 10, 10)
     dropping = DistributedSampler(10, rank=2, world_size=4, drop_last=True, pad=False)
     assert (dropping.local_size(), dropping.total_size(), dropping.padded_size()) == (2, 10, 8)
-    assert dealt_size(10, 4, drop_last=True, pad=True) == 8
+    assert sharded_size(10, 4, drop_last=True, pad=True) == 8
 
 
 def test_it_is_a_sampler_for_pytorchs_data_loader():

@@ -53,7 +53,14 @@ INSIDE = {
         "process_group legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng split sampler", "row_rng", "order iterator sharding", "batches", "class_weight feed", "sources"],
+    "data": ["rng sampler", "order sharding iterator", "batches", "feed", "sources"],
+    "parallel": [
+        "layout finite consistency exchange",
+        "bucket powersgd gathering step_report",
+        "compression sparse_gradients",
+        "reducer",
+        "wrapper",
+    ],
     "checkpoint": ["format files", "checkpoint_file", "weights transport folder", "writer", "manager"],
     "training": [
         "trained",
