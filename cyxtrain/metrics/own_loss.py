@@ -1,4 +1,4 @@
-"""The loss in what a model returns that computes its own."""
+"""The loss that a model computed itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ NO_LOSS = (
 
 
 def models_own(output: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns (the loss that a model has computed itself, its other scalars by name).
-
-    None: the scalars are losses, to be added.
+    """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added.
 
     Raises:
         ConfigError: There is no loss.
@@ -43,7 +41,7 @@ def models_own(output: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Returns whether something is one number, or (sum, weight)."""
+    """Return whether a value is one number, or (sum, weight)."""
     if type(value) is tuple:
         return len(value) == 2 and all(not isinstance(each, tuple) and _is_scalar(each) for each in value)
     if isinstance(value, Tensor):

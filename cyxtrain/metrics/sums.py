@@ -1,4 +1,4 @@
-"""Sums of an epoch, in float64, and what they come to."""
+"""Sums of an epoch in float64, and the loss, accuracy and metrics that follow from them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from torch import Tensor
 
 from cyxtrain.data.batches.structure import Tree
 from cyxtrain.environment.accelerator import HostCopy, from_host
-from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics, mean_of
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.training.model.compile import may_use_cuda_graphs, own_copy
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
+# then two more for each number of `Loss.shown`: its sum and its weight
 _COLUMNS = 4
-"""Then, for each number of `Loss.shown`, two more: its sum and its weight."""
+# Batches that are added at once: single additions would cost a step more. More would break up the heap: 32 cost a
+# # convnet up to 12 MiB.
 _FOLD_BATCHES = 16
-"""Batches whose numbers are kept until they are added in one go: single additions would cost a step more. Of many,
-what is kept lies between what models allocate and free, and breaks up the heap: 32 cost a convnet up to 12 MiB."""
 
+# Elements of an output that is kept until then: comparing it at once would take as long as the loss.
 _KEPT_ELEMENTS = 8192
-"""Elements of an output that is kept until then: looking at it at once would take as long as the loss does."""
 
 _Number = Tensor | float
 
 
 class Correct(NamedTuple):
-    """What a model has said to a batch whose targets are classes: counted, or to be counted.
+    """Correct predictions of a batch: counted, or to be counted from output and target.
 
     Attributes:
-        correct: How many are right, of what has been looked at.
-        counted: How many answers count.
-        output: What is still to be looked at, or None.
-        target: Beside it.
+        correct: Number of right predictions counted so far.
+        counted: Number of predictions that count.
+        output: What is still to be compared, or None.
+        target: Its targets.
     """
 
     correct: _Number
@@ -51,9 +52,9 @@ class MetricSums:
 
     Args:
         rows: Of the table.
-        device: Where the model computes: nothing is fetched from there before it is asked for.
-        loss: What it says of targets decides what counts.
-        metrics: What else is measured; others of their kind are.
+        device: Of the model; nothing is copied from it before it is needed.
+        loss: Decides what counts.
+        metrics: Copied without what they have accumulated.
     """
 
     def __init__(self, rows: int, device: torch.device, loss: Loss, metrics: Metrics) -> None:
@@ -66,7 +67,7 @@ class MetricSums:
         self._latest: dict[str, float] = {}
 
     def add(self, row: int, loss: BatchLoss, answers: Correct) -> None:
-        """Adds a batch to a row, without waiting for the device."""
+        """Add a batch to a row, without waiting for the device."""
         numbers: tuple[_Number, ...] = (loss.terms, loss.weight, answers.correct, answers.counted)
         for name in self._loss.shown:
             part = loss.parts[name]
@@ -84,10 +85,10 @@ class MetricSums:
         pending, self._pending = self._pending, []
         rows, values, numbers, answers = zip(*pending, strict=True)
         table = self._table(numbers)
-        table[:, LOSS].mul_(torch.stack(values))  # what was there is the terms
-        for column in (LOSS, *range(_COLUMNS, table.shape[1], 2)):  # where nothing counts, it may be 0 / 0
+        table[:, LOSS].mul_(torch.stack(values))  # it held the terms
+        for column in (LOSS, *range(_COLUMNS, table.shape[1], 2)):  # 0 / 0 if nothing counts
             table[:, column].masked_fill_(table[:, column + 1] == 0, 0.0)
-        if len(self._sums) == 1 and not self._sums.is_cpu:  # additions by row number come in any order there
+        if len(self._sums) == 1 and not self._sums.is_cpu:  # index_add_ has no fixed order there
             self._sums[0].add_(table.sum(0))
         else:
             self._sums.index_add_(0, from_host(rows, self._sums.device, torch.int64), table)
@@ -100,11 +101,11 @@ class MetricSums:
             self._count(kept)
 
     def _count(self, kept: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Counts the answers of batches of one shape in one go."""
+        """Count the correct predictions of batches of one shape at once."""
         rows, outputs, targets = zip(*kept, strict=True)
         right, valid = _compare(torch.cat(outputs), torch.cat(targets), self._loss)
         found = {CORRECT: right} if valid is None else {CORRECT: right, COUNTED: valid}
-        if len(self._sums) == 1:  # a running epoch, where it is in the way of the steps; whole numbers have no order
+        if len(self._sums) == 1:  # a running epoch; whole numbers can be added in any order
             for column, each in found.items():
                 self._sums[0, column].add_(each.sum())
             return
@@ -114,7 +115,7 @@ class MetricSums:
             self._sums[:, column].index_add_(0, where, each.reshape(len(where), -1).sum(1, dtype=torch.float64))
 
     def _table(self, numbers: Sequence[Sequence[_Number]]) -> Tensor:
-        """Returns numbers, a row for each batch, beside the sums."""
+        """Return numbers, one row per batch, on the device of the sums."""
         if any(isinstance(number, Tensor) for row in numbers for number in row):
             return torch.stack([self._column(column) for column in zip(*numbers, strict=True)], dim=1)
         return from_host(numbers, self._sums.device, torch.float64)
@@ -129,35 +130,35 @@ class MetricSums:
         return torch.stack([number.to(device, dtype, non_blocking=number.is_cpu) for number in each])
 
     def go_on_from(self, table: Sequence[Sequence[float]]) -> None:
-        """Begins with the sums of an earlier table, of the same shape; none: with zeros."""
+        """Start with the sums of an earlier table of the same shape; with zeros if it is empty."""
         if table:
             earlier = torch.tensor(table, dtype=torch.float64, device=self._sums.device)
             self._sums.copy_(earlier.reshape(self._sums.shape))
 
     @property
     def table(self) -> Tensor:
-        """The sums so far, shape (rows, 4), float64, on the CPU: this waits for the device."""
+        """The sums so far, shape (rows, 4 + ...), float64, on the CPU; waits for the device."""
         self._fold()
         return self._sums.cpu()
 
     def over_ranks(self, group: Any) -> dict[str, float]:
-        """Returns loss, accuracy and metrics over all ranks, the same on each; all call it."""
+        """Return loss, accuracy and metrics over all ranks; collective."""
         return _measured(self.sums_over_ranks(group), self._loss) | self.metrics.over_ranks()
 
     def here(self) -> dict[str, float]:
-        """Returns loss, accuracy and metrics of what this rank has seen."""
+        """Return loss, accuracy and metrics of this rank."""
         return _measured(exact_sums(self.table), self._loss) | self.metrics.here()
 
     def lazily(self) -> dict[str, Callable[[], float]]:
-        """Returns what gives loss, accuracy (where there is one) and each metric of what this rank has seen."""
+        """Return functions that calculate loss, accuracy (if there is one) and each metric of this rank."""
         measured = _measured(exact_sums(self.table), self._loss)
         found = {name: value for name, value in measured.items() if name != "accuracy" or not math.isnan(value)}
         return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazily()
 
     def cheap_here(self) -> dict[str, float]:
-        """Returns what costs little of it: loss, accuracy and means.
+        """Return this rank's loss, accuracy and means, without waiting for an accelerator.
 
-        On an accelerator, which is not waited for, as it was when this was called before; nothing at first.
+        On an accelerator: the numbers at the call before; none at first.
         """
         self._fold()
         tables = {"": self._sums, **self.metrics.cheap_sums()}
@@ -177,10 +178,10 @@ class MetricSums:
         return _measured(exact_sums(own[1]), self._loss) | {name: mean_of(sums) for name, sums in means}
 
     def sums_over_ranks(self, group: Any) -> list[float]:
-        """Returns the sums over all rows and ranks: the same on every rank.
+        """Return the sums over all rows and ranks; collective.
 
-        The table is added up over ranks element by element, then exactly over its rows: where each row was
-        filled by one rank, the result does not depend on how many there are, not in one bit.
+        The table is added over ranks element by element, then exactly over its rows: if each row was filled by one
+        rank, the result has the same bits on any number of ranks.
         """
         table = self.table.clone()
         dist.all_reduce(table, group=group)
@@ -188,19 +189,19 @@ class MetricSums:
 
 
 def _copied(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns values of which no later step overwrites any."""
+    """Return values that no later step overwrites."""
     return tuple(own_copy(value) if isinstance(value, Tensor) else value for value in values)
 
 
 def exact_sums(table: Tensor) -> list[float]:
-    """Returns the sum of each column, rounded once; what is not finite stays so."""
+    """Return the sum of each column, rounded once; NaN and infinities stay."""
     columns = table.T.tolist()
-    # fsum raises where infinities meet, and training that diverges shall say so in numbers.
+    # fsum raises on opposite infinities, and diverging training must show its numbers.
     return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
 
 
 def _measured(sums: list[float], loss: Loss) -> dict[str, float]:
-    """Returns the loss, accuracy (where targets are classes; NaN where none counted) and a loss's other numbers."""
+    """Return the loss, the accuracy (if targets are classes; NaN if none counted) and a loss's other numbers."""
     total = sums[LOSS] if loss.weighting is Weighting.NOTHING else _quotient(sums[LOSS], sums[WEIGHT])
     shown = {}
     for column, name in enumerate(loss.shown):
@@ -217,7 +218,7 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
-    """Returns what is right in an output, where targets are classes; else nothing, of nothing."""
+    """Return the correct predictions in an output; none if targets are not classes."""
     pair = None if loss.accuracy is None else loss.accuracy.pair(output, target)
     if pair is None:
         return Correct(0, 0)
@@ -231,7 +232,7 @@ def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
 
 
 def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
-    """Returns (which are right, which count), of the targets' shape; None: all count."""
+    """Return (which are right, which count), of the targets' shape; None: all count."""
     if loss.is_binary:
         return (output > loss.threshold) == (target > 0.5), None
     right = output.argmax(1) == target

@@ -24,9 +24,10 @@ from cyxtrain.data.batches.structure import Tree, map_output, map_tree, tensors
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
-from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import Clip, multiply_gradients
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizer_step import OptimizerStep
