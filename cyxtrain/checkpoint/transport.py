@@ -1,4 +1,4 @@
-"""Checkpoints on their way to all ranks: rank 0 reads, the others receive, and no shared disk is needed."""
+"""Checkpoints on all ranks without a shared disk: rank 0 reads, the others receive."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
-from cyxtrain.checkpoint.format.validation import check_content
+from cyxtrain.checkpoint.validation import check_content
 from cyxtrain.errors import CheckpointError
 from cyxtrain.world import runtime
 
 
 def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
-    """Returns (state, name) of the checkpoint that rank 0 reads, on every rank; None: it has found none.
+    """Return (state, name) of the checkpoint that rank 0 reads, on every rank; None if it finds none.
 
-    Cost: the file once in and once out of each rank; its size and its tensors in memory.
+    Cost: the file once in and out of each rank; its size and its tensors in memory.
 
     Args:
-        read: Returns (bytes, name); the name is "" where there is none. Called on rank 0 alone.
+        read: Returns (bytes, name), with name "" for none. Called on rank 0 only.
 
     Raises:
-        CheckpointError: It cannot be read, it is damaged, or holds what no fit writes; the same on every rank.
+        CheckpointError: It cannot be read, is corrupt, or no fit wrote it; the same on every rank.
     """
     data, name, problem = b"", "", ""
     if runtime.is_master():
@@ -42,10 +42,7 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
 
 
 def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
-    """Returns (state, path) of a checkpoint's file, on every rank.
-
-    Args:
-        path: Of the file, on rank 0; what other ranks give is not used.
+    """Return (state, path) of a checkpoint's file on rank 0, on every rank.
 
     Raises:
         CheckpointError: As `read_on_all`.
@@ -55,7 +52,7 @@ def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str
     return found
 
 
-def _broadcast(data: bytes) -> memoryview:
+def _broadcast(data: bytes) -> bytes:
     group = runtime.cpu_group()
     size = torch.tensor([len(data)], device="cpu")
     dist.broadcast(size, 0, group=group)
@@ -63,4 +60,4 @@ def _broadcast(data: bytes) -> memoryview:
     if data:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=group)
-    return buffer.numpy().data
+    return data or buffer.numpy().tobytes()

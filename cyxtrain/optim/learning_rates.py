@@ -1,4 +1,4 @@
-"""The learning rate of each step: scaled with the size of a step, warmed up, and then as the schedule has it."""
+"""The learning rate of each step: scaled with the batch size, warmed up, then scheduled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from cyxtrain.checkpoint.validation import is_rates
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 
+# of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
-"""Takes the optimizer, and how many times the fit steps the schedule."""
 
 _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
@@ -27,13 +28,13 @@ class LearningRates:
     """The learning rates of an optimizer's groups, step by step.
 
     Args:
-        optimizer: Whose.
-        scheduler: What they follow after the warm-up; None, or what makes it when a fit knows its steps.
+        optimizer: Whose learning rates are set.
+        scheduler: Schedules them after the warm-up; None, or a function that makes it when a fit knows its steps.
 
     Attributes:
-        optimizer: It.
-        scheduler: It; None where there is none, or no fit has made it yet.
-        factor: What the rates that the program gave have been multiplied by.
+        optimizer: The same.
+        scheduler: None without one, or until a fit has made it.
+        factor: By which the program's rates have been multiplied.
         interval: What the schedule is stepped after: "step" or "epoch".
     """
 
@@ -51,7 +52,7 @@ class LearningRates:
         self._left: list[float] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
+        """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
         vars(self).update(state)
         if self.scheduler is not None:
             with _groups_kept(self.optimizer):
@@ -59,41 +60,37 @@ class LearningRates:
 
     @property
     def warmup_steps_left(self) -> int:
-        """Steps until the rates have their values."""
+        """Steps until the warm-up ends."""
         return self._warmup_steps - self._warm_steps if self._targets else 0
 
     @property
     def are_moving(self) -> bool:
-        """Whether they are not simply those that the program gave."""
+        """Whether they differ from the program's rates."""
         return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
 
     @property
     def ends_with_fit(self) -> bool:
-        """Whether the schedule needs to know how many steps a fit has."""
+        """Whether the schedule depends on the number of steps of a fit."""
         return self._make is not None or isinstance(self.scheduler, FitSchedule)
 
     @property
     def warms_up_first(self) -> bool:
-        """Whether the schedule follows the warm-up; the other one has it as its own beginning."""
+        """Whether the schedule follows the warm-up; one-cycle includes it."""
         return not isinstance(self.scheduler, OneCycle)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up that the schedule follows."""
+        """Steps of the warm-up before the schedule."""
         return self._warmup_steps
 
     @property
     def moved_options(self) -> set[str]:
-        """Other options of an optimizer that its schedule sets from step to step."""
+        """Other options of an optimizer that its schedule changes."""
         sets_others = any(isinstance(part, _OWN_RATES) for part in schedules_in(self.scheduler))
         return {"momentum", "betas"} if sets_others else set()
 
     def explain(self, scaling: str) -> str:
-        """Returns what becomes of them, for people.
-
-        Args:
-            scaling: How they have been scaled, where they have been.
-        """
+        """Return a description for the header; `scaling` describes the scaling, if any."""
         # What the plan makes of them, not what they are just now: the same where a fit goes on.
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
@@ -102,13 +99,13 @@ class LearningRates:
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
-        """Begins a fit.
+        """Start a fit.
 
         Args:
-            factor: What the rates that the program gave are to be multiplied by.
-            warmup_steps: Steps until they have their values.
-            steps: Of the fit, or None: nobody knows.
-            schedule_steps: Times that the fit steps the schedule, or None: nobody knows.
+            factor: Of the program's rates.
+            warmup_steps: Of the warm-up.
+            steps: Of the fit, if known.
+            schedule_steps: How many times the fit steps the schedule, if known.
         """
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
@@ -127,22 +124,18 @@ class LearningRates:
             self._warm()
 
     def tried(self, schedule_steps: int | None) -> LRScheduler | None:
-        """Returns the schedule that a fit would have which steps it so many times; nothing has changed."""
+        """Return the schedule of a fit that steps it so many times, without changing anything."""
         if self._make is None or schedule_steps is None:
             return self.scheduler
         with _groups_kept(self.optimizer):
             return self._make(self.optimizer, max(1, schedule_steps))
 
     def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
-        """Returns the schedule that can take a checkpoint's state; nothing has changed.
-
-        Args:
-            state: As `state_dict` gave it.
-        """
+        """Return the schedule that can load a checkpoint's state, without changing anything."""
         return self.scheduler if self._make is None else self.tried(state.get("made_for") or None)
 
     def _made(self, schedule_steps: int) -> LRScheduler:
-        """Returns a new schedule, made from the rates that the program gave."""
+        """Return a new schedule, made from the program's rates."""
         assert self._make is not None
         self._first += self.now()[len(self._first) :]
         for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
@@ -152,19 +145,19 @@ class LearningRates:
         return self._make(self.optimizer, schedule_steps)
 
     def now(self) -> list[float]:
-        """Returns the rate of each group."""
+        """Return the rate of each group."""
         return rates_of(self.optimizer)
 
     def set_all(self, rates: Sequence[float]) -> None:
-        """Sets the rate of each group."""
+        """Set the rate of each group."""
         if list(rates) != self.now():
             self._set(rates)
 
     def set_checked(self, rates: Sequence[float]) -> None:
-        """Sets the rate of each group, as a user gives them.
+        """Set the rate of each group, as a user passes them.
 
         Raises:
-            ConfigError: They are no rates, or not as many.
+            ConfigError: They are no rates, or not one per group.
         """
         groups = len(self.optimizer.param_groups)
         right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
@@ -172,15 +165,14 @@ class LearningRates:
         self.set_all(rates)
 
     def leave(self) -> None:
-        """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
+        """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
         self._left = self.now()
 
     def resume_from(self, schedule_steps: int | None) -> str:
-        """Continues a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
+        """Continue a fit with a checkpoint's rates; return how the schedule has changed, or "".
 
         Args:
-            schedule_steps: Times that the whole fit steps the schedule, which may have more or fewer epochs now, or
-                None: nobody knows.
+            schedule_steps: How many times the whole fit steps the schedule, if known; epochs may have changed.
         """
         if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""
@@ -205,7 +197,7 @@ class LearningRates:
         )
 
     def follow_groups(self) -> None:
-        """Takes in groups that callbacks have added: each follows the schedule from the rate that it has now."""
+        """Schedule groups that callbacks have added, from their present rates."""
         groups, known = self.optimizer.param_groups, self._num_groups
         self._num_groups = len(groups)
         for number in range(known, len(groups)):
@@ -226,7 +218,7 @@ class LearningRates:
                 found += [found[-1] * ratio] if 0 < len(found) <= number else []
 
     def step(self) -> None:
-        """Sets the rates of the next step."""
+        """Set the rates of the next step."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self.follow_groups()
         if self._targets:
@@ -236,7 +228,7 @@ class LearningRates:
             self.scheduler.step()
 
     def undoable(self) -> Callable[[], None]:
-        """Return what makes rates and schedule what they are now: for a step that turns out not to have been taken."""
+        """Return a function that restores the present rates and schedule, if a step turns out to be skipped."""
         groups = [dict(group) for group in self.optimizer.param_groups]
         tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
         own = self._warm_steps, [*self._targets]
@@ -254,17 +246,17 @@ class LearningRates:
         return undo
 
     def end_epoch(self) -> None:
-        """Sets the rates of the next epoch, where the schedule goes by epochs; it waits for the warm-up."""
+        """Set the rates of the next epoch, if the schedule is stepped per epoch and the warm-up is complete."""
         if self.scheduler is not None and self.interval == "epoch" and not self._targets:
             self._note_steps()
             self.scheduler.step()
 
     def _note_steps(self) -> None:
-        """Keeps schedules from warning that the optimizer has not stepped: it did, before the fit was resumed."""
+        """Keep schedules from warning that the optimizer has not stepped: it did before the fit was resumed."""
         torch_compat.note_step(self.optimizer)
 
     def given(self) -> list[float]:
-        """Returns the rates that the program gave, before anything was done to them."""
+        """Return the program's rates, before scaling and scheduling."""
         groups = self.optimizer.param_groups
         if self._first:
             return [float(f"{rate / self.factor:.12g}") for rate in self._first]
@@ -274,7 +266,7 @@ class LearningRates:
         return [float(f"{rate / self.factor:.12g}") for rate in began]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of them, beside the scheduler's own state."""
+        """Return their part of a checkpoint, besides the scheduler's own state."""
         return {
             "factor": self.factor,
             "warmup_steps": self._warmup_steps,
@@ -285,34 +277,21 @@ class LearningRates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
-        """Goes on from a checkpoint; the optimizer has its own rates from there.
+        """Continue from a checkpoint; the optimizer has its own rates from it.
 
         Raises:
-            CheckpointError: That is no such state.
+            CheckpointError: The state is invalid.
         """
-        factor, targets = state.get("factor"), state.get("targets")
-        whole, done = state.get("warmup_steps"), state.get("warm_steps")
-        made_for, first = state.get("made_for", 0), state.get("first", [])
-        if (
-            not isinstance(factor, float)
-            or not 0 < factor < math.inf
-            or not isinstance(targets, list)
-            or not all(isinstance(rate, float) for rate in targets)
-            or len(targets) not in (0, len(self.optimizer.param_groups))
-            or not isinstance(whole, int)
-            or not isinstance(done, int)
-            or not 0 <= done <= whole
-            or not isinstance(made_for, int)
-            or not isinstance(first, list)
-            or len(first) not in (0, len(self.optimizer.param_groups))
-        ):
+        groups, first = len(self.optimizer.param_groups), state.get("first", [])
+        if not is_rates(state) or not {len(state["targets"]), len(first)} <= {0, groups}:
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
-        self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
-        self._made_for, self._first = made_for, list(first)
+        self.factor, self._targets, self._first = state["factor"], list(state["targets"]), list(first)
+        self._warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
+        self._made_for = state.get("made_for", 0)
         self.leave()
 
     def _take_what_was_set(self) -> None:
-        """Begins with the rates that the program has set between two fits: as it gives them, before any scaling."""
+        """Start from rates that the program has set between two fits, before any scaling."""
         for number, (left, now) in enumerate(zip(self._left, self.now(), strict=False)):
             if now == left:
                 continue
@@ -359,12 +338,12 @@ def _with_copied_lists(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Returns the learning rate of each group, as it is now."""
+    """Return the present learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:
-    """Returns what the learning rate is multiplied by: it is given for one rank's samples of a step.
+    """Return the factor of the learning rate, which is meant for one rank's samples of a step.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.1; for "sqrt", Krizhevsky, One weird trick for
     parallelizing convolutional neural networks (2014), section 5.
@@ -376,12 +355,12 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
 def check_rates(
     rates: LearningRates, config: DistributedTrainingConfig, schedule_steps: int | None
 ) -> LRScheduler | None:
-    """Returns the schedule that a fit would have; refuses to scale what has rates of its own, and an unknown end.
+    """Return the schedule of a fit; refuse to scale a schedule with its own rates, and an unknown end.
 
     Args:
         rates: Of the optimizer.
         config: Of the fit.
-        schedule_steps: Times that the fit steps the schedule; None: nobody knows.
+        schedule_steps: How many times the fit steps the schedule, if known.
 
     Raises:
         ConfigError: With its name.
@@ -403,7 +382,7 @@ def check_rates(
 
 @contextlib.contextmanager
 def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Puts back the options of all groups on the way out, rates that are tensors too."""
+    """Restore the options of all groups at the end of the context, rates in tensors too."""
     groups, rates = [dict(group) for group in optimizer.param_groups], rates_of(optimizer)
     try:
         yield
@@ -416,12 +395,12 @@ def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def steps_taken(scheduler: LRScheduler) -> int:
-    """Returns how many times a schedule has been stepped."""
+    """Return how many times a schedule has been stepped."""
     return next(part.last_epoch for part in schedules_in(scheduler) if "last_epoch" in vars(part))
 
 
 def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
-    """Gives a scheduler and those that it is made of."""
+    """Yield a scheduler and its parts."""
     if scheduler is not None:
         yield scheduler
         for part in torch_compat.parts_of_schedule(scheduler):
@@ -429,5 +408,5 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
 
 
 def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
-    """Gives those that remember with what rates they began: PyTorch's that are made of others do not."""
+    """Yield the schedules that store initial rates; those made of others do not."""
     return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))

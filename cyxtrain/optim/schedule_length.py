@@ -1,4 +1,4 @@
-"""Whether a schedule is as long as the fit that steps it: where it is not, users hear of it before the first step."""
+"""Whether a schedule is as long as the fit that steps it; warns before the first step if not."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 
+# the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 1e-6
-"""Of a rate: what is left of it where a schedule for epochs goes by steps."""
+# steps: some schedules are built for one less, some for one more
 _TOLERATED = 1
-"""Steps by which a schedule may miss the end: some are built for one less, some for one more."""
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
-    """Refuses a schedule of PyTorch's that would raise in the middle of the fit.
+    """Refuse a schedule of PyTorch's that would raise in the middle of the fit.
 
     Args:
         scheduler: Of the fit.
-        steps: Times that the fit is still to step it.
+        steps: How many more times the fit steps it.
         interval: What it is stepped after: "step" or "epoch".
 
     Raises:
@@ -50,16 +50,15 @@ def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> 
 
 
 def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
-    """Warns of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
+    """Warn of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
 
-    Nothing is known of schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and of functions of a
-    user's own.
+    Schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and custom functions are not checked.
 
     Args:
         scheduler: Of the fit.
-        steps: Times that the fit is still to step it.
+        steps: How many more times the fit steps it.
         interval: What it is stepped after: "step" or "epoch".
-        steps_per_epoch: Optimizer steps of an epoch, or None: nobody knows.
+        steps_per_epoch: Optimizer steps of an epoch, if known.
     """
     if scheduler is None or steps <= 0:
         return
@@ -86,11 +85,11 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
 
 
 def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
-    """Returns, in words, by how much a schedule misses the end of the fit; "": it does not, or nobody knows.
+    """Return how a schedule, or a part of it, misses the end of the fit; "" if it does not, or that is unknown.
 
     Args:
-        part: It, or one that it is made of.
-        end: Number of its steps when the fit ends.
+        part: The schedule.
+        end: Its number of steps when the fit ends.
         fit: The same of the whole fit, in words.
     """
     length, after = _length(part)
@@ -104,7 +103,7 @@ def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
 
 
 def _length(part: LRScheduler) -> tuple[int | None, str]:
-    """Returns after how many steps a schedule is at its end, or None; and what is wrong with steps after that, or "".
+    """Return after how many steps a schedule ends, or None; and what is wrong with steps after that, or "".
 
     After a warm-up, or the last milestone, any number of steps may follow.
     """

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.format.validation import check_content, taking_over
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
+from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env

@@ -165,5 +165,5 @@ def test_the_weights_of_a_checkpoint_load_and_every_byte_of_it_is_checked(tmp_pa
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"best\.ckpt is damaged"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt is corrupt"):
         load_weights(second, path)
