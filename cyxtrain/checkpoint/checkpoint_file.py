@@ -98,9 +98,6 @@ def write_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> No
     """Write a checkpoint atomically: a power cut leaves either the new file or the old one.
 
     Cost: one write of all bytes; tensors on the CPU are not copied.
-
-    Raises:
-        CheckpointError: The disk refuses, or the state holds what a checkpoint cannot; no temporary file is left.
     """
     write_records(path, records_of(state))
 
@@ -112,20 +109,12 @@ def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffe
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
-    """Read and verify a checkpoint; tensors are on the CPU.
-
-    Raises:
-        CheckpointError: There is no such file, or it is corrupt, with the entry.
-    """
+    """Read and verify a checkpoint; tensors are on the CPU."""
     return unpack_checkpoint(checkpoint_bytes(path), str(path))
 
 
 def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a checkpoint's file; a file that is obviously none is not read to its end.
-
-    Raises:
-        CheckpointError: There is no such file, it cannot be read, or it is obviously no checkpoint.
-    """
+    """Return the bytes of a checkpoint's file; a file that is obviously none is not read to its end."""
     return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
 
 
@@ -133,13 +122,6 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
     """Return the state in a checkpoint's bytes, after verifying all of it; tensors are on the CPU.
 
     Cost: memory for the tensors, and for one more entry while it is unpacked.
-
-    Args:
-        data: The content of a file.
-        name: The file's name, for messages.
-
-    Raises:
-        CheckpointError: It is no checkpoint, of another version, or corrupt, with the entry.
     """
     entries = read_archive(bytes(data), name, FORMAT, FORMAT_VERSION, _CONTENT)
     with blaming(name, STATE):
@@ -171,9 +153,6 @@ def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
     Args:
         state: Its tensors are on any device.
         copy: Copies them; None: the parts are the memory of tensors on the CPU, which must not change until written.
-
-    Raises:
-        CheckpointError: The state holds what a checkpoint cannot, with its name.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
     tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}

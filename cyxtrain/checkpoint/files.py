@@ -41,9 +41,6 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
     Args:
         path: The file to write; its folder is created if missing.
         what: What the file is, for the message, such as "checkpoint".
-
-    Raises:
-        CheckpointError: The operating system refuses, with the path, the cause and what to do.
     """
     target = _checked(path, what)
     with _temporary_file(target, f"{what} {target}") as (file, temporary):
@@ -56,16 +53,7 @@ def replacing(path: str | os.PathLike[str], what: str) -> Iterator[BinaryIO]:
 
 
 def try_folder(folder: Path, name: str, what: str) -> None:
-    """Create a folder, and a file in it that is removed again.
-
-    Args:
-        folder: It may be missing.
-        name: Of a file like those to be written.
-        what: What the files are, for the message, such as "checkpoints".
-
-    Raises:
-        CheckpointError: The operating system refuses, with the path, the cause and what to do.
-    """
+    """Create a folder, and a file in it that is removed again."""
     with _temporary_file(folder / name, f"{what} to {folder}"):
         pass
 
@@ -104,16 +92,7 @@ def is_being_written(path: str | os.PathLike[str]) -> bool:
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
-    """Return the content of a regular file, read once and completely (a mapped file would crash on a bad disk).
-
-    Args:
-        path: Of the file.
-        what: What it is, for messages, such as "checkpoint".
-        look: Checks the open file before all of it is read.
-
-    Raises:
-        CheckpointError: It does not exist or cannot be read, with the path, the cause and what to do.
-    """
+    """Return the content of a regular file, read once and completely (a mapped file would crash on a bad disk)."""
     try:
         with open_regular(_checked(path, what)) as file:
             if look is not None:

@@ -43,12 +43,7 @@ class Found:
 
 
 class CheckpointFolder:
-    """The checkpoints that one rank writes to a folder.
-
-    Args:
-        path: Of the folder, which may be missing.
-        rank: The rank in the names of the files; None for none.
-    """
+    """The checkpoints that one rank writes to a folder."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         self.path = Path(path)
@@ -60,11 +55,7 @@ class CheckpointFolder:
         return self.path / f"{name}{self._suffix}"
 
     def check(self) -> None:
-        """Create the folder, and try to write to it.
-
-        Raises:
-            CheckpointError: That fails.
-        """
+        """Create the folder, and try to write to it."""
         try_folder(self.path, self.file(BEST).name, "checkpoints")
 
     def newest_first(self) -> list[Found]:

@@ -64,12 +64,7 @@ class CheckpointManager:
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
-        """Look for what would make the first checkpoint fail. All ranks call it before the first step.
-
-        Raises:
-            ConfigError: A callback has a state that no checkpoint can hold; on every rank.
-            CheckpointError: The folder is not writable, with `on_save_error="raise"`; on every rank.
-        """
+        """Look for what would make the first checkpoint fail. All ranks call it before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
             try:

@@ -21,9 +21,6 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
 
     Args:
         read: Returns (bytes, name), with name "" for none. Called on rank 0 only.
-
-    Raises:
-        CheckpointError: It cannot be read, is corrupt, or no fit wrote it; the same on every rank.
     """
     data, name, problem = b"", "", ""
     if runtime.is_master():
@@ -42,11 +39,7 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
 
 
 def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
-    """Return (state, path) of a checkpoint's file on rank 0, on every rank.
-
-    Raises:
-        CheckpointError: As `read_on_all`.
-    """
+    """Return (state, path) of a checkpoint's file on rank 0, on every rank."""
     found = read_on_all(lambda: (checkpoint_bytes(path), os.fspath(path)))
     assert found is not None
     return found

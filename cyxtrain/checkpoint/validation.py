@@ -25,15 +25,7 @@ _MAX_RANKS = 10**6
 
 
 def check_content(state: CheckpointState, source: str) -> None:
-    """Refuse a checkpoint that no fit can have written, whatever its model.
-
-    Args:
-        state: All of it.
-        source: What it is, for messages, such as "checkpoint run/epoch-0003.ckpt".
-
-    Raises:
-        CheckpointError: With the first wrong part.
-    """
+    """Refuse a checkpoint that no fit can have written, whatever its model."""
     for what, value, is_right in _parts(state):
         right = False
         with contextlib.suppress(Exception):

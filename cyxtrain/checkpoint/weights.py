@@ -81,16 +81,7 @@ def _require_model(function: str, model: object) -> None:
 
 
 def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Load a `state_dict` into a model, strictly: nothing is copied before all names and shapes match.
-
-    Args:
-        model: The same architecture, on any device.
-        state: Such as `CheckpointState.model`; tied weights need one of their names.
-        source: Where the state is from, for the message, such as "checkpoint run/7.ckpt".
-
-    Raises:
-        CheckpointError: Other names or shapes, with all that differs.
-    """
+    """Load a `state_dict` into a model, strictly: nothing is copied before all names and shapes match."""
     given = fitting_state(model, state, source)
     try:
         load_plain_state(model, given)
@@ -101,11 +92,7 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
 
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a state with all of the model's plain names, tied ones too, without loading it.
-
-    Raises:
-        CheckpointError: Other names or shapes, with all that differs.
-    """
+    """Return a state with all of the model's plain names, tied ones too, without loading it."""
     expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
     ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
     for name, kept in ties.items():

@@ -45,9 +45,6 @@ class Writer:
             state: Its tensors may change as soon as this returns.
             afterwards: Called in the writing thread when the file is complete.
             make_room: Called there if the disk is full; returns whether to retry.
-
-        Raises:
-            CheckpointError: The state holds what a checkpoint cannot.
         """
         if self._writing is not None:
             futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells

@@ -23,18 +23,7 @@ _SMALL = 0.1
 
 
 def find_accuracy(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) -> Accuracy | None:
-    """Return what accuracy is, or None if targets are not classes.
-
-    Args:
-        loss: Of the fit.
-        output: Of the model for some rows.
-        target: Of these rows.
-        value: The loss of these rows.
-        asked: Whether the user passed metrics="accuracy".
-
-    Raises:
-        ConfigError: The user asked for accuracy, and there is none.
-    """
+    """Return what accuracy is, or None if targets are not classes."""
     if loss.by_output:
         found, reason = None, "there are several losses"
     else:

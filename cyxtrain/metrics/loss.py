@@ -60,9 +60,6 @@ class Loss:
         warning: What is wrong with its weighting; "" if nothing is.
         ignored: The class number that does not count, if the data has it.
         accuracy: What accuracy is, as the dry run found it; None if targets are not classes.
-
-    Raises:
-        ConfigError: An unknown name, nothing that can be called, or loss_weights for losses that do not exist.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -209,9 +206,6 @@ class Loss:
             targets: Of all rows, or of some.
             are_all: Whether there are no other rows, which may have a class number that does not count.
             rows_have_weights: Whether sample_weight or class_weight is given.
-
-        Raises:
-            ConfigError: Rows have weights, and the model computes its own loss.
         """
         function = self.function
         for name, each in self.by_output.items():
@@ -249,11 +243,7 @@ class Loss:
             self._of_each = own
 
     def look_at_result(self, result: Any, rows: int) -> None:
-        """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows.
-
-        Raises:
-            ConfigError: It is no loss, or not one per row although rows have weights.
-        """
+        """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
         if self.by_output:
             for name, each in self.by_output.items():
                 with _of_output(name):
@@ -310,11 +300,7 @@ class Loss:
             self.shown = tuple(self.weightings)
 
     def check_shapes(self, output: Any, target: Tree | None) -> None:
-        """Refuse shapes that PyTorch would broadcast into a table of every row against every other.
-
-        Raises:
-            ConfigError: With both shapes.
-        """
+        """Refuse shapes that PyTorch would broadcast into a table of every row against every other."""
         for name, each in self.by_output.items():
             with _of_output(name):
                 each.check_shapes(part_of(output, name), part_of(target, name))

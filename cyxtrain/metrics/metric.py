@@ -56,11 +56,7 @@ class Metric(ABC):
 
     @abstractmethod
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of one or several ranks.
-
-        Raises:
-            ConfigError: The states of several ranks cannot be merged.
-        """
+        """Continue from the states of one or several ranks."""
 
 
 class MeanMetric(Metric):

@@ -59,11 +59,7 @@ _KNOWN = ["accuracy", *_OF_CLASSES, *_OF_NUMBERS, *_FROM_LIBRARY, "top_5"]
 
 
 def metrics_by_name(metrics: Any) -> dict[str, Any]:
-    """Return a user's metrics (None, one, several, or a dictionary) by name.
-
-    Raises:
-        ConfigError: One is no metric, or has the name of another.
-    """
+    """Return a user's metrics (None, one, several, or a dictionary) by name."""
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping):
@@ -113,11 +109,7 @@ def _named(metric: Any) -> list[tuple[str, Any]]:
 
 
 def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
-    """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset.
-
-    Raises:
-        ConfigError: One cannot take the outputs and targets.
-    """
+    """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
     given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
     if not given:
         return Metrics()

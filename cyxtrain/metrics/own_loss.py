@@ -18,11 +18,7 @@ NO_LOSS = (
 
 
 def models_own(output: Any) -> tuple[Any, dict[str, Any]]:
-    """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added.
-
-    Raises:
-        ConfigError: There is no loss.
-    """
+    """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
     scalars: dict[str, Any] = {}
     if isinstance(output, Mapping):
         scalars = {str(name): value for name, value in output.items() if name != "loss" and _is_scalar(value)}

@@ -48,14 +48,7 @@ class Correct(NamedTuple):
 
 
 class MetricSums:
-    """The sums of a table of batches: one row for a running epoch, or one row per batch.
-
-    Args:
-        rows: Of the table.
-        device: Of the model; nothing is copied from it before it is needed.
-        loss: Decides what counts.
-        metrics: Copied without what they have accumulated.
-    """
+    """The sums of a table of batches: one row for a running epoch, or one row per batch."""
 
     def __init__(self, rows: int, device: torch.device, loss: Loss, metrics: Metrics) -> None:
         self.metrics = metrics.copy()

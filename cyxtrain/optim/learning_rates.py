@@ -99,14 +99,7 @@ class LearningRates:
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
-        """Start a fit.
-
-        Args:
-            factor: Of the program's rates.
-            warmup_steps: Of the warm-up.
-            steps: Of the fit, if known.
-            schedule_steps: How many times the fit steps the schedule, if known.
-        """
+        """Start a fit."""
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
         self._take_what_was_set()
@@ -154,11 +147,7 @@ class LearningRates:
             self._set(rates)
 
     def set_checked(self, rates: Sequence[float]) -> None:
-        """Set the rate of each group, as a user passes them.
-
-        Raises:
-            ConfigError: They are no rates, or not one per group.
-        """
+        """Set the rate of each group, as a user passes them."""
         groups = len(self.optimizer.param_groups)
         right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
         require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
@@ -169,11 +158,7 @@ class LearningRates:
         self._left = self.now()
 
     def resume_from(self, schedule_steps: int | None) -> str:
-        """Continue a fit with a checkpoint's rates; return how the schedule has changed, or "".
-
-        Args:
-            schedule_steps: How many times the whole fit steps the schedule, if known; epochs may have changed.
-        """
+        """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
         if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""
         scheduler, total, rates = self.scheduler, max(1, schedule_steps), self.now()
@@ -277,11 +262,7 @@ class LearningRates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
-        """Continue from a checkpoint; the optimizer has its own rates from it.
-
-        Raises:
-            CheckpointError: The state is invalid.
-        """
+        """Continue from a checkpoint; the optimizer has its own rates from it."""
         groups, first = len(self.optimizer.param_groups), state.get("first", [])
         if not is_rates(state) or not {len(state["targets"]), len(first)} <= {0, groups}:
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
@@ -355,16 +336,7 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
 def check_rates(
     rates: LearningRates, config: DistributedTrainingConfig, schedule_steps: int | None
 ) -> LRScheduler | None:
-    """Return the schedule of a fit; refuse to scale a schedule with its own rates, and an unknown end.
-
-    Args:
-        rates: Of the optimizer.
-        config: Of the fit.
-        schedule_steps: How many times the fit steps the schedule, if known.
-
-    Raises:
-        ConfigError: With its name.
-    """
+    """Return the schedule of a fit; refuse to scale a schedule with its own rates, and an unknown end."""
     if schedule_steps is None and rates.ends_with_fit:
         raise ConfigError(
             "the scheduler ends with the last step of the fit, and nobody knows how many batches the data will give: "

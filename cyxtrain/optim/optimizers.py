@@ -69,9 +69,6 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     Args:
         optimizer: An optimizer, a function of the parameters such as `torch.optim.Adam`, or a name of `OPTIMIZERS`.
         model: Not wrapped.
-
-    Raises:
-        ConfigError: An unknown name, or something else.
     """
     if next(model.parameters(), None) is None:
         raise ConfigError("the model has no parameters: there is nothing to train.")
@@ -126,9 +123,6 @@ def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Itera
         optimizer: As the user built it; settings such as foreach=True take precedence.
         wanted: "auto": if possible; True; or False: as it was built.
         sparse: Names of parameters with sparse gradients.
-
-    Raises:
-        ConfigError: `wanted` is True, and it is not possible.
     """
     found = next(iter(sparse), None)
     reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)

@@ -127,11 +127,7 @@ class LossScale:
         return {"scale": self.value, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            CheckpointError: The state is invalid.
-        """
+        """Continue from a checkpoint."""
         if not is_loss_scale(state):
             raise CheckpointError(f"Cannot load {source}: its loss scale is {dict(state)}.")
         self.value, self._steps = state["scale"], state["steps"]

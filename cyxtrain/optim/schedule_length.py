@@ -29,16 +29,7 @@ _TOLERATED = 1
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
-    """Refuse a schedule of PyTorch's that would raise in the middle of the fit.
-
-    Args:
-        scheduler: Of the fit.
-        steps: How many more times the fit steps it.
-        interval: What it is stepped after: "step" or "epoch".
-
-    Raises:
-        ConfigError: With the number of steps that it should have.
-    """
+    """Refuse a schedule of PyTorch's that would raise in the middle of the fit."""
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         once = "optimizer step" if interval == "step" else "epoch"
         raise ConfigError(
@@ -53,12 +44,6 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
     """Warn of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
 
     Schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and custom functions are not checked.
-
-    Args:
-        scheduler: Of the fit.
-        steps: How many more times the fit steps it.
-        interval: What it is stepped after: "step" or "epoch".
-        steps_per_epoch: Optimizer steps of an epoch, if known.
     """
     if scheduler is None or steps <= 0:
         return
@@ -85,13 +70,7 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
 
 
 def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
-    """Return how a schedule, or a part of it, misses the end of the fit; "" if it does not, or that is unknown.
-
-    Args:
-        part: The schedule.
-        end: Its number of steps when the fit ends.
-        fit: The same of the whole fit, in words.
-    """
+    """Return how a schedule, or a part of it, misses the end of the fit; "" if it does not, or that is unknown."""
     length, after = _length(part)
     if length is not None and (length > end + _TOLERATED or (after and length < end - _TOLERATED)):
         then = after if length < end else "the learning rate does not come to the end of it."

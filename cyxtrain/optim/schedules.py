@@ -37,9 +37,6 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
         scheduler: One of `torch.optim.lr_scheduler`; a function of the optimizer, or of `(optimizer, total_steps)`,
             that returns one; or "constant", "linear", "cosine" or "one_cycle", which end with each fit.
         optimizer: Whose learning rate it sets.
-
-    Raises:
-        ConfigError: It is none of these, belongs to another optimizer, or needs more than steps.
     """
     if scheduler is None:
         return None
@@ -100,11 +97,7 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
 
 
 def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Return what must be equal on every rank.
-
-    Raises:
-        ConfigError: No checkpoint can hold its state.
-    """
+    """Return what must be equal on every rank."""
     if scheduler is None:
         return {"the scheduler": None}
     try:
@@ -122,11 +115,7 @@ def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:
 
 
 def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any], source: str) -> None:
-    """Refuse the state of another kind of scheduler.
-
-    Raises:
-        CheckpointError: With both.
-    """
+    """Refuse the state of another kind of scheduler."""
     own, other = (None if scheduler is None else type(scheduler).__name__), saved.get("type")
     if own != other:
         raise CheckpointError(

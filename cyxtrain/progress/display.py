@@ -142,11 +142,7 @@ class TerminalDisplay(LiveDisplay):
 
 
 class CellDisplay(LiveDisplay):
-    """One output of a notebook cell, rewritten in place: without widgets, and a saved notebook has its last state.
-
-    Args:
-        handle: An IPython display handle, as `display(display_id=True)` returns.
-    """
+    """One output of a notebook cell, rewritten in place: without widgets, and a saved notebook has its last state."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__()

@@ -18,11 +18,7 @@ _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 
 
 def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
-    """Return a figure with a panel for each number, with training and validation; write it to `path` if given.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or there is no epoch.
-    """
+    """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

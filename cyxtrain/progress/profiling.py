@@ -23,10 +23,6 @@ class Profile:
 
     Each rank writes a trace for Perfetto, chrome://tracing or TensorBoard, such as profile/rank-0.pt.trace.json; rank 0
     writes a table, profile/steps.txt.
-
-    Args:
-        asked: Whether to profile, or the folder.
-        device: That computes.
     """
 
     def __init__(self, asked: bool | str, device: torch.device) -> None:

@@ -12,12 +12,7 @@ _HEADER = ("layer", "kind", "output", "parameters")
 
 
 def summary_of(model: nn.Module, shapes: dict[str, str]) -> str:
-    """Return a table with a line per layer, and the numbers of parameters.
-
-    Args:
-        model: Not wrapped.
-        shapes: Of outputs, by layer name, as far as known.
-    """
+    """Return a table with a line per layer, and the numbers of parameters."""
     lines, seen = [], set[int]()
     for name, layer, depth in _layers(model):
         own = [each for each in layer.parameters() if id(each) not in seen]

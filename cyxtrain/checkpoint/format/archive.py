@@ -56,14 +56,7 @@ def blaming(name: str, entry: str) -> Iterator[None]:
 
 
 def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]]) -> None:
-    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes.
-
-    Args:
-        file: At its beginning.
-        form: The name of the format.
-        version: Of the format.
-        entries: By name, the parts of each, which are not copied.
-    """
+    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes."""
     listed: dict[str, dict[str, object]] = {}
     spans = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -87,11 +80,7 @@ def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str,
 
 
 def look_at_archive(file: BinaryIO, name: str) -> None:
-    """Refuse a file whose zip directory is not that of an archive, without reading all of it.
-
-    Raises:
-        CheckpointError: With what is wrong.
-    """
+    """Refuse a file whose zip directory is not that of an archive, without reading all of it."""
     with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MAX_AROUND_BYTES)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
 
@@ -111,18 +100,7 @@ def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
 
 
 def read_archive(data: bytes, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:
-    """Return the content of each entry, without a copy, after verifying all of the archive.
-
-    Args:
-        data: All of the file.
-        name: Of the file, for messages.
-        form: The name of the format.
-        version: Of the format.
-        names: The required entries.
-
-    Raises:
-        CheckpointError: It is no such archive, of another version, or corrupt, with the entry.
-    """
+    """Return the content of each entry, without a copy, after verifying all of the archive."""
     view = memoryview(data)
     with blaming(name, "the zip directory"):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # which shares the bytes

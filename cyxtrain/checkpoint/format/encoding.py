@@ -31,9 +31,6 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
             dictionaries of these.
         path: Of the value, for the names of its tensors and for messages, such as "weight.exp_avg".
         tensors: Collects the tensors, under names made from their paths. None: tensors are refused.
-
-    Raises:
-        CheckpointError: It contains anything else, with its path.
     """
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()

@@ -29,11 +29,7 @@ def plain_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the result of `plain_state` into a model, compiled or not.
-
-    Raises:
-        KeyError, RuntimeError: Names or shapes differ.
-    """
+    """Load the result of `plain_state` into a model, compiled or not."""
     own = model.state_dict()
     given = {name: state[plain_name(name)] for name in own}
     # load_state_dict copies: not into a sparse tensor of other indices, nor where elements share memory.

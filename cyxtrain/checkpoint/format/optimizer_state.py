@@ -29,17 +29,9 @@ def optimizer_state_by_name(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Return an optimizer's state by parameter name, and its groups with names instead of parameters.
 
-    Args:
-        optimizer: Of parameters of `model`; a shared parameter has its first name.
-        model: Not wrapped.
-
     Returns:
         The state, in the order of the model's parameters; its tensors are not copied and change with the next step. The
         groups: hyperparameters, and "params" as a list of names.
-
-    Raises:
-        ConfigError: A parameter that is not the model's.
-        CheckpointError: State that belongs to no parameter.
     """
     saved = optimizer.state_dict()
     unknown = sorted(set(saved) - {"state", "param_groups"})
@@ -74,16 +66,6 @@ def load_optimizer_state_by_name(
     """Load the result of `optimizer_state_by_name` into an optimizer: all of it, or nothing.
 
     Tensors on the right device are taken over, not copied.
-
-    Args:
-        optimizer: Of the same kind, over the same groups of parameters, in any order.
-        model: Whose parameters it has.
-        state: By parameter name.
-        groups: Hyperparameters, and "params" as a list of names.
-
-    Raises:
-        ConfigError: A parameter that is not the model's.
-        CheckpointError: Other parameters, other groups or another kind of optimizer, with what differs.
     """
     name_groups = _group_names(optimizer, model)
     _require_same_parameters(name_groups, state, groups)
@@ -112,12 +94,6 @@ def rebuild_groups(
     """Add the groups that the checkpoint's fit had added, and drop those that it had not added yet.
 
     Groups that the optimizer was built with stay; if these differ, nothing changes.
-
-    Args:
-        optimizer: Of parameters of `model`.
-        model: Not wrapped.
-        groups: Of the checkpoint.
-        built: Number of groups before a fit added any.
 
     Returns:
         Names of the parameters in added groups.

@@ -75,9 +75,6 @@ def encode_tensors(
         tensors: By name, on any device.
         what: Their owner, for messages, such as "model".
         copy: Makes a contiguous copy on the CPU of each, given its name; None: copies only what must be copied.
-
-    Raises:
-        CheckpointError: A tensor that a file cannot hold (nested, quantized, on the meta device).
     """
     stored: dict[str, torch.Tensor] = {}
     sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
