@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,15 +97,10 @@ class CheckpointFolder:
 
     def remove_leftovers(self) -> None:
         """Delete the temporary files of writers that were killed."""
-        for path in self._temporary():
+        for path in self.path.glob(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
             if not is_being_written(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
-
-    def _temporary(self) -> Iterator[Path]:
-        with contextlib.suppress(OSError):
-            names = [path for path in self.path.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
-            yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
 
 
 def look_into(path: Path) -> Found:

@@ -171,8 +171,8 @@ _GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
 _OTHERS = {
     "scheduler": _has(type=_is_text, state=_SCHEDULE),
-    "rates": is_rates,
-    "loss_scale": is_loss_scale,
+    "rates": lambda value: _is_dict(value) and (not value or is_rates(value)),
+    "loss_scale": lambda value: _is_dict(value) and (not value or is_loss_scale(value)),
     "compression": _is_dict,
     "trained": _list_of(_is_text),
     "callbacks": _dict_of(_is_dict),

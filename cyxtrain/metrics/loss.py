@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,8 +21,15 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
 from cyxtrain.metrics.named_losses import loss_function
 from cyxtrain.metrics.num_items import ItemRule
-from cyxtrain.metrics.own_loss import NO_LOSS, models_own
-from cyxtrain.metrics.weighting import BatchLoss, Weighting, batch_loss_of, weight_of_classes, weighting_of
+from cyxtrain.metrics.weighting import (
+    NO_LOSS,
+    BatchLoss,
+    Weighting,
+    batch_loss_of,
+    models_own,
+    weight_of_classes,
+    weighting_of,
+)
 from cyxtrain.parallel import GatherCall
 
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
@@ -78,7 +85,7 @@ class Loss:
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
-        self._of_each: nn.Module | Callable[..., Any] | None = None
+        self._of_each: Any = None
         self.ignored: int | None = None
         self.accuracy: Accuracy | None = None
         if self._reduction == "sum":
@@ -120,11 +127,6 @@ class Loss:
     def threshold(self) -> float:
         """The output above which a binary model predicts 1."""
         return 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether output and target must have the same shape."""
-        return isinstance(self.function, _ELEMENTWISE_LOSSES)
 
     @property
     def is_assumed_mean(self) -> bool:
@@ -213,7 +215,14 @@ class Loss:
             each.look_at(own, are_all=are_all, rows_have_weights=rows_have_weights)
         self._name_parts()
         if rows_have_weights and not self.by_output:
-            self._weigh_rows()
+            require(
+                function is not None,
+                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
+                "weights to the model, as part of X.",
+            )
+            self._of_each = copy.copy(function) if self.is_known else function
+            if self.is_known:
+                self._of_each.reduction = "none"
         if not self.by_output:
             self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
         if (
@@ -229,18 +238,6 @@ class Loss:
             # Its own mean over a part without a valid target would be 0 / 0.
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
-
-    def _weigh_rows(self) -> None:
-        if self.function is None:
-            raise ConfigError(
-                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
-                "weights to the model, as part of X."
-            )
-        self._of_each = self.function
-        if self.is_known:
-            own: Any = copy.copy(self.function)
-            own.reduction = "none"
-            self._of_each = own
 
     def look_at_result(self, result: Any, rows: int) -> None:
         """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
@@ -312,7 +309,7 @@ class Loss:
             return  # one row, whatever its shape
         longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
         hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
-        if not self.is_elementwise and (self.is_known or not hazard):
+        if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not hazard):
             return
         shapes = [f"({', '.join(['n', *map(str, tensor.shape[1:])])})" for tensor in (output, target)]
         raise ConfigError(

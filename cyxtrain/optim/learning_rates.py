@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class LearningRates:
         scheduler: None without one, or until a fit has made it.
         factor: By which the program's rates have been multiplied.
         interval: What the schedule is stepped after: "step" or "epoch".
+        warmup_steps: Steps of the warm-up before the schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
@@ -46,7 +48,7 @@ class LearningRates:
         self.factor = 1.0
         self.interval = "step"
         self.optimizer = optimizer
-        self._warmup_steps = self._warm_steps = 0
+        self.warmup_steps = self._warm_steps = 0
         self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
         self._left: list[float] = []
@@ -61,12 +63,12 @@ class LearningRates:
     @property
     def warmup_steps_left(self) -> int:
         """Steps until the warm-up ends."""
-        return self._warmup_steps - self._warm_steps if self._targets else 0
+        return self.warmup_steps - self._warm_steps if self._targets else 0
 
     @property
     def are_moving(self) -> bool:
         """Whether they differ from the program's rates."""
-        return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
+        return self.factor != 1 or bool(self.warmup_steps) or self.scheduler is not None
 
     @property
     def ends_with_fit(self) -> bool:
@@ -79,11 +81,6 @@ class LearningRates:
         return not isinstance(self.scheduler, OneCycle)
 
     @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up before the schedule."""
-        return self._warmup_steps
-
-    @property
     def moved_options(self) -> set[str]:
         """Other options of an optimizer that its schedule changes."""
         sets_others = any(isinstance(part, _OWN_RATES) for part in schedules_in(self.scheduler))
@@ -91,10 +88,10 @@ class LearningRates:
 
     def explain(self, scaling: str) -> str:
         """Return a description for the header; `scaling` describes the scaling, if any."""
-        # What the plan makes of them, not what they are just now: the same where a fit goes on.
+        # The planned rates, not the present ones: the same if a fit is resumed.
         words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
-        words += [f"after a warm-up of {counted(self._warmup_steps, 'step')}"] if self._warmup_steps else []
+        words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
@@ -111,7 +108,7 @@ class LearningRates:
             self.scheduler.begin(max(1, schedule_steps or 0))
         elif self._make is not None:
             self.scheduler = self._made(max(1, schedule_steps or 0))
-        self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
+        self.warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
             self._targets = self.now()
             self._warm()
@@ -131,9 +128,9 @@ class LearningRates:
         """Return a new schedule, made from the program's rates."""
         assert self._make is not None
         self._first += self.now()[len(self._first) :]
-        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+        for group in self.optimizer.param_groups:
             group.pop("initial_lr", None)
-            self._put(number, "lr", rate)
+        self._set(self._first)
         self._made_for = schedule_steps
         return self._make(self.optimizer, schedule_steps)
 
@@ -169,13 +166,13 @@ class LearningRates:
             scheduler.stretch(total)
         else:
             self.scheduler = self._made(total)
-            self._note_steps()
+            torch_compat.note_step(self.optimizer)  # it has stepped before the fit was resumed
             for _ in range(min(steps_taken(scheduler), total)):
                 self.scheduler.step()
         if self._targets:
             self._set(rates)
         name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
-        waits = self._warmup_steps if self.interval == "step" else 0
+        waits = self.warmup_steps if self.interval == "step" else 0
         return (
             f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
             f"(with {before + waits:,} in the checkpoint)"
@@ -191,7 +188,7 @@ class LearningRates:
             for name in ("initial_lr", "max_lr", "min_lr"):
                 if name in like:
                     group.setdefault(name, like[name] * ratio)
-            for name in like.keys() - group.keys():  # what schedules keep there, such as a base_momentum
+            for name in like.keys() - group.keys():  # schedules' own options, such as base_momentum
                 group[name] = like[name]
             lists = [self._targets, self._first]
             for part in schedules_in(self.scheduler):
@@ -217,12 +214,15 @@ class LearningRates:
         groups = [dict(group) for group in self.optimizer.param_groups]
         tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
         own = self._warm_steps, [*self._targets]
-        parts = [(part, _with_copied_lists(vars(part))) for part in schedules_in(self.scheduler)]
+        parts = []
+        for part in schedules_in(self.scheduler):
+            values = vars(part).items()
+            parts.append((part, {name: copy.copy(v) if isinstance(v, (list, dict)) else v for name, v in values}))
 
         def undo() -> None:
             self._warm_steps, self._targets = own
-            for part, values in parts:
-                vars(part).update(values)
+            for part, attributes in parts:
+                vars(part).update(attributes)
             for group, before, rate in zip(self.optimizer.param_groups, groups, tensors, strict=False):
                 group.update({name: value for name, value in before.items() if name != "params"})
                 if rate is not None:
@@ -233,12 +233,8 @@ class LearningRates:
     def end_epoch(self) -> None:
         """Set the rates of the next epoch, if the schedule is stepped per epoch and the warm-up is complete."""
         if self.scheduler is not None and self.interval == "epoch" and not self._targets:
-            self._note_steps()
+            torch_compat.note_step(self.optimizer)  # perhaps before the fit was resumed
             self.scheduler.step()
-
-    def _note_steps(self) -> None:
-        """Keep schedules from warning that the optimizer has not stepped: it did before the fit was resumed."""
-        torch_compat.note_step(self.optimizer)
 
     def given(self) -> list[float]:
         """Return the program's rates, before scaling and scheduling."""
@@ -246,7 +242,7 @@ class LearningRates:
         if self._first:
             return [float(f"{rate / self.factor:.12g}") for rate in self._first]
         rates = self._targets or [group["lr"] for group in groups]
-        # A schedule remembers with what it began. Scaled and divided again, the last bits may be others.
+        # Schedules store the initial rates. Scaling and dividing may change the last bits.
         began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
         return [float(f"{rate / self.factor:.12g}") for rate in began]
 
@@ -254,7 +250,7 @@ class LearningRates:
         """Return their part of a checkpoint, besides the scheduler's own state."""
         return {
             "factor": self.factor,
-            "warmup_steps": self._warmup_steps,
+            "warmup_steps": self.warmup_steps,
             "warm_steps": self._warm_steps,
             "targets": list(self._targets),
             "made_for": self._made_for,
@@ -267,7 +263,7 @@ class LearningRates:
         if not is_rates(state) or not {len(state["targets"]), len(first)} <= {0, groups}:
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
         self.factor, self._targets, self._first = state["factor"], list(state["targets"]), list(first)
-        self._warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
+        self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
         self._made_for = state.get("made_for", 0)
         self.leave()
 
@@ -286,9 +282,9 @@ class LearningRates:
                 self._first[number] = now * self.factor
 
     def _warm(self) -> None:
-        part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
+        part = min((self._warm_steps + 1) / self.warmup_steps, 1.0)
         self._set([rate * part for rate in self._targets])
-        if self._warm_steps >= self._warmup_steps:
+        if self._warm_steps >= self.warmup_steps:
             self._targets = []
 
     def _set(self, rates: Sequence[float]) -> None:
@@ -314,10 +310,6 @@ class LearningRates:
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
 
-def _with_copied_lists(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()}
-
-
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the present learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
@@ -339,15 +331,15 @@ def check_rates(
     """Return the schedule of a fit; refuse to scale a schedule with its own rates, and an unknown end."""
     if schedule_steps is None and rates.ends_with_fit:
         raise ConfigError(
-            "the scheduler ends with the last step of the fit, and nobody knows how many batches the data will give: "
+            "the scheduler ends with the last step of the fit, and the data do not say how many batches they give: "
             "set steps_per_epoch."
         )
     scheduler = rates.tried(schedule_steps)
     own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
-            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
-            "of its own: build it with larger ones."
+            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} sets "
+            "rates itself: build it with larger ones."
         )
     return scheduler
 

@@ -61,12 +61,11 @@ def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str,
     spans = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, parts in entries.items():
-            digest = xxhash.xxh3_128()
-            start, end = _add(file, archive, name, parts, digest.update)
+            start, end, digest = _add(file, archive, name, parts)
             spans.append((start, end))
-            listed[name] = {"size_bytes": end - start, "xxh3_128": digest.hexdigest()}
+            listed[name] = {"size_bytes": end - start, "xxh3_128": digest}
         manifest = json.dumps({"format": form, "version": version, "entries": listed}, separators=(",", ":"))
-        spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")]))
+        spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")])[:2])
         archive.comment = b" " * _COMMENT_BYTES
 
     def read(start: int, end: int) -> bytes:
@@ -119,23 +118,18 @@ def read_archive(data: bytes, name: str, form: str, version: int, names: Sequenc
     return contents
 
 
-def _add(
-    file: BinaryIO,
-    archive: zipfile.ZipFile,
-    name: str,
-    parts: Sequence[Buffer],
-    see: Callable[[Buffer], None] = lambda part: None,
-) -> tuple[int, int]:
-    """Write an entry; return the start and the end of its content."""
+def _add(file: BinaryIO, archive: zipfile.ZipFile, name: str, parts: Sequence[Buffer]) -> tuple[int, int, str]:
+    """Write an entry; return the start, the end and the digest of its content."""
+    digest = xxhash.xxh3_128()
     entry = zipfile.ZipInfo(name, _EPOCH_OF_ZIP)
     entry.create_system = 3  # the same bytes on every operating system
     entry.file_size = sum(memoryview(part).nbytes for part in parts)  # zip has two kinds of header, and must know now
     with archive.open(entry, "w") as target:
         start = file.tell()
         for part in parts:
-            see(part)
+            digest.update(part)
             target.write(part)
-        return start, file.tell()
+        return start, file.tell(), digest.hexdigest()
 
 
 def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[int, int]], size_bytes: int) -> bytes:

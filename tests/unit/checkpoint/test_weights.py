@@ -129,7 +129,7 @@ def test_what_is_no_model_is_refused(tmp_path, function):
 def test_what_is_no_weights_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         load_weights(model(), path)
     with pytest.raises(CheckpointError, match="There is no weights"):
         load_weights(model(), tmp_path / "absent")
