@@ -108,7 +108,7 @@ def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO]
 def _lock(file: BinaryIO) -> bool:
     """Lock a file while it is open; return whether no other process has locked it."""
     if sys.platform == "win32":
-        return True  # what is open cannot be deleted there
+        return True  # open files cannot be deleted there
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -130,12 +130,12 @@ def _make_folder(folder: Path) -> None:
 def _synchronize_folder(folder: Path) -> None:
     """Make new and renamed entries of a folder survive a power cut, where the system can."""
     if os.name == "nt":
-        return  # Windows opens no folders; its file systems write the journal in order
+        return  # Windows cannot open folders
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such call: there is nothing more that we could do.
+        # Some network file systems do not support it.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -26,7 +26,7 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
     if runtime.is_master():
         try:
             data, name = read()
-        except Exception as error:  # the others wait
+        except Exception as error:  # the other ranks wait
             problem = str(error) if isinstance(error, CheckpointError) else f"Cannot read a checkpoint: {error!r}."
     name, problem = runtime.gather_texts(f"{name}\0{problem}")[0].split("\0", 1)
     if problem:

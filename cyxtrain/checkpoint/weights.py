@@ -22,8 +22,8 @@ from cyxtrain.errors import CheckpointError, ConfigError, brief
 
 # The key in the metadata of what a plain safetensors file cannot express.
 _METADATA_KEY = "cyxtrain"
-_FIRST_BYTES = 512  # in them the zip of torch.save names its first entry
-_HEADER_LIMIT_BYTES = 100_000_000  # which is safetensors' own
+_FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
+_HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
 
 
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     if values or layout.dtypes or layout.sparse:
         own = {"dtypes": layout.dtypes, "values": values, "sparse": layout.sparse}
         metadata[_METADATA_KEY] = json.dumps(own, allow_nan=False)
-    # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
+    # Not safetensors' save_file: it neither synchronizes nor keeps the folder's usual permissions.
     content = safetensors.torch.save(stored, metadata)
     with replacing(path, "weights file") as file:
         file.write(content)

@@ -47,7 +47,7 @@ class Writer:
             make_room: Called there if the disk is full; returns whether to retry.
         """
         if self._writing is not None:
-            futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
+            futures.wait([self._writing])  # it reads the copies; `wait` returns its error
         self._devices.clear()
         entries = records_of(state, self._copy)
         copied = [accelerator.done_on(device) for device in self._devices]

@@ -16,7 +16,7 @@ from cyxtrain.metrics.loss import Loss
 
 _LOGITS = "logits"
 # Relative difference within which a loss counts as the cross-entropy; a new model's loss is within a hundredth of
-# # ln(classes) in every layout. In 16 bits, the step from 1 to the next number.
+# ln(classes) in every layout. In 16 bits, the step from 1 to the next number.
 _ROUNDING = 1e-5
 # Losses below this are compared as if they were this large.
 _SMALL = 0.1
@@ -90,7 +90,7 @@ def _explains(value: Tensor, loss: Loss, form: Accuracy, scores: Tensor, target:
     found, close = float(value), torch.finfo(value.dtype).eps if value.dtype.itemsize == 2 else _ROUNDING
     try:
         sums = [functional.cross_entropy(*pair, ignore_index=ignored, reduction=each) for each in ("mean", "sum")]
-    except (IndexError, RuntimeError):  # a target that is no class
+    except (IndexError, RuntimeError):  # a target out of range
         return False
     return any(abs(float(each) - found) <= close * max(abs(found), _SMALL) for each in sums)
 

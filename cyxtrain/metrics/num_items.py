@@ -55,7 +55,7 @@ def may_take_items(model: nn.Module) -> bool:
 def _kinds(model: nn.Module) -> dict[str, object]:
     try:
         return {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
-    except ValueError:  # it does not say: it is written in C
+    except ValueError:  # written in C
         return {}
 
 

@@ -22,7 +22,7 @@ LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 # then two more for each number of `Loss.shown`: its sum and its weight
 _COLUMNS = 4
 # Batches that are added at once: single additions would cost a step more. More would break up the heap: 32 cost a
-# # convnet up to 12 MiB.
+# convnet up to 12 MiB.
 _FOLD_BATCHES = 16
 
 # Elements of an output that is kept until then: comparing it at once would take as long as the loss.

@@ -56,7 +56,7 @@ class BatchLoss:
     @property
     def mean(self) -> Tensor:
         """The mean over this rank's part; NaN if nothing in it counts."""
-        if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # nobody waits for it
+        if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # without waiting for it
             return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
         return self.value * self.terms / self.weight if self.weight else self.value * math.nan
 
@@ -95,7 +95,7 @@ def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor
         return valid.sum()
     if target.is_cpu:
         return function.weight[target[valid]].sum()
-    # How many a mask lets through, an accelerator would have to be asked.
+    # Indexing with a mask would wait for an accelerator.
     of_each = function.weight.take(target.masked_fill(~valid, 0))
     return of_each.masked_fill_(~valid, 0.0).sum()
 

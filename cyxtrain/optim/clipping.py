@@ -63,7 +63,7 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
         norms = [unit_norms(gradient) for _, gradient in pairs]
         limit = torch.cat([unit_norms(values).reshape(-1) for values, _ in pairs]).clamp_(min=_LEAST_NORM).mul_(factor)
         joined = torch.cat([each.reshape(-1) for each in norms])
-        # Where the norm is within the limit the factor is exactly 1.
+        # Within the limit the factor is exactly 1.
         factors = torch.where(joined > limit, limit / joined, 1.0).split([each.numel() for each in norms])
         for (_, gradient), each, of_units in zip(pairs, norms, factors, strict=True):
             gradient.mul_(of_units.view(each.shape))

@@ -71,7 +71,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
         model: Not wrapped.
     """
     if next(model.parameters(), None) is None:
-        raise ConfigError("the model has no parameters: there is nothing to train.")
+        raise ConfigError("the model has no parameters to train.")
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
             raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
@@ -127,7 +127,7 @@ def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Itera
     found = next(iter(sparse), None)
     reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
     if wanted is True and reason:
-        raise ConfigError(f"fused_optimizer=True: {reason}. Take 'auto', which fuses what can be.")
+        raise ConfigError(f"fused_optimizer=True: {reason}. Use 'auto', which fuses what it can.")
     return bool(wanted) and reason is None
 
 

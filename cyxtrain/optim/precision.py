@@ -33,10 +33,8 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.dtype = _HALVES.get(name)
-        """What autocast computes in; None: it does not."""
         self._device_type = device.type
         self.is_full = self.dtype is None
-        """Whether models compute in what they are made of."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which PyTorch autocasts."""
@@ -62,7 +60,7 @@ def float32_products(precision: str | None) -> Iterator[None]:
     by_name = [(owner, owner.fp32_precision) for owner in owners]
     products: str | None = None
     convolutions: bool | None = None
-    with contextlib.suppress(RuntimeError):  # set by the new names alone, which PyTorch does not mix with the old ones
+    with contextlib.suppress(RuntimeError):  # the program uses PyTorch's new names, which exclude the old ones
         products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     cudnn.allow_tf32 = precision != "highest"
@@ -138,5 +136,5 @@ def make_loss_scale(config: DistributedTrainingConfig) -> LossScale | None:
     return LossScale(config.amp or AMPConfig()) if config.precision == "fp16" else None
 
 
-def _as_float32(number: float) -> float:  # which GradScaler's is
+def _as_float32(number: float) -> float:  # as GradScaler's
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()

@@ -33,10 +33,9 @@ def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> 
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         once = "optimizer step" if interval == "step" else "epoch"
         raise ConfigError(
-            f"OneCycleLR ends after {scheduler.total_steps:,} steps (as it was built, or as the checkpoint that is "
-            "resumed has it), and this fit would end after "
-            f"{scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it with as many "
-            "total_steps."
+            f"OneCycleLR ends after {scheduler.total_steps:,} steps (in the program, or in the resumed checkpoint), "
+            f"and this fit ends after {scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it "
+            "with as many total_steps."
         )
 
 
@@ -52,10 +51,10 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
             name = type(part).__name__
             warn(
                 f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
-                "have been built to be stepped once per epoch: little would be left of the rate, and soon. "
-                f'Give the trainer scheduler_interval="epoch", or build it with numbers of steps (2 * '
+                "have been built for one step per epoch: the rate would soon be close to 0. "
+                f'Pass scheduler_interval="epoch", or build it with numbers of steps (2 * '
                 f"{steps_per_epoch:,} for two epochs); or callbacks=[cx.callbacks.LearningRateScheduler(...)], which "
-                "goes by epochs."
+                "counts epochs."
             )
             return
     taken = steps_taken(scheduler)
@@ -64,7 +63,7 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
         once = "optimizer step" if interval == "step" else "epoch"
         warn(
             f"{found} A schedule is stepped once per {once}, on any number of ranks: build it with as many steps as "
-            "the fit has (cyxtrain.count_steps tells); or give a function, scheduler=lambda optimizer, total_steps: "
+            "the fit has (see cyxtrain.count_steps); or pass a function, scheduler=lambda optimizer, total_steps: "
             '..., or a name such as "cosine".'
         )
 

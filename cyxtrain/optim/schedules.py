@@ -49,7 +49,7 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     if isinstance(scheduler, type) and not takes(scheduler, 1):
         name = scheduler.__name__
         raise ConfigError(
-            f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
+            f"scheduler is the class {name}, which needs more than the optimizer: pass a schedule, or a function: "
             f"lambda optimizer, total_steps: {name}(optimizer, ...)."
         )
     return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
@@ -63,7 +63,7 @@ def wants_total_steps(function: Callable[..., Any]) -> bool:
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it is written in C
+    except (TypeError, ValueError):  # written in C
         return False
     if "total_steps" in parameters:
         return parameters["total_steps"].default is inspect.Parameter.empty
@@ -88,11 +88,11 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped without one: "
-            "give the trainer callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
+            "ReduceLROnPlateau needs a metric at each step, and schedulers are stepped without one: "
+            "pass callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
     if made.optimizer is not optimizer:
-        raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
+        raise ConfigError(f"the scheduler {type(made).__name__} has another optimizer: build it with the trainer's.")
     return made
 
 
@@ -104,7 +104,7 @@ def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
         state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
         raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} has a state that cannot be kept: {error}"
+            f"the scheduler {type(scheduler).__name__} has a state that cannot be saved: {error}"
         ) from error
     return {"the scheduler": type(scheduler).__name__, "the scheduler's state": state}
 
@@ -127,7 +127,7 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
     state, now = saved.get("state"), scheduler.state_dict()
     is_known = type(scheduler).__module__.startswith(("torch.", f"{__package__}."))
     if is_known and not same_kinds(state, now):
-        raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is none.")
+        raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is invalid.")
     if not _same_parts(state, now):
         raise CheckpointError(
             f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
@@ -140,7 +140,7 @@ def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
     found = []
     for part in schedules_in(scheduler):
         state = part.state_dict() if type(part).__module__ == LRScheduler.__module__ else {}
-        # Milestones that are counted are told as they were given.
+        # Counted milestones are listed as the user passed them.
         found.append(
             {
                 name.lstrip("_"): sorted(value.elements()) if isinstance(value, Counter) else value

@@ -34,7 +34,7 @@ _EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
 _COMMENT = "xxh3_128 of the records: "
 _COMMENT_BYTES = len(_COMMENT) + 32
 
-# Signature, then lengths of name and extra field: what the reader needs of an entry's own 30 bytes.
+# Of an entry's own header of 30 bytes: signature, and lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 
@@ -45,7 +45,7 @@ def blaming(name: str, entry: str) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise  # the machine's fault, not the file's
+        raise  # not the file's fault
     except CheckpointError as error:
         raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {brief(str(error))}.") from error
     except Exception as error:
@@ -123,7 +123,7 @@ def _add(file: BinaryIO, archive: zipfile.ZipFile, name: str, parts: Sequence[Bu
     digest = xxhash.xxh3_128()
     entry = zipfile.ZipInfo(name, _EPOCH_OF_ZIP)
     entry.create_system = 3  # the same bytes on every operating system
-    entry.file_size = sum(memoryview(part).nbytes for part in parts)  # zip has two kinds of header, and must know now
+    entry.file_size = sum(memoryview(part).nbytes for part in parts)  # decides between zip's two kinds of header
     with archive.open(entry, "w") as target:
         start = file.tell()
         for part in parts:
@@ -155,7 +155,7 @@ def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[st
     names = [entry.filename for entry in listed]
     if len(names) != len(expected) or set(names) != expected:
         raise ValueError(f"the entries are {names}, and must be {sorted(expected)}")
-    # A cut file may end in another archive that lies inside a tensor: it does not begin at the beginning.
+    # A cut file may end in another archive, inside a tensor.
     if min(entry.header_offset for entry in listed) != 0:
         raise ValueError("there are bytes before the first entry")
     return {entry.filename: _span(view, entry) for entry in listed}

@@ -32,7 +32,7 @@ def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load the result of `plain_state` into a model, compiled or not."""
     own = model.state_dict()
     given = {name: state[plain_name(name)] for name in own}
-    # load_state_dict copies: not into a sparse tensor of other indices, nor where elements share memory.
+    # load_state_dict cannot copy into sparse tensors with other indices, nor if elements share memory.
     special = {name for name, value in own.items() if isinstance(value, torch.Tensor) and not is_dense(value)}
     for name in special:
         if parts_of(own[name]) is not None and fingerprint(own[name]) != fingerprint(given[name]):

@@ -16,11 +16,11 @@ from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
-# Names inside a group that are not hyper-parameters.
+# names in a group that are not hyperparameters
 _PARAMETERS = ("params", "param_names")
-# Their state is not made of tensors like the parameters.
+# optimizers whose state is not shaped like the parameters
 _OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
-# How it steps, which is the program's affair, and not the checkpoint's.
+# settings that the program decides, not the checkpoint
 _WAYS = ("fused",)
 
 
@@ -37,7 +37,7 @@ def optimizer_state_by_name(
     unknown = sorted(set(saved) - {"state", "param_groups"})
     if unknown:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {unknown} beside its state: it cannot be saved by name."
+            f"{type(optimizer).__name__} keeps {unknown} outside its state: it cannot be saved by name."
         )
     name_groups = _group_names(optimizer, model)
     names = _names_by_index(saved["param_groups"], name_groups)

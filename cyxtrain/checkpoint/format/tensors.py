@@ -11,8 +11,8 @@ import torch
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of, parts_of, rebuilt
 
-# Types that some supported version of safetensors lacks are stored as others of the same width, bit for bit.
-# A fixed table: a file must not depend on the version that wrote it.
+# Dtypes that some supported version of safetensors lacks are stored as others of the same width, bit for bit, in files
+# of every version.
 _STAND_INS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -21,11 +21,11 @@ _STAND_INS = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
     torch.float4_e2m1fn_x2: torch.uint8,
-    torch.complex32: torch.float16,  # complex numbers: one more dimension, real and imaginary part
+    torch.complex32: torch.float16,  # complex numbers get another dimension of real and imaginary part
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-# As the safetensors format calls what is stored as it is.
+# names of the safetensors format
 _NAMES_IN_FILES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -154,7 +154,7 @@ def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memory
     The library's `save` makes two copies of everything, and holds Python's lock all the while.
     Source: https://github.com/huggingface/safetensors#format.
     """
-    # The widest types first: every tensor lies where its type may, and readers can map the file.
+    # The widest dtypes first: every tensor is aligned, so that readers can map the file.
     ordered = sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {}
     parts: list[bytes | memoryview] = []
