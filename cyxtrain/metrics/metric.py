@@ -374,11 +374,11 @@ class Metrics:
                 for metric in self._metrics:
                     metric.add(output, target, rows)
 
-    def here(self) -> dict[str, float]:
+    def local_values(self) -> dict[str, float]:
         """Return each value over this rank's rows."""
         return {metric.name: metric.local_value() for metric in self._metrics}
 
-    def lazily(self) -> dict[str, Callable[[], float]]:
+    def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate each value over this rank's rows."""
         return {metric.name: metric.local_value for metric in self._metrics}
 

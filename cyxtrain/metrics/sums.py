@@ -122,7 +122,7 @@ class MetricSums:
             return torch.stack(each).to(dtype)
         return torch.stack([number.to(device, dtype, non_blocking=number.is_cpu) for number in each])
 
-    def go_on_from(self, table: Sequence[Sequence[float]]) -> None:
+    def restore(self, table: Sequence[Sequence[float]]) -> None:
         """Start with the sums of an earlier table of the same shape; with zeros if it is empty."""
         if table:
             earlier = torch.tensor(table, dtype=torch.float64, device=self._sums.device)
@@ -138,17 +138,17 @@ class MetricSums:
         """Return loss, accuracy and metrics over all ranks; collective."""
         return _measured(self.sums_over_ranks(group), self._loss) | self.metrics.over_ranks()
 
-    def here(self) -> dict[str, float]:
+    def local_values(self) -> dict[str, float]:
         """Return loss, accuracy and metrics of this rank."""
-        return _measured(exact_sums(self.table), self._loss) | self.metrics.here()
+        return _measured(exact_sums(self.table), self._loss) | self.metrics.local_values()
 
-    def lazily(self) -> dict[str, Callable[[], float]]:
+    def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return functions that calculate loss, accuracy (if there is one) and each metric of this rank."""
         measured = _measured(exact_sums(self.table), self._loss)
         found = {name: value for name, value in measured.items() if name != "accuracy" or not math.isnan(value)}
-        return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazily()
+        return {name: functools.partial(float, value) for name, value in found.items()} | self.metrics.lazy_values()
 
-    def cheap_here(self) -> dict[str, float]:
+    def cheap_values(self) -> dict[str, float]:
         """Return this rank's loss, accuracy and means, without waiting for an accelerator.
 
         On an accelerator: the numbers at the call before; none at first.

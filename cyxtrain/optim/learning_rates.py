@@ -51,7 +51,7 @@ class LearningRates:
         self.warmup_steps = self._warm_steps = 0
         self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
-        self._left: list[float] = []
+        self._noted: list[float] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
@@ -66,7 +66,7 @@ class LearningRates:
         return self.warmup_steps - self._warm_steps if self._targets else 0
 
     @property
-    def are_moving(self) -> bool:
+    def differ_from_program(self) -> bool:
         """Whether they differ from the program's rates."""
         return self.factor != 1 or bool(self.warmup_steps) or self.scheduler is not None
 
@@ -89,7 +89,7 @@ class LearningRates:
     def explain(self, scaling: str) -> str:
         """Return a description for the header; `scaling` describes the scaling, if any."""
         # The planned rates, not the present ones: the same if a fit is resumed.
-        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
+        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
         words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
@@ -99,7 +99,7 @@ class LearningRates:
         """Start a fit."""
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
-        self._take_what_was_set()
+        self._adopt_program_rates()
         self._scale(factor / self.factor)
         self.factor = factor
         if isinstance(self.scheduler, OneCycle) and warmup_steps:
@@ -113,7 +113,7 @@ class LearningRates:
             self._targets = self.now()
             self._warm()
 
-    def tried(self, schedule_steps: int | None) -> LRScheduler | None:
+    def schedule_for(self, schedule_steps: int | None) -> LRScheduler | None:
         """Return the schedule of a fit that steps it so many times, without changing anything."""
         if self._make is None or schedule_steps is None:
             return self.scheduler
@@ -122,7 +122,7 @@ class LearningRates:
 
     def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
         """Return the schedule that can load a checkpoint's state, without changing anything."""
-        return self.scheduler if self._make is None else self.tried(state.get("made_for") or None)
+        return self.scheduler if self._make is None else self.schedule_for(state.get("made_for") or None)
 
     def _made(self, schedule_steps: int) -> LRScheduler:
         """Return a new schedule, made from the program's rates."""
@@ -150,9 +150,9 @@ class LearningRates:
         require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
         self.set_all(rates)
 
-    def leave(self) -> None:
+    def note_rates(self) -> None:
         """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
-        self._left = self.now()
+        self._noted = self.now()
 
     def resume_from(self, schedule_steps: int | None) -> str:
         """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
@@ -236,7 +236,7 @@ class LearningRates:
             torch_compat.note_step(self.optimizer)  # perhaps before the fit was resumed
             self.scheduler.step()
 
-    def given(self) -> list[float]:
+    def program_rates(self) -> list[float]:
         """Return the program's rates, before scaling and scheduling."""
         groups = self.optimizer.param_groups
         if self._first:
@@ -265,12 +265,12 @@ class LearningRates:
         self.factor, self._targets, self._first = state["factor"], list(state["targets"]), list(first)
         self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
         self._made_for = state.get("made_for", 0)
-        self.leave()
+        self.note_rates()
 
-    def _take_what_was_set(self) -> None:
+    def _adopt_program_rates(self) -> None:
         """Start from rates that the program has set between two fits, before any scaling."""
-        for number, (left, now) in enumerate(zip(self._left, self.now(), strict=False)):
-            if now == left:
+        for number, (noted, now) in enumerate(zip(self._noted, self.now(), strict=False)):
+            if now == noted:
                 continue
             for name in _RATES:
                 if name in self.optimizer.param_groups[number]:
@@ -334,7 +334,7 @@ def check_rates(
             "the scheduler ends with the last step of the fit, and the data do not say how many batches they give: "
             "set steps_per_epoch."
         )
-    scheduler = rates.tried(schedule_steps)
+    scheduler = rates.schedule_for(schedule_steps)
     own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(

@@ -265,7 +265,7 @@ class DistributedTrainer:
                 stopped = self._fit.train()
             finally:
                 self._fit = None
-                self._state.rates.leave()
+                self._state.rates.note_rates()
                 run.display.close()
                 ddp.close()
                 self._state.trained.zero_grad()
