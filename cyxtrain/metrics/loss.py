@@ -59,6 +59,10 @@ class Loss:
 
     Attributes:
         by_output: The losses of a model with several outputs, by output name; empty for one loss.
+        functions: The user's callables; empty if the model computes its loss.
+        modules: The modules among them, or whose methods they are.
+        is_known: Whether it is one of torch.nn, whose arithmetic we know.
+        is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
         weightings: The weighting of each of several losses, by name in the history; empty for one loss.
         items: How to count `num_items_in_batch` for the model; None if the model is not given it.
         obeys_items: Whether the model's loss is the sum of its terms, divided by that number.
@@ -82,6 +86,14 @@ class Loss:
         self._factors = _checked_factors(loss_fn, given)
         self._gives_pairs: bool | None = None
         self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
+        self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
+        if not self.by_output and self.function is not None:
+            self.functions = [self.function]
+        self.modules = [*self.named_modules("").values()]
+        kind = type(self.function)
+        self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
+        self.is_binary = isinstance(self.function, _BINARY_LOSSES)
+        self.threshold = 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
@@ -92,41 +104,13 @@ class Loss:
             self.weighting = Weighting.NOTHING
         self._name_parts()
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it is one of torch.nn, whose arithmetic we know."""
-        kind = type(self.function)
-        return issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
-
-    @property
-    def functions(self) -> list[Any]:
-        """The user's callables; empty if the model computes its loss."""
-        if self.by_output:
-            return [function for each in self.by_output.values() for function in each.functions]
-        return [] if self.function is None else [self.function]
-
     def named_modules(self, name: str) -> dict[str, nn.Module]:
-        """Return the modules among the callables, or whose methods they are; of several, as `name.output`."""
+        """Return `modules` under a name; those of several losses as `name.output`."""
         if self.by_output:
             found = (each.named_modules(f"{name}.{output}") for output, each in self.by_output.items())
             return {name: module for each in found for name, module in each.items()}
         owner = self.function.__self__ if isinstance(self.function, types.MethodType) else self.function
         return {name: owner} if isinstance(owner, nn.Module) else {}
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Those modules, which have modes, a device and perhaps parameters."""
-        return [*self.named_modules("").values()]
-
-    @property
-    def is_binary(self) -> bool:
-        """Whether targets are 0 or 1, one per output."""
-        return isinstance(self.function, _BINARY_LOSSES)
-
-    @property
-    def threshold(self) -> float:
-        """The output above which a binary model predicts 1."""
-        return 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
 
     @property
     def is_assumed_mean(self) -> bool:

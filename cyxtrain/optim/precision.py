@@ -83,6 +83,7 @@ class LossScale:
 
     def __init__(self, config: AMPConfig) -> None:
         self._config = config
+        self.is_dynamic = config.use_dynamic_scaling
         self.value = float(config.initial_scale)
         self._steps = 0
 
@@ -91,14 +92,9 @@ class LossScale:
         return self.value
 
     @property
-    def is_dynamic(self) -> bool:
-        """Whether it changes."""
-        return self._config.use_dynamic_scaling
-
-    @property
     def can_fall(self) -> bool:
         """Whether a smaller scale may prevent an overflow."""
-        return self._config.use_dynamic_scaling and self.value > _LEAST_SCALE
+        return self.is_dynamic and self.value > _LEAST_SCALE
 
     def of_each(self, world_size: int) -> float:
         """Return the factor of each rank's loss.
@@ -111,7 +107,7 @@ class LossScale:
     def update(self, *, overflowed: bool) -> None:
         """Change to the scale of the next step."""
         config = self._config
-        if not config.use_dynamic_scaling:
+        if not self.is_dynamic:
             return
         self._steps = 0 if overflowed else self._steps + 1
         if overflowed:

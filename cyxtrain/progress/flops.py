@@ -121,14 +121,9 @@ def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.
 
 def explain_usage(usage: Mapping[str, float]) -> list[str]:
     """Return the result of `usage_of` as text for an epoch's line."""
-    words: dict[str, Callable[[float], str]] = {
-        "peak_memory": _peak_in_words,
-        "flops_per_second": lambda value: f"{in_words(value)}/s",
-        "mfu": lambda value: f"MFU {value:.1%}",
-    }
-    return [words[name](value) for name, value in usage.items()]
-
-
-def _peak_in_words(memory: float) -> str:
-    scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
-    return f"peak memory {memory / scale:.1f} {unit}"
+    words = []
+    if (memory := usage.get("peak_memory")) is not None:
+        scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
+        words.append(f"peak memory {memory / scale:.1f} {unit}")
+    words += [f"{in_words(usage['flops_per_second'])}/s"] if "flops_per_second" in usage else []
+    return words + ([f"MFU {usage['mfu']:.1%}"] if "mfu" in usage else [])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.environment.regular_files import read_text
-from cyxtrain.errors import ConfigError, brief
+from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.progress.history_views import history_as_html, plot_history
 
 if TYPE_CHECKING:
@@ -136,9 +136,8 @@ class TrainingHistory:
         names = [name if name.startswith("val_") else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
         writer.writerow(["epoch", *names])
         columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
-        for row in range(self._num_epochs()):
-            cells = [repr(float(values[row])) if row < len(values) else "" for values in columns]
-            writer.writerow([self._epoch(row), *cells])
+        for row, epoch in enumerate(self._epoch_numbers()):
+            writer.writerow([epoch, *(repr(float(values[row])) if row < len(values) else "" for values in columns)])
         return _written(table.getvalue(), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -147,20 +146,20 @@ class TrainingHistory:
         Raises:
             ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), or there is no epoch.
         """
-        return plot_history(self.history, [self._epoch(row) for row in range(self._num_epochs())], path)
+        return plot_history(self.history, self._epoch_numbers(), path)
 
     def _repr_html_(self) -> str:
         return history_as_html(self.history, self._summary())
 
     def __repr__(self) -> str:
-        rows = list(range(self._num_epochs()))
+        rows = list(enumerate(self._epoch_numbers()))
         gap = len(rows) > _FIRST_ROWS + _LAST_ROWS + 1
         shown = rows[:_FIRST_ROWS] + rows[-_LAST_ROWS:] if gap else rows
         columns = self.history
         lines = [["epoch", *columns]]
-        for row in shown:
+        for row, epoch in shown:
             cells = [f"{values[row]:.4f}" if row < len(values) else "" for values in columns.values()]
-            lines.append([str(self._epoch(row)), *cells])
+            lines.append([str(epoch), *cells])
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         if gap:
@@ -168,19 +167,17 @@ class TrainingHistory:
         return "\n".join([*(text if rows else []), self._summary()])
 
     def _summary(self) -> str:
-        count, ranks = self._num_epochs(), self.world_size
+        epochs = counted(len(self._epoch_numbers()), "epoch")
         return (
-            f"{type(self).__name__}: {count} epoch{'' if count == 1 else 's'} in {self.total_time_seconds:.1f} s, "
+            f"{type(self).__name__}: {epochs} in {self.total_time_seconds:.1f} s, "
             f"{self.samples_per_second:,.0f} samples/s, effective batch size {self.effective_batch_size} "
-            f"on {ranks} rank{'' if ranks == 1 else 's'}"
+            f"on {counted(self.world_size, 'rank')}"
         )
 
-    def _num_epochs(self) -> int:
-        return max(len(self.epochs), *(len(getattr(self, own)) for own in _KERAS_NAMES.values()))
-
-    def _epoch(self, row: int) -> int:
-        """Return the epoch number of a row; a history without epoch numbers counts from 1."""
-        return self.epochs[row] if row < len(self.epochs) else row + 1
+    def _epoch_numbers(self) -> list[int]:
+        """Return the epoch number of each row; a history without epoch numbers counts from 1."""
+        count = max(len(getattr(self, own)) for own in _KERAS_NAMES.values())
+        return [*self.epochs, *range(len(self.epochs) + 1, count + 1)]
 
 
 DistributedTrainingHistory = TrainingHistory
@@ -189,13 +186,10 @@ DistributedTrainingHistory = TrainingHistory
 def _json_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _json_values(part) for name, part in value.items()}
-    return [_json_number(item) for item in value] if isinstance(value, list) else _json_number(value)
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, list):
+        return [_json_values(item) for item in value]
+    names = {str(number): name for name, number in _NON_FINITE.items()}
+    return value if math.isfinite(value) else names[str(float(value))]
 
 
 def _numbers(name: str, values: object) -> list[Any]:

@@ -178,7 +178,7 @@ def test_a_schedule_that_seems_to_count_epochs_is_warned_of(schedule, warns):
     with one_process(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
-    found = [str(each.message) for each in said if "seems to have been built to be stepped once per epoch" in str(each)]
+    found = [str(each.message) for each in said if "seems to have been built for one step per epoch" in str(each)]
     assert len(found) == int(warns)
     assert all("5 times in an epoch" in text and "LearningRateScheduler" in text for text in found)
 
