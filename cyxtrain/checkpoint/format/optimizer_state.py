@@ -6,6 +6,7 @@ reordered or grouped differently. PyTorch's `state_dict` and `load_state_dict` d
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,12 +77,8 @@ def load_optimizer_state_by_name(
     for own, names in zip(current["param_groups"], name_groups, strict=True):
         saved = _hyper_parameters(matching[frozenset(names)])
         _require_same_kind(optimizer, own, saved)
-        new_groups.append(
-            {
-                **{name: _like(value, own.get(name)) for name, value in saved.items()},
-                **{name: own[name] for name in (*_WAYS, "params") if name in own},
-            }
-        )
+        kept = {name: own[name] for name in (*_WAYS, "params") if name in own}
+        new_groups.append({name: _like(value, own.get(name)) for name, value in saved.items()} | kept)
     indices = {name: index for index, name in _names_by_index(current["param_groups"], name_groups).items()}
     new_state = {indices[name]: dict(values) for name, values in state.items()}
     optimizer.load_state_dict({"state": new_state, "param_groups": new_groups})
@@ -154,11 +151,8 @@ def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> li
 
 def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[Sequence[str]]) -> dict[int, str]:
     """Return the name of each of PyTorch's parameter numbers."""
-    return {
-        index: name
-        for group, names in zip(groups, name_groups, strict=True)
-        for index, name in zip(group["params"], names, strict=True)
-    }
+    indices = [index for group in groups for index in group["params"]]
+    return dict(zip(indices, itertools.chain.from_iterable(name_groups), strict=True))
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
