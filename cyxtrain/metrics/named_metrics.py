@@ -133,10 +133,10 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if loss.is_binary:
-        return _Task("binary", 2, loss, _Once(_as_binary(loss))) if output.numel() == len(output) else None
+        return _Task("binary", 2, loss, _as_binary(loss)) if output.numel() == len(output) else None
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        return _Task("multiclass", output.shape[1], loss, _Once(_as_classes(loss)))
-    return _Task("regression", 0, loss, _Once(_as_doubles), math.prod(output.shape[1:]))
+        return _Task("multiclass", output.shape[1], loss, _as_classes(loss))
+    return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
 def _made(name: str, metric: Any, task: _Task | None) -> Metric:
@@ -211,21 +211,6 @@ def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
     counts = torch.bincount(answers.reshape(-1), minlength=len(scores))
     known = (counts > 0) & (counts < counts.sum())
     return scores[known].mean()
-
-
-class _Once:
-    """Prepares a batch once for several metrics."""
-
-    def __init__(self, prepare: Prepare) -> None:
-        self._prepare = prepare
-        self._latest: tuple[Tensor, Tensor] | None = None
-        self._prepared: tuple[Tensor, Tensor] | None = None
-
-    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        latest = self._latest
-        if latest is None or self._prepared is None or latest[0] is not output or latest[1] is not target:
-            self._latest, self._prepared = (output, target), self._prepare(output, target)
-        return self._prepared
 
 
 def _as_classes(loss: Loss) -> Prepare:

@@ -25,26 +25,14 @@ _COLUMNS = 4
 # convnet up to 12 MiB.
 _FOLD_BATCHES = 16
 
-# Elements of an output that is kept until then: comparing it at once would take as long as the loss.
-_KEPT_ELEMENTS = 8192
-
 _Number = Tensor | float
 
 
 class Correct(NamedTuple):
-    """Correct predictions of a batch: counted, or to be counted from output and target.
-
-    Attributes:
-        correct: Number of right predictions counted so far.
-        counted: Number of predictions that count.
-        output: What is still to be compared, or None.
-        target: Its targets.
-    """
+    """Numbers of right predictions, and of predictions that count, in a batch."""
 
     correct: _Number
     counted: _Number
-    output: Tensor | None = None
-    target: Tensor | None = None
 
 
 class MetricSums:
@@ -55,20 +43,20 @@ class MetricSums:
         self._sums = torch.zeros(rows, _COLUMNS + 2 * len(loss.shown), dtype=torch.float64, device=device)
         self._loss = loss
         self._may_be_overwritten = may_use_cuda_graphs(device)
-        self._pending: list[tuple[int, Tensor, tuple[_Number, ...], Correct]] = []
+        self._pending: list[tuple[int, Tensor, tuple[_Number, ...]]] = []
         self._copies: dict[str, HostCopy] | None = None
         self._latest: dict[str, float] = {}
 
     def add(self, row: int, loss: BatchLoss, answers: Correct) -> None:
         """Add a batch to a row, without waiting for the device."""
-        numbers: tuple[_Number, ...] = (loss.terms, loss.weight, answers.correct, answers.counted)
+        numbers: tuple[_Number, ...] = (loss.terms, loss.weight, *answers)
         for name in self._loss.shown:
             part = loss.parts[name]
             numbers += (part.value.detach().double() * part.terms, part.weight)
         value = loss.value.detach()
         if self._may_be_overwritten:
-            value, numbers, answers = own_copy(value), _copied(numbers), Correct(*_copied(answers))
-        self._pending.append((row, value, numbers, answers))
+            value, numbers = own_copy(value), _copied(numbers)
+        self._pending.append((row, value, numbers))
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
 
@@ -76,7 +64,7 @@ class MetricSums:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        rows, values, numbers, answers = zip(*pending, strict=True)
+        rows, values, numbers = zip(*pending, strict=True)
         table = self._table(numbers)
         table[:, LOSS].mul_(torch.stack(values))  # it held the terms
         for column in (LOSS, *range(_COLUMNS, table.shape[1], 2)):  # 0 / 0 if nothing counts
@@ -85,27 +73,6 @@ class MetricSums:
             self._sums[0].add_(table.sum(0))
         else:
             self._sums.index_add_(0, from_host(rows, self._sums.device, torch.int64), table)
-        kinds: dict[tuple[torch.Size, torch.Size], list[tuple[int, Tensor, Tensor]]] = {}
-        for row, each in zip(rows, answers, strict=True):
-            if each.output is not None and each.target is not None:
-                kind = each.output.shape[1:], each.target.shape[1:]
-                kinds.setdefault(kind, []).append((row, each.output, each.target))
-        for kept in kinds.values():
-            self._count(kept)
-
-    def _count(self, kept: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Count the correct predictions of batches of one shape at once."""
-        rows, outputs, targets = zip(*kept, strict=True)
-        right, valid = _compare(torch.cat(outputs), torch.cat(targets), self._loss)
-        found = {CORRECT: right} if valid is None else {CORRECT: right, COUNTED: valid}
-        if len(self._sums) == 1:  # a running epoch; whole numbers can be added in any order
-            for column, each in found.items():
-                self._sums[0, column].add_(each.sum())
-            return
-        numbers = from_host([rows, [len(output) for output in outputs]], right.device, torch.int64)
-        where = torch.repeat_interleave(*numbers, output_size=len(right))
-        for column, each in found.items():
-            self._sums[:, column].index_add_(0, where, each.reshape(len(where), -1).sum(1, dtype=torch.float64))
 
     def _table(self, numbers: Sequence[Sequence[_Number]]) -> Tensor:
         """Return numbers, one row per batch, on the device of the sums."""
@@ -217,19 +184,10 @@ def correct_of(output: Any, target: Tree | None, loss: Loss) -> Correct:
         return Correct(0, 0)
     scores, classes = pair
     if loss.is_binary:
-        scores = scores.reshape(classes.shape)
-    if scores.numel() <= _KEPT_ELEMENTS and len(scores) > 0:
-        return Correct(0, classes.numel() if loss.ignored is None else 0, scores.detach(), classes)
-    right, valid = _compare(scores, classes, loss)
-    return Correct(right.sum(), classes.numel() if valid is None else valid.sum())
-
-
-def _compare(output: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
-    """Return (which are right, which count), of the targets' shape; None: all count."""
-    if loss.is_binary:
-        return (output > loss.threshold) == (target > 0.5), None
-    right = output.argmax(1) == target
+        right = (scores.reshape(classes.shape) > loss.threshold) == (classes > 0.5)
+        return Correct(right.sum(), classes.numel())
+    right = scores.argmax(1) == classes
     if loss.ignored is None:
-        return right, None
-    valid = target != loss.ignored
-    return right & valid, valid
+        return Correct(right.sum(), classes.numel())
+    valid = classes != loss.ignored
+    return Correct((right & valid).sum(), valid.sum())
