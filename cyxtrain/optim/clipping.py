@@ -54,19 +54,11 @@ def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
     Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            pair = parameter.detach(), parameter.grad
-            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(pair)
-    for pairs in kinds.values():  # all units of a kind at once
-        norms = [unit_norms(gradient) for _, gradient in pairs]
-        limit = torch.cat([unit_norms(values).reshape(-1) for values, _ in pairs]).clamp_(min=_LEAST_NORM).mul_(factor)
-        joined = torch.cat([each.reshape(-1) for each in norms])
-        # Within the limit the factor is exactly 1.
-        factors = torch.where(joined > limit, limit / joined, 1.0).split([each.numel() for each in norms])
-        for (_, gradient), each, of_units in zip(pairs, norms, factors, strict=True):
-            gradient.mul_(of_units.view(each.shape))
+            limits = unit_norms(parameter.detach()).clamp_(min=_LEAST_NORM).mul_(factor)
+            norms = unit_norms(parameter.grad)
+            parameter.grad.mul_(torch.where(norms > limits, limits / norms, 1.0))  # exactly 1 within the limit
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
