@@ -44,31 +44,27 @@ class Display:
         """Restore the terminal, also after an error."""
 
 
-class PlainDisplay(Display):
+class _PlainDisplay(Display):
     """Plain lines, for files and pipes."""
 
     def __init__(self) -> None:
         self._epoch = ""
 
-    @override
     def header(self, facts: Sequence[tuple[str, str]]) -> None:
         for line in _lines(facts):
             print(line, flush=True)
 
-    @override
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         self._epoch = f"epoch {epoch}/{last_epoch}"
 
-    @override
     def line(self, text: str) -> None:
         print(f"{self._epoch}  {text}", flush=True)
 
-    @override
     def end_epoch(self, text: str) -> None:
         self.line(text)
 
 
-class LiveDisplay(PlainDisplay):
+class LiveDisplay(_PlainDisplay):
     """Draws a bar ten times a second, with this rank's numbers so far and samples/s."""
 
     def __init__(self) -> None:
@@ -93,7 +89,7 @@ class LiveDisplay(PlainDisplay):
             self.draw(self._steps, "  ".join(filter(None, (numbers(measured()), rate))))
 
 
-class TerminalDisplay(LiveDisplay):
+class _TerminalDisplay(LiveDisplay):
     """A progress bar of rich per epoch, with numbers and the remaining time."""
 
     def __init__(self, console: Console) -> None:
@@ -101,7 +97,6 @@ class TerminalDisplay(LiveDisplay):
         self._console = console
         self._progress: Progress | None = None
 
-    @override
     def begin_epoch(self, epoch: int, last_epoch: int, steps: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -119,22 +114,18 @@ class TerminalDisplay(LiveDisplay):
         self._task = self._progress.add_task(self._epoch, total=steps, numbers="")
         self._progress.start()
 
-    @override
     def draw(self, steps: int, text: str) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=steps, numbers=text)
             self._progress.refresh()
 
-    @override
     def line(self, text: str) -> None:
         self._console.print(f"{self._epoch}  {text}", highlight=False, markup=False)
 
-    @override
     def end_epoch(self, text: str) -> None:
         self.close()
         self.line(text)
 
-    @override
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -230,7 +221,7 @@ def make_display(shows: bool) -> Display:
         from IPython.display import display  # installed where notebooks run
 
         return CellDisplay(display(CellText(""), display_id=True))  # type: ignore[no-untyped-call]
-    return TerminalDisplay(console) if console.is_terminal else PlainDisplay()
+    return _TerminalDisplay(console) if console.is_terminal else _PlainDisplay()
 
 
 def _lines(facts: Sequence[tuple[str, str]]) -> list[str]:
