@@ -1,6 +1,6 @@
 """Classes of very different size: accuracy deceives, class_weight helps, and other metrics tell.
 
-Run it alone, or on two ranks (metrics by name need `pip install '.[metrics]'`):
+Run it alone, or on two ranks:
 
     python examples/imbalanced.py
     cyxtrain launch -n 2 -- python examples/imbalanced.py

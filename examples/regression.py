@@ -1,6 +1,6 @@
 """Regression: numbers instead of classes, with metrics, a validation and predictions.
 
-Run it alone, or on two ranks (metrics by name need `pip install '.[metrics]'`):
+Run it alone, or on two ranks:
 
     python examples/regression.py
     cyxtrain launch -n 2 -- python examples/regression.py

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from cyxtrain.checkpoint.format.validation import same_kinds, taking_over
+from cyxtrain.checkpoint.format.encoding import same_kinds
+from cyxtrain.checkpoint.validation import taking_over
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
 from cyxtrain.world import runtime

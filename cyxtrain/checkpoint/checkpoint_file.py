@@ -1,12 +1,12 @@
-"""The checkpoint file: all that a run needs to go on, and nothing that is code.
+"""The checkpoint file: all that a run needs to continue, and no code.
 
     model.safetensors      parameters and buffers, tied ones once
-    optimizer.safetensors  the tensors of the optimizer's state and hyper-parameters
-    others.safetensors     the tensors of all else that has some
-    state.json             everything else: the lists of names, position, history, config, versions
+    optimizer.safetensors  the tensors of the optimizer's state and hyperparameters
+    others.safetensors     the tensors of everything else
+    state.json             everything else: lists of names, position, history, config, versions
 
-`archive.py` adds the checksums; safetensors reads the tensors; loading never unpickles. This module knows no trainer
-and no ranks; the same bytes are a file, or a message to the other ranks (`transport.py`).
+`archive.py` adds the checksums; safetensors reads the tensors; loading never unpickles. A single
+safetensors file would take more code: its header has no checksum, and older files would still need this reader.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ FORMAT_VERSION = 2
 
 _MODEL, _OPTIMIZER, _OTHERS, STATE = "model.safetensors", "optimizer.safetensors", "others.safetensors", "state.json"
 _CONTENT = (_MODEL, _OPTIMIZER, _OTHERS, STATE)
+# the largest `state.json`, so that looking into a file needs little memory
 STATE_LIMIT_BYTES = 1 << 28
-"""What `state.json` may have, so that to look into it costs no memory to speak of: large things are tensors."""
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions that decide how numbers come about, for whoever compares two runs."""
+    """Return the versions of the libraries that the numbers of a run depend on."""
     return {"cyxtrain": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 @functools.cache
 def _own_version() -> str:
-    """Returns the version that was there first: to look it up takes longer than many a step."""
+    """Return cyxtrain's version; looking it up takes longer than many a step."""
     try:
         return importlib.metadata.version("cyxtrain")
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ def _own_version() -> str:
 
 @dataclass
 class CheckpointState:
-    """All that a run needs to go on; independent of the number of ranks, but for `ranks`."""
+    """All that a run needs to continue, for any number of ranks except `ranks`."""
 
     model: dict[str, Any]
     """The model's `state_dict`: tensors, and JSON values of modules with `get_extra_state`."""
@@ -65,28 +65,28 @@ class CheckpointState:
     optimizer_groups: list[dict[str, Any]] = field(default_factory=list)
     """Hyper-parameters, and "params": the names of the group's parameters."""
     others: dict[str, Any] = field(default_factory=dict)
-    """What else has a state, by name, such as the scheduler and callbacks: tensors and JSON values."""
+    """Other states by name, such as the scheduler's and callbacks': tensors and JSON values."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """What belongs to each rank, such as its generators; empty where nobody asked them: JSON values."""
+    """State of each rank, such as its generators; may be empty: JSON values."""
     position: dict[str, Any] = field(default_factory=dict)
-    """Where in the run this is, such as the epoch: JSON values."""
+    """Position in the run, such as the epoch: JSON values."""
     history: dict[str, Any] = field(default_factory=dict)
     """`TrainingHistory.to_dict()`."""
     config: dict[str, Any] = field(default_factory=dict)
     """The settings of the run: JSON values."""
     run: dict[str, Any] = field(default_factory=dict)
-    """Which run this is of: JSON values."""
+    """Which run it is from: JSON values."""
     arithmetic: dict[str, Any] = field(default_factory=dict)
-    """What decides the bits of the results, beside the versions: JSON values."""
+    """What the bits of the results depend on besides the versions: JSON values."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What its user keeps in it, such as the experiment that it is of: JSON values."""
+    """The user's data, such as the experiment: JSON values."""
     versions: dict[str, Any] = field(default_factory=library_versions)
     """Versions of the libraries that wrote it."""
     world_size: int = 1
     """Number of ranks that wrote it."""
 
 
-# What state.json holds as it is; the others are spread over the tensor files.
+# What state.json holds unchanged; the tensors of the others are in the tensor files.
 _PLAIN_FIELDS = {
     **dict.fromkeys(("position", "history", "config", "run", "arithmetic", "metadata", "versions"), dict),
     "ranks": list,
@@ -95,54 +95,35 @@ _PLAIN_FIELDS = {
 
 
 def write_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> None:
-    """Writes a checkpoint in one piece: afterwards it survives a power cut, before that the old one does.
+    """Write a checkpoint atomically: a power cut leaves either the new file or the old one.
 
-    Temporary file in the same folder, fsync, rename, fsync of the folder. Cost: one write of all bytes; tensors on
-    the CPU are not copied.
-
-    Raises:
-        CheckpointError: The disk refuses, or the state holds what a checkpoint cannot; nothing temporary is left.
+    Cost: one write of all bytes; tensors on the CPU are not copied.
     """
     write_records(path, records_of(state))
 
 
 def write_records(path: str | os.PathLike[str], entries: Mapping[str, list[Buffer]]) -> None:
-    """Writes what `records_of` gave, as `write_checkpoint` does."""
+    """Write the result of `records_of` as `write_checkpoint` does."""
     with replacing(path, "checkpoint") as file:
         write_archive(file, FORMAT, FORMAT_VERSION, entries)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointState:
-    """Reads what `write_checkpoint` wrote, after checking all of it; tensors are on the CPU.
-
-    Raises:
-        CheckpointError: There is no such file, or it is damaged, with the entry.
-    """
+    """Read and verify a checkpoint; tensors are on the CPU."""
     return unpack_checkpoint(checkpoint_bytes(path), str(path))
 
 
 def checkpoint_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Returns what the file of a checkpoint holds; one that is none is not read to its end.
-
-    Raises:
-        CheckpointError: There is no such file, it cannot be read, or it is no checkpoint at first sight.
-    """
+    """Return the bytes of a checkpoint's file; a file that is obviously none is not read to its end."""
     return read_file(path, "checkpoint", lambda file: look_at_archive(file, str(path)))
 
 
 def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
-    """Returns the state in a checkpoint's bytes, after checking all of it; tensors are on the CPU.
+    """Return the state in a checkpoint's bytes, after verifying all of it; tensors are on the CPU.
 
-    Cost, beside `data`: the tensors, and one entry more while it is taken apart.
-
-    Args:
-        data: What a file of `write_checkpoint` holds.
-        name: The file's name, for messages.
-
-    Raises:
-        CheckpointError: It is no checkpoint, of another version, or damaged, with the entry.
+    Cost: memory for the tensors, and for one more entry while it is unpacked.
     """
-    entries = read_archive(memoryview(data).cast("B").toreadonly(), name, FORMAT, FORMAT_VERSION, _CONTENT)
+    entries = read_archive(bytes(data), name, FORMAT, FORMAT_VERSION, _CONTENT)
     with blaming(name, STATE):
         if len(entries[STATE]) > STATE_LIMIT_BYTES:
             raise ValueError(f"it has {len(entries[STATE]):,} bytes, and may have {STATE_LIMIT_BYTES:,}")
@@ -167,15 +148,11 @@ def unpack_checkpoint(data: bytes | memoryview, name: str) -> CheckpointState:
 
 
 def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, list[Buffer]]:
-    """Returns the parts of each entry of a checkpoint's archive.
+    """Return the parts of each entry of a checkpoint's archive.
 
     Args:
         state: Its tensors are on any device.
-        copy: Copies them; None: the parts are the memory of those that are on the CPU, which must not change until
-            the parts have been written.
-
-    Raises:
-        CheckpointError: The state holds what a checkpoint cannot, with its name.
+        copy: Copies them; None: the parts are the memory of tensors on the CPU, which must not change until written.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {entry: {} for entry in (_MODEL, _OPTIMIZER, _OTHERS)}
     tensors[_MODEL] = {name: value for name, value in state.model.items() if isinstance(value, torch.Tensor)}
@@ -198,20 +175,20 @@ def records_of(state: CheckpointState, copy: Copy | None = None) -> dict[str, li
     text = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > STATE_LIMIT_BYTES:
         raise CheckpointError(
-            f"Beside its tensors the state has {len(text):,} bytes as JSON, and a checkpoint holds at most "
-            f"{STATE_LIMIT_BYTES:,}. Keep what is large, such as an array in a callback's state, as a tensor."
+            f"Without its tensors the state has {len(text):,} bytes as JSON, and a checkpoint holds at most "
+            f"{STATE_LIMIT_BYTES:,}. Store large values, such as arrays in a callback's state, as tensors."
         )
     entries[STATE] = [text]
     return entries
 
 
 def _copy_of_entry(copy: Copy, entry: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Copies under a name that no tensor of another entry has."""
+    """Copy under a name that no tensor of another entry has."""
     return copy(f"{entry}/{name}", tensor)
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """Returns a value of the file, if it is of its type."""
+    """Return a value of the file if it has its type."""
     if not isinstance(value, kind):
         raise TypeError(f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
     return value

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: how they are called, which is the newest, which may go, and what a kill left there."""
+"""A folder of checkpoints: file names, which is newest, pruning, and files that killed writers left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from cyxtrain.checkpoint.checkpoint_file import STATE, STATE_LIMIT_BYTES
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, is_being_written, replacing, try_folder
 from cyxtrain.checkpoint.format.archive import read_record
 from cyxtrain.checkpoint.format.encoding import decode_tree
-from cyxtrain.checkpoint.format.validation import is_position, is_run
+from cyxtrain.checkpoint.validation import is_position, is_run
 from cyxtrain.environment.regular_files import open_regular
 
 SUFFIX = ".ckpt"
@@ -25,13 +24,7 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint in a folder, as far as its JSON tells.
-
-    Attributes:
-        path: The file.
-        position: Where in its run it is; empty where the file is damaged.
-        run: Of which run it is.
-    """
+    """A checkpoint in a folder, as far as its JSON tells; without position and run if it is corrupt."""
 
     path: Path
     position: dict[str, Any]
@@ -39,22 +32,17 @@ class Found:
 
     @property
     def fits(self) -> int | None:
-        """Which call of `fit` of its trainer made it, from 1; None: nobody knows."""
+        """Which call of `fit` of its trainer made it, from 1; None if unknown."""
         return self.position.get("fits")
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Grows from older to newer: later runs after earlier ones, and later steps of one run after earlier ones."""
+        """A sort key from older to newer: by run, then by step."""
         return (self.run.get("started", 0.0), self.position.get("step", 0), self.position.get("epoch", 0))
 
 
 class CheckpointFolder:
-    """The checkpoints of one rank's writing in a folder.
-
-    Args:
-        path: Of the folder; it need not be there.
-        rank: Whose checkpoints have the rank in their names; None: nobody's.
-    """
+    """The checkpoints that one rank writes to a folder."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         self.path = Path(path)
@@ -62,19 +50,15 @@ class CheckpointFolder:
         self._pattern = re.compile(rf"((epoch|step)-\d+|{BEST}){re.escape(self._suffix)}")
 
     def file(self, name: str) -> Path:
-        """Returns the file of a checkpoint, such as "epoch-0003"."""
+        """Return the file of a checkpoint, such as "epoch-0003"."""
         return self.path / f"{name}{self._suffix}"
 
     def check(self) -> None:
-        """Makes the folder, and sees that checkpoints can be written there.
-
-        Raises:
-            CheckpointError: They cannot.
-        """
+        """Create the folder, and try to write to it."""
         try_folder(self.path, self.file(BEST).name, "checkpoints")
 
     def newest_first(self) -> list[Found]:
-        """Returns what is there, the newest first; before all, what is damaged. Cost: the JSON of each file."""
+        """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the JSON of each."""
         with contextlib.suppress(OSError):
             found = [look_into(path) for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
             return sorted(
@@ -83,12 +67,12 @@ class CheckpointFolder:
         return []
 
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
-        """Deletes all but the newest of a run, the best one aside; what cannot be deleted stays. Returns how many.
+        """Delete all but the newest of a run and the best one; return how many were deleted.
 
         Args:
             run: Its id.
             keep_last: How many stay.
-            newest: One that stays in any case, or that will be one of them.
+            newest: A file that stays in any case, and may not exist yet.
         """
         deleted = 0
         kept = (newest, self.file(BEST))
@@ -100,7 +84,7 @@ class CheckpointFolder:
         return deleted
 
     def mark_best(self, path: Path) -> None:
-        """Lets the name of the best checkpoint be this one's too: another name for the same bytes, or a copy."""
+        """Give the checkpoint the name of the best one too: a link, or a copy."""
         best = self.file(BEST)
         link = best.with_name(f".{best.name}{TEMPORARY_SUFFIX}")
         try:
@@ -112,24 +96,19 @@ class CheckpointFolder:
                 shutil.copyfileobj(source, target)
 
     def remove_leftovers(self) -> None:
-        """Deletes the temporary files of writers that were killed; those of writers at work stay."""
-        for path in self._temporary():
+        """Delete the temporary files of writers that were killed."""
+        for path in self.path.glob(f".*{SUFFIX}*{TEMPORARY_SUFFIX}"):
             if not is_being_written(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _temporary(self) -> Iterator[Path]:
-        with contextlib.suppress(OSError):
-            names = [path for path in self.path.iterdir() if path.name.endswith(TEMPORARY_SUFFIX)]
-            yield from (path for path in names if path.name.startswith(".") and SUFFIX in path.name)
-
 
 def look_into(path: Path) -> Found:
-    """Returns what the JSON of a checkpoint says, if its checksum is right; the tensors are not looked at."""
+    """Return what the JSON of a checkpoint says, if its checksum is right; tensors are not read."""
     try:
         with open_regular(path) as file:
             values = json.loads(read_record(file, STATE, STATE_LIMIT_BYTES))
         position, run = decode_tree(values["position"]), decode_tree(values["run"])
         return Found(path, position, run) if is_position(position) and is_run(run) else Found(path, {}, {})
-    except Exception:  # whoever wants to load it hears why that is impossible
+    except Exception:  # loading it reports the error
         return Found(path, {}, {})

@@ -1,4 +1,4 @@
-"""Which checkpoints a fit keeps, and when it makes them."""
+"""Which checkpoints a fit keeps, and when it writes them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
+    """Writes the checkpoints of one fit. Every rank has one, and calls it at the same points.
 
-    Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
-    written to beside the training. With compression="powersgd", what it has left out on each rank is gathered too.
+    Cost of a checkpoint: a copy of the state on the writing rank, and two all_gathers of some 20 KB; the disk is
+    written in the background. With compression="powersgd" each rank's residual is gathered too.
 
     Args:
-        state: What is saved.
+        state: To save.
         config: When, where, and which are kept.
-        device: Whose generators are saved, beside the CPU's.
-        compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
-        larger_is_better: Whether a number of the history shall grow, by its name without val_.
+        device: Whose generators are saved besides the CPU's.
+        compression_state: Returns the state of gradient compression of all ranks; collective.
+        larger_is_better: Whether a number of the history should grow, by its name without val_.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CheckpointManager:
         self._config = config
         self._device = device
         self.is_on = config.makes_checkpoints
-        self._saved = self._here()
+        self._saved = self._place()
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
@@ -58,18 +58,13 @@ class CheckpointManager:
         self._writer = Writer(CheckpointFolder(config.checkpoint_dir, own)) if writes else None
         if self._writer is not None:
             self._writer.folder.remove_leftovers()
-            # Killed between a checkpoint and its second name.
+            # A kill between a checkpoint and its second name.
             last = self._writer.folder.file(f"epoch-{state.position.epoch:04d}")
             if state.history.epochs and look_into(last).position and self._is_best() and self._may_be_best():
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
-        """Looks for what would let the first checkpoint fail. All ranks call it, before the first step.
-
-        Raises:
-            ConfigError: A callback has a state that no checkpoint could hold; on every rank.
-            CheckpointError: The folder takes no files, where `on_save_error="raise"`; on every rank.
-        """
+        """Look for what would make the first checkpoint fail. All ranks call it before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
             try:
@@ -83,22 +78,22 @@ class CheckpointManager:
                     problem = problem or error
                 else:
                     self._failing = _reason(error)
-                    warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
+                    warn(f'{error} Training starts without checkpoints; on_save_error="raise" would stop it.')
         raise_together(problem)
 
     def is_due(self) -> bool:
-        """Returns whether the latest step, in the middle of an epoch or at its end, is one to save after."""
+        """Return whether to save after the latest step."""
         every = self._config.checkpoint_every_n_steps
         return bool(every) and self._state.position.step % every == 0
 
     def save_step(self, totals: MetricSums) -> None:
-        """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
-        if self.is_on and self._saved != self._here():
+        """Save in the middle of an epoch, unless the latest checkpoint is of this step."""
+        if self.is_on and self._saved != self._place():
             self.gather(totals)
             self._save(f"step-{self._state.position.step:08d}")
 
     def gather(self, totals: MetricSums) -> None:
-        """Takes into the state what belongs to each rank in the middle of an epoch."""
+        """Collect the state of each rank in the middle of an epoch; collective."""
         own = {
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
@@ -110,12 +105,12 @@ class CheckpointManager:
         self.gather_compression()
 
     def gather_compression(self) -> None:
-        """Takes into the state what gradient compression keeps, where it may be written. All ranks call it."""
+        """Collect the state of gradient compression; collective."""
         state = self._compression_state()
         self._state.compression = state if self._writer is not None or runtime.is_master() else {}
 
     def after_epoch(self) -> None:
-        """An epoch is complete, with its validation and its entry in the history."""
+        """Save, if due, an epoch with its validation and its entry in the history."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
@@ -123,30 +118,30 @@ class CheckpointManager:
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: MetricSums | None) -> None:
-        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
+        """Save the last state of a fit that ends without an error, and wait until all is on the disk.
 
         Args:
-            totals: Of this rank in the epoch in which it stops; None: it stops between two.
+            totals: Of this rank in the epoch in which it stops; None: it stops between two epochs.
         """
-        # Also for whoever saves by hand afterwards.
+        # Also for a later save_checkpoint().
         if totals is not None:
             self.gather(totals)
         else:
             self.gather_compression()
         if not self.is_on:
             return
-        if self._saved != self._here():
+        if self._saved != self._place():
             position = self._state.position
             self._save(f"epoch-{position.epoch:04d}" if totals is None else f"step-{position.step:08d}")
-        # No rank leaves before all is on the disk: its end could be that of the one that writes.
+        # No rank returns before all is on the disk: its exit could end the rank that writes.
         problem = self._take_problem()
         raise_together(problem if self._config.on_save_error == "raise" else None)
-        self._complain(problem)
+        self._warn_of(problem)
 
     def close(self) -> None:
-        """Ends the writing thread, also after an error; what it has begun is written."""
+        """End the writing thread, also after an error; checkpoints that it has begun are completed."""
         if self._writer is not None:
-            self._complain(self._take_problem())
+            self._warn_of(self._take_problem())
             if self._missing > 1:
                 warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
@@ -164,18 +159,18 @@ class CheckpointManager:
             raise ConfigError(f"keep_best={monitor!r}: no such metric in this run (available: {known}).")
         sign = -1.0 if self._larger_is_better.get(monitor.removeprefix("val_")) else 1.0
         *before, last = (sign * value for value in values)
-        # A first NaN is better than nothing; a later one compares as false.
+        # A first NaN is the best so far; a later one compares as false.
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
     def _may_be_best(self) -> bool:
-        """Returns whether what is called the best is no checkpoint, or one of this fit: not of one that came later."""
+        """Return whether the best checkpoint may be replaced: it is none, or of this run."""
         assert self._writer is not None
         best = look_into(self._writer.folder.file(BEST))
         return not best.position or best.run.get("id") == self._state.run.get("id")
 
     def _save(self, name: str, *, is_best: bool = False) -> None:
         self._settle()
-        self._saved = self._here()
+        self._saved = self._place()
         if self._writer is None:
             return
         folder, run, keep_last = self._writer.folder, self._state.run.get("id"), self._config.keep_last
@@ -188,35 +183,35 @@ class CheckpointManager:
                 folder.prune(run, keep_last, folder.file(name))
 
         def make_room() -> bool:
-            # What would go afterwards goes now, but for one.
+            # Delete now what would be deleted afterwards, except one.
             return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
 
         try:
             self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
-            self._problem = error  # said with those that come later
+            self._problem = error  # reported with later ones
 
     def _settle(self) -> None:
-        """Waits for the checkpoint before, and says what became of it."""
+        """Wait for the previous checkpoint, and report its error."""
         problem = self._take_problem()
         if self._config.on_save_error == "raise":
             raise_together(problem)
         else:
-            self._complain(problem)
+            self._warn_of(problem)
 
     def _take_problem(self) -> Exception | None:
         problem, self._problem = self._problem, None
         return problem if problem is not None or self._writer is None else self._writer.wait()
 
-    def _here(self) -> tuple[int, int]:
+    def _place(self) -> tuple[int, int]:
         return self._state.position.epoch, self._state.position.step
 
-    def _complain(self, problem: Exception | None) -> None:
-        """Says why there is no checkpoint; where it is for the same reason as before, only how many in the end."""
+    def _warn_of(self, problem: Exception | None) -> None:
+        """Warn that there is no checkpoint; for a repeated reason only the number at the end."""
         if problem is not None:
             self._missing += 1
             if _reason(problem) != self._failing:
-                warn(f"{problem} Training goes on without this checkpoint.")
+                warn(f"{problem} Training continues without this checkpoint.")
                 self._failing = _reason(problem)
 
 

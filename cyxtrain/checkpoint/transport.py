@@ -1,4 +1,4 @@
-"""Checkpoints on their way to all ranks: rank 0 reads, the others receive, and no shared disk is needed."""
+"""Checkpoints on all ranks without a shared disk: rank 0 reads, the others receive."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
-from cyxtrain.checkpoint.format.validation import check_content
+from cyxtrain.checkpoint.validation import check_content
 from cyxtrain.errors import CheckpointError
 from cyxtrain.world import runtime
 
 
 def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState, str] | None:
-    """Returns (state, name) of the checkpoint that rank 0 reads, on every rank; None: it has found none.
+    """Return (state, name) of the checkpoint that rank 0 reads, on every rank; None if it finds none.
 
-    Cost: the file once in and once out of each rank; its size and its tensors in memory.
+    Cost: the file once in and out of each rank; its size and its tensors in memory.
 
     Args:
-        read: Returns (bytes, name); the name is "" where there is none. Called on rank 0 alone.
-
-    Raises:
-        CheckpointError: It cannot be read, it is damaged, or holds what no fit writes; the same on every rank.
+        read: Returns (bytes, name), with name "" for none. Called on rank 0 only.
     """
     data, name, problem = b"", "", ""
     if runtime.is_master():
         try:
             data, name = read()
-        except Exception as error:  # the others wait
+        except Exception as error:  # the other ranks wait
             problem = str(error) if isinstance(error, CheckpointError) else f"Cannot read a checkpoint: {error!r}."
     name, problem = runtime.gather_texts(f"{name}\0{problem}")[0].split("\0", 1)
     if problem:
@@ -42,20 +39,13 @@ def read_on_all(read: Callable[[], tuple[bytes, str]]) -> tuple[CheckpointState,
 
 
 def read_file_on_all(path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
-    """Returns (state, path) of a checkpoint's file, on every rank.
-
-    Args:
-        path: Of the file, on rank 0; what other ranks give is not used.
-
-    Raises:
-        CheckpointError: As `read_on_all`.
-    """
+    """Return (state, path) of a checkpoint's file on rank 0, on every rank."""
     found = read_on_all(lambda: (checkpoint_bytes(path), os.fspath(path)))
     assert found is not None
     return found
 
 
-def _broadcast(data: bytes) -> memoryview:
+def _broadcast(data: bytes) -> bytes:
     group = runtime.cpu_group()
     size = torch.tensor([len(data)], device="cpu")
     dist.broadcast(size, 0, group=group)
@@ -63,4 +53,4 @@ def _broadcast(data: bytes) -> memoryview:
     if data:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=group)
-    return buffer.numpy().data
+    return data or buffer.numpy().tobytes()

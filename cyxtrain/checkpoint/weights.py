@@ -1,4 +1,4 @@
-"""A model's weights as a plain safetensors file, for whoever reads such files, with or without this package."""
+"""A model's weights as a plain safetensors file, for other programs too."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from cyxtrain.checkpoint.format.names import load_plain_state, plain_name, plain
 from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
-# Where the metadata of the file holds what a plain safetensors file cannot say.
+# The key in the metadata of what a plain safetensors file cannot express.
 _METADATA_KEY = "cyxtrain"
-_FIRST_BYTES = 512  # in them the zip of torch.save names its first entry
-_HEADER_LIMIT_BYTES = 100_000_000  # which is safetensors' own
+_FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
+_HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
 
 
 def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes a model's `state_dict` as one safetensors file, in one piece: it is whole, or the old one stays.
+    """Write a model's `state_dict` as one safetensors file, atomically: a failed write keeps the old file.
 
-    Tied weights are stored once; the metadata names their other names, as `safetensors.torch.save_model` does.
-    The file has no checksums: a checkpoint has.
+    Tied weights are stored once; the metadata has their other names, as with `safetensors.torch.save_model`. The file
+    has no checksums: a checkpoint has.
 
     Args:
-        model: Its names are those in the file; nothing is put before them, also where it is compiled.
-        path: The file; its folder is made where it is missing. Cost: memory for the weights once more, on the CPU.
+        model: Names in the file are the model's own, also if it is compiled.
+        path: The file; its folder is created if missing. Cost: memory for the weights once more, on the CPU.
 
     Raises:
-        ConfigError: It is no model.
+        ConfigError: It is not a model.
         CheckpointError: The disk refuses, or the state holds what the file cannot, with its name.
     """
     _require_model("save_weights", model)
@@ -49,23 +49,23 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     if values or layout.dtypes or layout.sparse:
         own = {"dtypes": layout.dtypes, "values": values, "sparse": layout.sparse}
         metadata[_METADATA_KEY] = json.dumps(own, allow_nan=False)
-    # Not safetensors' save_file: it neither synchronises nor keeps the folder's usual permissions.
+    # Not safetensors' save_file: it neither synchronizes nor keeps the folder's usual permissions.
     content = safetensors.torch.save(stored, metadata)
     with replacing(path, "weights file") as file:
         file.write(content)
 
 
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Gives a model the weights of a safetensors file, strictly: nothing is copied before all names and shapes fit.
+    """Load a safetensors file into a model, strictly: nothing is copied before all names and shapes match.
 
-    Tied weights need one of their names in the file. Values are converted to the model's types and devices.
+    Tied weights need one of their names in the file. Values are converted to the model's dtypes and devices.
 
     Args:
         model: The same architecture, on any device.
         path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
 
     Raises:
-        ConfigError: It is no model.
+        ConfigError: It is not a model.
         CheckpointError: No such file, no safetensors, or other names or shapes, with what differs.
     """
     _require_model("load_weights", model)
@@ -75,24 +75,13 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
 def _require_model(function: str, model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"{function} takes a torch.nn.Module, got {type(model).__name__}: give the model itself, such as "
+            f"{function} takes a torch.nn.Module, got {type(model).__name__}: pass the model itself, such as "
             "trainer.model."
         )
 
 
 def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Gives a model a `state_dict`, strictly: nothing is copied before all names and shapes fit.
-
-    Tied weights need one of their names in the state.
-
-    Args:
-        model: The same architecture, on any device.
-        state: Such as `CheckpointState.model`.
-        source: Where the state is from, for the message, such as "checkpoint run/7.ckpt".
-
-    Raises:
-        CheckpointError: Other names or shapes, with everything that differs.
-    """
+    """Load a `state_dict` into a model, strictly: nothing is copied before all names and shapes match."""
     given = fitting_state(model, state, source)
     try:
         load_plain_state(model, given)
@@ -103,11 +92,7 @@ def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: s
 
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns a state with all of the model's plain names, tied ones too; nothing is loaded.
-
-    Raises:
-        CheckpointError: Other names or shapes, with everything that differs.
-    """
+    """Return a state with all of the model's plain names, tied ones too, without loading it."""
     expected, given = plain_state(model), {plain_name(name): value for name, value in state.items()}
     ties = tied_names({name: value for name, value in expected.items() if isinstance(value, torch.Tensor)})
     for name, kept in ties.items():
@@ -124,12 +109,12 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
 
 
 def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    """Refuses what is neither a checkpoint nor a safetensors file, before all of it is read."""
+    """Refuse a file that is neither a checkpoint nor a safetensors file, before reading all of it."""
     begins = file.read(_FIRST_BYTES)
     if b"/data.pkl" in begins:
         raise CheckpointError(
-            f"{path} is a file of torch.save, which may hold code and is not read here: read it with PyTorch "
-            "(weights_only=True), give it to the model with load_state_dict, and keep it with save_weights()."
+            f"{path} is a file of torch.save, which may hold code: load it with PyTorch (weights_only=True) and "
+            "load_state_dict, then save it with save_weights()."
         )
     if begins.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
         look_at_archive(file, str(path))
@@ -142,19 +127,19 @@ def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def _as_safetensors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what a damaged file raises into an error that names it."""
+    """Turn the errors that a corrupt file causes into a CheckpointError with its name."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path} is damaged, or no safetensors file: {brief(str(error))}. Use a file that save_weights() wrote."
+            f"{path} is corrupt or is not a safetensors file: {brief(str(error))}. Use a file of save_weights()."
         ) from error
 
 
 def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the state dict in a file, with the tied names that its metadata remembers."""
+    """Return the state dict in a file, with the tied names in its metadata."""
     data = read_file(path, "weights file", lambda file: _look_at_weights(file, path))
     if data.startswith(b"PK"):
         return unpack_checkpoint(data, str(path)).model
@@ -169,7 +154,7 @@ def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Returns every missing and unexpected name and every other shape in words; nothing where all fits."""
+    """Return missing and unexpected names and other shapes as text; "" if all match."""
     shapes = []
     for name in expected:
         own, given = expected[name], state.get(name)

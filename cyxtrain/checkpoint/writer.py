@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: a step waits only until its state has been copied."""
+"""Writes checkpoints in the background: a step waits only until its state is copied."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer:
-    """Writes one checkpoint after the other to a folder.
+    """Writes checkpoints to a folder, one after the other, in a thread.
 
-    Cost: memory for one copy of the state, kept from save to save; the next save waits for the one before. From an
-    accelerator the copy goes to pinned memory, and only the thread that writes waits until it has arrived.
-
-    Args:
-        folder: Where they go.
+    Cost: memory for one copy of the state, reused for each save; a save waits for the one before. A copy from an
+    accelerator goes to pinned memory, and only the writing thread waits for it.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -41,19 +38,16 @@ class Writer:
         afterwards: Callable[[], None],
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Copies a state, and begins to write it.
+        """Copy a state and start writing it.
 
         Args:
             name: Of the checkpoint, without its suffix.
             state: Its tensors may change as soon as this returns.
-            afterwards: Called when the file is complete, in the writer's thread.
-            make_room: Called there where the disk is full; whether to try once more.
-
-        Raises:
-            CheckpointError: The state holds what a checkpoint cannot.
+            afterwards: Called in the writing thread when the file is complete.
+            make_room: Called there if the disk is full; returns whether to retry.
         """
         if self._writing is not None:
-            futures.wait([self._writing])  # it is still reading the copies; what became of it, `wait` tells
+            futures.wait([self._writing])  # it reads the copies; `wait` returns its error
         self._devices.clear()
         entries = records_of(state, self._copy)
         copied = [accelerator.done_on(device) for device in self._devices]
@@ -73,7 +67,7 @@ class Writer:
         self._writing = self._pool.submit(write)
 
     def wait(self) -> Exception | None:
-        """Waits until the last checkpoint is on the disk; returns why it is not, once."""
+        """Wait until the last checkpoint is on the disk; return its error, once."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.exception()
         if error is not None and not isinstance(error, Exception):
@@ -81,7 +75,7 @@ class Writer:
         return error
 
     def close(self) -> None:
-        """Waits for the last checkpoint, and ends the thread."""
+        """Wait for the last checkpoint, and end the thread."""
         self._pool.shutdown()
         self._copies.clear()
 

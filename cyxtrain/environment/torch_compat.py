@@ -40,23 +40,18 @@ class PrivateName(NamedTuple):
     seen: tuple[str, str] = (TESTED_VERSIONS[0], TESTED_VERSIONS[-1])
 
 
-_HOOKS = "each step is taken by optimizer.step(), not by the kernel directly"
+_HOOKS = "on accelerators the host waits for each step's gradients to be checked"
 _LOOP = "the tensors are gone through one by one"
 PRIVATE_NAMES = (
-    PrivateName("torch._fused_adam_", "Adam takes its steps by optimizer.step()"),
-    PrivateName("torch._fused_adamw_", "AdamW takes its steps by optimizer.step()"),
-    PrivateName("torch._fused_sgd_", "SGD takes its steps by optimizer.step()"),
     PrivateName("torch.optim.Optimizer:_optimizer_step_pre_hooks", _HOOKS),
     PrivateName("torch.optim.Optimizer:_optimizer_step_post_hooks", _HOOKS),
     PrivateName("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS),
     PrivateName("torch.optim.optimizer._global_optimizer_post_hooks", _HOOKS),
-    PrivateName("torch.autograd.profiler._is_profiler_enabled", f"{_HOOKS}; a trace has no collectives of the ring"),
+    PrivateName("torch.autograd.profiler._is_profiler_enabled", "a trace has no collectives of the ring"),
     PrivateName("torch.autograd._record_function_with_args_enter", "a trace has no collectives of the ring"),
     PrivateName("torch.autograd._record_function_with_args_exit", "a trace has no collectives of the ring"),
     PrivateName("torch.optim.Optimizer:_opt_called", "nothing: a schedule that does not read it does not warn"),
     PrivateName("torch.optim.Optimizer.step:_wrapped_by_lr_sched", _HOOKS),
-    PrivateName("torch._foreach_add_", _HOOKS),
-    PrivateName("torch._foreach_sub_", _HOOKS),
     PrivateName(
         "torch.utils._foreach_utils._get_fused_kernels_supported_devices", "optimizers are fused on CPUs and CUDA alone"
     ),
@@ -148,13 +143,9 @@ def _attribute(obj: Any, name: str, what: str) -> Any:
 
 # Optimizers.
 
-_kernels: list[Any] = [find(f"torch._fused_{kind}_") if is_tested() else None for kind in ("adam", "adamw", "sgd")]
-fused_adam, fused_adamw, fused_sgd = _kernels
-"""In an untested version their arguments may be others, which would show in the middle of a step: not taken there."""
-foreach_add, foreach_sub = find("torch._foreach_add_"), find("torch._foreach_sub_")
 _devices_of_fused_kernels = find("torch.utils._foreach_utils._get_fused_kernels_supported_devices")
 _global_hooks = [find(f"torch.optim.optimizer._global_optimizer_{when}_hooks") for when in ("pre", "post")]
-_NOBODY_KNOWS = True
+_UNKNOWN = True
 
 
 def has_fused_kernels(device_type: str) -> bool:
@@ -163,28 +154,26 @@ def has_fused_kernels(device_type: str) -> bool:
     return device_type in types
 
 
-def is_step_watched(optimizer: torch.optim.Optimizer, method: Any, *, by_profiler: bool = True) -> bool:
-    """Return whether a hook, a profiler or a method of somebody else's has to see each step.
+def is_step_watched(optimizer: torch.optim.Optimizer, method: Any) -> bool:
+    """Return whether hooks, or a method other than the class's original `step`, see each step.
 
     Args:
-        optimizer: Looked at.
-        method: The optimizer's class's `step` when it was first looked at.
-        by_profiler: Whether a profiler counts.
+        optimizer: Its hooks, and the hooks of all optimizers, count.
+        method: The class's `step` when the optimizer was first looked at.
     """
     own = vars(optimizer).get("step", method)
-    if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
+    if getattr(own, "_wrapped_by_lr_sched", False):  # PyTorch's schedules only record the call
         own = own.__wrapped__
     before, after = _global_hooks
     return bool(
         own is not method
         or type(optimizer).step is not method
-        or getattr(optimizer, "_optimizer_step_pre_hooks", _NOBODY_KNOWS)
-        or getattr(optimizer, "_optimizer_step_post_hooks", _NOBODY_KNOWS)
+        or getattr(optimizer, "_optimizer_step_pre_hooks", _UNKNOWN)
+        or getattr(optimizer, "_optimizer_step_post_hooks", _UNKNOWN)
         or before is None
         or before
         or after is None
         or after
-        or (by_profiler and getattr(torch.autograd.profiler, "_is_profiler_enabled", _NOBODY_KNOWS))
     )
 
 

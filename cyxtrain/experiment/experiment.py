@@ -25,7 +25,7 @@ from cyxtrain.experiment.by_name import Names, is_path, make, named, section_of
 from cyxtrain.experiment.experiment_config import Config
 from cyxtrain.experiment.experiment_data import Data, as_validation, open_data
 from cyxtrain.experiment.sections import Overrides, check_section, with_names, words_of
-from cyxtrain.metrics.loss import LOSSES
+from cyxtrain.metrics.named_losses import LOSSES
 from cyxtrain.models.registry import ModelMaker, get_model
 from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.optim.optimizers import OPTIMIZERS, parameters_for

@@ -1,4 +1,4 @@
-"""Whether there is an accuracy, and what it is: found in the dry run, from an output, its targets and their loss."""
+"""What accuracy is in a fit, found in the dry run from an output, its targets and their loss."""
 
 from __future__ import annotations
 
@@ -15,40 +15,29 @@ from cyxtrain.metrics.accuracy import NEVER_COUNTED, Accuracy, labels_in, part_o
 from cyxtrain.metrics.loss import Loss
 
 _LOGITS = "logits"
+# Relative difference within which a loss counts as the cross-entropy; a new model's loss is within a hundredth of
+# ln(classes) in every layout. In 16 bits, the step from 1 to the next number.
 _ROUNDING = 1e-5
-"""Relative difference up to which a loss is the cross-entropy that it is compared with: a new model's loss is within a
-hundredth of ln(classes) in every layout. In 16 bits, the step from 1 to the next number."""
+# Losses below this are compared as if they were this large.
 _SMALL = 0.1
-"""Loss below which the difference counts as if it were this large."""
 
 
 def find_accuracy(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) -> Accuracy | None:
-    """Returns what accuracy is; None: targets are not classes.
-
-    Args:
-        loss: Of the fit.
-        output: What the model gave for some rows.
-        target: Their targets.
-        value: Their loss.
-        asked: Whether the user has asked for it.
-
-    Raises:
-        ConfigError: The user has, and there is none.
-    """
+    """Return what accuracy is, or None if targets are not classes."""
     if loss.by_output:
         found, reason = None, "there are several losses"
     else:
         found, reason = _found(loss, output, labels_in(target), value, asked=asked)
     if asked and found is None:
         raise ConfigError(
-            f"metrics=['accuracy']: {reason}. Give a function of (output, target) that returns a number per row; you "
+            f"metrics=['accuracy']: {reason}. Pass a function of (output, target) that returns a number per row; you "
             "may call it accuracy."
         )
     return found
 
 
 def _found(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) -> tuple[Accuracy | None, str]:
-    """Returns what accuracy is, or None and why there is none."""
+    """Return what accuracy is, or None and the reason."""
     part = "" if isinstance(output, Tensor) else _LOGITS
     scores = part_of_output(output, part) if part else output
     if not isinstance(scores, Tensor):
@@ -80,7 +69,7 @@ def _found(loss: Loss, output: Any, target: Any, value: Tensor, *, asked: bool) 
 
 
 def _layouts(target: Tensor) -> Iterator[tuple[int, bool]]:
-    """Gives (dimension of the classes, whether targets are shifted)."""
+    """Yield (dimension of the classes, whether targets are shifted)."""
     yield 1, False
     if target.dim() > 1:  # of one target per row, the second dimension is the last
         yield -1, False
@@ -94,20 +83,20 @@ def _fits(scores: Tensor, target: Tensor, dim: int) -> bool:
 
 
 def _explains(value: Tensor, loss: Loss, form: Accuracy, scores: Tensor, target: Tensor) -> bool:
-    """Returns whether a loss is the cross-entropy of these scores and targets, or their sum."""
+    """Return whether a loss is the cross-entropy of these scores and targets, or their sum."""
     pair = form.pair(scores.detach().float(), target)
     assert pair is not None
     ignored = NEVER_COUNTED if loss.ignored is None else loss.ignored
     found, close = float(value), torch.finfo(value.dtype).eps if value.dtype.itemsize == 2 else _ROUNDING
     try:
         sums = [functional.cross_entropy(*pair, ignore_index=ignored, reduction=each) for each in ("mean", "sum")]
-    except (IndexError, RuntimeError):  # a target that is no class
+    except (IndexError, RuntimeError):  # a target out of range
         return False
     return any(abs(float(each) - found) <= close * max(abs(found), _SMALL) for each in sums)
 
 
 def _counts_all(loss: Loss, form: Accuracy, output: Any, scores: Tensor, target: Tensor) -> bool:
-    """Returns whether a function is this cross-entropy for other classes too: it may ignore one of them."""
+    """Return whether the loss is this cross-entropy for other classes too: it may ignore one."""
     if loss.function is None:
         return True
     steps = torch.arange(target.numel(), device=target.device)

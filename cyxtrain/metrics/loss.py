@@ -1,111 +1,51 @@
-"""How the loss of a batch is put together from the ranks' parts, so that N ranks equal one.
-
-Every loss is a sum of terms over a weight: mean losses divide by the number of samples, PyTorch's weighted means
-by the weights of the classes they saw. A rank knows its own sum and weight; the step needs the weight of all.
-"""
+"""The loss function of a trainer: its divisor, its parts, and what accuracy is."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import enum
-import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cyxtrain.config.settings import is_number, require, unknown_name
 from cyxtrain.data.batches.batch import Batch
-from cyxtrain.data.batches.structure import Tree, as_tensor
+from cyxtrain.data.batches.structure import Tree
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in, weight_of_classes
+from cyxtrain.metrics.accuracy import Accuracy, ignored_class, labels_in
+from cyxtrain.metrics.named_losses import loss_function
 from cyxtrain.metrics.num_items import ItemRule
-from cyxtrain.metrics.own_loss import NO_LOSS, models_own
+from cyxtrain.metrics.weighting import (
+    NO_LOSS,
+    BatchLoss,
+    Weighting,
+    batch_loss_of,
+    models_own,
+    weight_of_classes,
+    weighting_of,
+)
 from cyxtrain.parallel import GatherCall
 
-LOSSES: dict[str, Callable[..., nn.Module]] = {
-    "cross_entropy": nn.CrossEntropyLoss,
-    "nll": nn.NLLLoss,
-    "bce": nn.BCELoss,
-    "bce_with_logits": nn.BCEWithLogitsLoss,
-    "mse": nn.MSELoss,
-    "l1": nn.L1Loss,
-    "mae": nn.L1Loss,
-    "smooth_l1": nn.SmoothL1Loss,
-    "huber": nn.HuberLoss,
-    "kl_div": nn.KLDivLoss,
-}
-_BY_FUNCTION: dict[Any, Callable[[], nn.Module]] = {
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.nll_loss: nn.NLLLoss,
-    functional.binary_cross_entropy: nn.BCELoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.mse_loss: nn.MSELoss,
-    functional.l1_loss: nn.L1Loss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-    functional.huber_loss: nn.HuberLoss,
-}
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
 _BINARY_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
 _ELEMENTWISE_LOSSES = (*_BINARY_LOSSES, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 
 
-class Weighting(enum.Enum):
-    """What the sum of a batch's terms is divided by."""
-
-    SAMPLES = "mean over samples"
-    """The number of samples: known to every rank without asking."""
-    TERMS = "weighted mean"
-    """What the loss itself counts, such as class weights: one number is summed over ranks before backward."""
-    NOTHING = "sum"
-    """Nothing: the loss is a sum."""
-
-
-@dataclass
-class BatchLoss:
-    """The loss of this rank's part of a batch.
-
-    Attributes:
-        value: What the loss function gave, 0-dim; with a graph while training.
-        terms: `value` times this is the sum of the terms.
-        weight: What belongs below that sum; a tensor where it came out of the data.
-        parts: Other losses of the same rows by name: those that `value` adds up, and numbers that are only shown.
-    """
-
-    value: Tensor
-    terms: Tensor | float
-    weight: Tensor | float
-    parts: Mapping[str, BatchLoss] = field(default_factory=dict)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean over this rank's part; NaN if nothing in it counts."""
-        if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # nobody waits for it
-            return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
-        return self.value * self.terms / self.weight if self.weight else self.value * math.nan
-
-    @functools.cached_property
-    def counts(self) -> bool:
-        """Whether something in it counts. An accelerator is waited for, once, where the weight came out of the data."""
-        return bool(self.weight)
-
-
 class WeightedLosses(NamedTuple):
-    """A `loss_fn` together with `loss_weights`."""
+    """A `loss_fn` with its `loss_weights`."""
 
     loss_fn: Any
     loss_weights: Mapping[str, float]
 
 
 def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
-    """Returns a loss_fn that knows its `loss_weights`, if there are any."""
+    """Return a loss_fn that knows its `loss_weights`, if there are any."""
     return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
 
 
@@ -113,21 +53,24 @@ class Loss:
     """A loss function as the trainer uses it.
 
     Args:
-        loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns
-            the mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
+        loss_fn: A module of `torch.nn`, one of its functions, a name, a callable of (output, target) that returns the
+            mean over samples or (sum, weight), or None: the model returns its loss. A dictionary of them by output
             name: the losses are added. `with_weights` gives any of these factors.
 
     Attributes:
-        by_output: The losses of a model with several outputs, by output name; empty: there is one loss.
-        weightings: How each of several losses is weighted, by name in the history; empty: there is one loss.
-        items: How `num_items_in_batch` is counted, which the model is given; None: it is not.
+        by_output: The losses of a model with several outputs, by output name; empty for one loss.
+        functions: The user's callables; empty if the model computes its loss.
+        modules: The modules among them, or whose methods they are.
+        is_known: Whether it is one of torch.nn, whose arithmetic we know.
+        is_binary: Whether targets are 0 or 1, one per output, and outputs above `threshold` predict 1.
+        weightings: The weighting of each of several losses, by name in the history; empty for one loss.
+        items: How to count `num_items_in_batch` for the model; None if the model is not given it.
         obeys_items: Whether the model's loss is the sum of its terms, divided by that number.
-        gathers: The calls of `all_gather_with_grad` that a model and its loss make in each batch.
-        shown: Names of the numbers in the history besides "loss": several losses, and other scalars of the model.
-        warning: What is wrong with how it is weighted, in words; "" if nothing is.
-
-    Raises:
-        ConfigError: An unknown name, nothing that can be called, or loss_weights for losses that do not exist.
+        gathers: The calls of `all_gather_with_grad` that model and loss make in each batch.
+        shown: Names of further numbers in the history: several losses, and other scalars of the model.
+        warning: What is wrong with its weighting; "" if nothing is.
+        ignored: The class number that does not count, if the data has it.
+        accuracy: What accuracy is, as the dry run found it; None if targets are not classes.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -142,34 +85,27 @@ class Loss:
         self.gathers: list[GatherCall] = []
         self._factors = _checked_factors(loss_fn, given)
         self._gives_pairs: bool | None = None
-        self.function: Any = self._by_output if self.by_output else _resolve(loss_fn)
+        self.function: Any = self._by_output if self.by_output else loss_function(loss_fn)
+        self.functions: list[Any] = [each for loss in self.by_output.values() for each in loss.functions]
+        if not self.by_output and self.function is not None:
+            self.functions = [self.function]
+        self.modules = [*self.named_modules("").values()]
+        kind = type(self.function)
+        self.is_known = issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
+        self.is_binary = isinstance(self.function, _BINARY_LOSSES)
+        self.threshold = 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
         self.weighting = Weighting.SAMPLES
         self._reduction = getattr(self.function, "reduction", None) if self.is_known else None
         self._summing: nn.Module | None = None
-        self._of_each: nn.Module | Callable[..., Any] | None = None
+        self._of_each: Any = None
         self.ignored: int | None = None
-        """The class number that does not count, where the data have it."""
         self.accuracy: Accuracy | None = None
-        """What accuracy is; None: targets are not classes. The dry run finds it."""
         if self._reduction == "sum":
             self.weighting = Weighting.NOTHING
         self._name_parts()
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it is one of torch.nn, whose arithmetic we know."""
-        kind = type(self.function)
-        return issubclass(kind, torch_compat.LossModule) and kind.__module__.startswith("torch.")
-
-    @property
-    def functions(self) -> list[Any]:
-        """What the user gave: a callable, or several; none where the model computes its loss."""
-        if self.by_output:
-            return [function for each in self.by_output.values() for function in each.functions]
-        return [] if self.function is None else [self.function]
-
     def named_modules(self, name: str) -> dict[str, nn.Module]:
-        """Returns the modules among these, or whose methods they are; of several, under `name.output`."""
+        """Return `modules` under a name; those of several losses as `name.output`."""
         if self.by_output:
             found = (each.named_modules(f"{name}.{output}") for output, each in self.by_output.items())
             return {name: module for each in found for name, module in each.items()}
@@ -177,40 +113,20 @@ class Loss:
         return {name: owner} if isinstance(owner, nn.Module) else {}
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """These modules: they have modes, a device and perhaps parameters."""
-        return [*self.named_modules("").values()]
-
-    @property
-    def is_binary(self) -> bool:
-        """Whether targets are 0 or 1, one per output."""
-        return isinstance(self.function, _BINARY_LOSSES)
-
-    @property
-    def threshold(self) -> float:
-        """Output above which a binary model says 1."""
-        return 0.0 if isinstance(self.function, nn.BCEWithLogitsLoss) else 0.5
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether output and target must have one shape."""
-        return isinstance(self.function, _ELEMENTWISE_LOSSES)
-
-    @property
     def is_assumed_mean(self) -> bool:
-        """Whether it is the user's own, or the model's, and taken for a mean over samples."""
+        """Whether a custom loss, or the model's own, is assumed to be a mean over samples."""
         if self.by_output:
             return any(each.is_assumed_mean for each in self.by_output.values())
         return not self.is_known and Weighting.SAMPLES in (self.weightings.values() or [self.weighting])
 
     @property
     def gives_pairs(self) -> bool:
-        """Whether the user's function, the model, or one of several losses, returns (sum, weight)."""
+        """Whether the user's function, the model, or one of several losses returns (sum, weight)."""
         own = self.function is None and Weighting.TERMS in self.weightings.values()
         return bool(self._gives_pairs) or own or any(each.gives_pairs for each in self.by_output.values())
 
     def describe(self) -> str:
-        """Returns what it is made of, in words that ranks compare."""
+        """Return a description that ranks compare."""
         if self.by_output:
             words = [
                 f"{self._factors.get(f'{name}_loss', 1.0):g} x {name}: {each.describe()}"
@@ -225,66 +141,57 @@ class Loss:
 
     @property
     def counts_terms(self) -> bool:
-        """Whether the step needs to know what the other ranks have counted."""
+        """Whether the step needs the weights of the other ranks."""
         return Weighting.TERMS in (self.weightings.values() or [self.weighting])
 
-    @property
-    def may_count_nothing(self) -> bool:
-        """Whether a batch of weight 0 may hold 0 / 0: a loss of torch.nn gives a sum, which is 0 then."""
-        # Gathered rows have gradients in each backward: the other ranks wait for them.
-        return self.counts_terms and not self.is_known and not self.gathers
-
     def may_be_left_out(self, *, is_accelerator: bool) -> list[bool]:
-        """The same for each of the losses that `added` gives.
+        """Return, for each loss that `added` returns, whether a batch of weight 0 may give 0 / 0.
+
+        A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
+        wait for them.
 
         Args:
-            is_accelerator: Whether to ask means to wait: then losses that are 0, and not 0 / 0, add zeros.
+            is_accelerator: Asking would wait for the device: then losses that are 0, and not 0 / 0, add zeros.
         """
+        may_count_nothing = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
         known = known or [is_accelerator and self.obeys_items] * max(len(self.weightings), 1)
-        return [self.may_count_nothing and not is_known for is_known in known]
+        return [may_count_nothing and not is_known for is_known in known]
 
     def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
-        """Returns (factor, weighting, loss) of each loss that a batch's loss adds up."""
+        """Return (factor, weighting, loss) of each loss that a batch's loss is the sum of."""
         if not self.weightings:
             return [(1.0, self.weighting, loss)]
         return [(self._factors.get(name, 1.0), each, loss.parts[name]) for name, each in self.weightings.items()]
 
     def nothing(self) -> BatchLoss:
-        """Returns the loss of no rows."""
+        """Return the loss of no rows."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
 
     def combined(self, means: Mapping[str, float]) -> float:
-        """Returns the sum of several losses.
-
-        Args:
-            means: Each one's, by name; one that is NaN has counted nothing and adds nothing, unless none has.
-        """
+        """Return the sum of several losses; a NaN has counted nothing and adds nothing, unless all are NaN."""
         found = [self._factors.get(name, 1.0) * means[name] for name in self.weightings if not math.isnan(means[name])]
         return math.fsum(found) if found else math.nan
 
     def prepare_target(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns targets of the type that the loss wants: class numbers, else the model's floats."""
+        """Return targets in the dtype that the loss needs: class numbers, or the model's floats."""
         if target.dtype is torch.int64 and isinstance(self.function, _CLASS_LOSSES):
             return target
         if target.is_floating_point():
             return target.to(dtype)
         if target.is_complex() or self.by_output:
-            return target  # of several, each loss does it for its own
+            return target  # each of several losses prepares its own
         wants_floats = self.is_known and not isinstance(self.function, _CLASS_LOSSES)
         return target.to(dtype if wants_floats else torch.int64)
 
     def look_at(self, targets: Tree | None, *, are_all: bool = True, rows_have_weights: bool = False) -> None:
-        """Finds out what this data is weighted by. Every rank has data of the same kind, so all come to the same.
+        """Set the weighting by the data, which is of the same kind on every rank.
 
         Args:
             targets: Of all rows, or of some.
-            are_all: Whether there are no others, which may hold a class number that does not count.
-            rows_have_weights: Whether each row counts as much as its own weight says.
-
-        Raises:
-            ConfigError: They have, and there is no loss of each.
+            are_all: Whether there are no other rows, which may have a class number that does not count.
+            rows_have_weights: Whether sample_weight or class_weight is given.
         """
         function = self.function
         for name, each in self.by_output.items():
@@ -292,7 +199,14 @@ class Loss:
             each.look_at(own, are_all=are_all, rows_have_weights=rows_have_weights)
         self._name_parts()
         if rows_have_weights and not self.by_output:
-            self._weigh_rows()
+            require(
+                function is not None,
+                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: pass the "
+                "weights to the model, as part of X.",
+            )
+            self._of_each = copy.copy(function) if self.is_known else function
+            if self.is_known:
+                self._of_each.reduction = "none"
         if not self.by_output:
             self.ignored = ignored_class(function, labels_in(targets), is_known=self.is_known, are_all=are_all)
         if (
@@ -305,33 +219,12 @@ class Loss:
             return  # probabilities: every row counts
         if self._reduction == "mean" and (function.weight is not None or self.ignored is not None):
             self.weighting = Weighting.TERMS
-            # Its own mean over a part with no valid target is 0 / 0: the sum is taken instead, the weight beside it.
+            # Its own mean over a part without a valid target would be 0 / 0.
             self._summing = copy.copy(function)
             self._summing.reduction = "sum"
 
-    def _weigh_rows(self) -> None:
-        if self.function is None:
-            raise ConfigError(
-                "sample_weight and class_weight weigh the loss of each row, and this model computes its own: give the "
-                "weights to the model, as part of X."
-            )
-        self._of_each = self.function
-        if self.is_known:
-            own: Any = copy.copy(self.function)
-            own.reduction = "none"
-            self._of_each = own
-
     def look_at_result(self, result: Any, rows: int) -> None:
-        """Finds out whether a function of the user's, or the model itself, returns (sum, weight).
-
-        Args:
-            result: What it has returned: the loss; of a model that computes its own, the output.
-            rows: For how many rows.
-
-        Raises:
-            ConfigError: It returns neither a tensor nor such a pair; or rows have weights, and it returns no loss of
-                each.
-        """
+        """Set the weighting by what the user's function (the loss) or the model (its output) returned for some rows."""
         if self.by_output:
             for name, each in self.by_output.items():
                 with _of_output(name):
@@ -357,20 +250,20 @@ class Loss:
                 f"returned {result if pair else type(result).__name__}."
             )
         if not self.is_known:
-            _weighting_of(result)
+            weighting_of(result)
             self._gives_pairs = pair
             self.weighting = Weighting.TERMS if pair else self.weighting
 
     def _look_at_own(self, output: Any) -> None:
-        """Finds out which losses and other scalars a model returns."""
+        """Find the losses and other scalars that a model returns."""
         own, scalars = models_own(output)
         if own is None:
-            self.weightings = {name: _weighting_of(value) for name, value in scalars.items()}
+            self.weightings = {name: weighting_of(value) for name, value in scalars.items()}
             unknown = [name for name in self._factors if name not in scalars]
             if unknown:
                 raise unknown_name("the model's output", unknown[0], list(scalars), "loss")
         else:
-            self.weighting = _weighting_of(own)
+            self.weighting = weighting_of(own)
             self._gives_pairs = self.weighting is Weighting.TERMS
             require(
                 not self._factors,
@@ -379,7 +272,7 @@ class Loss:
         self.shown = tuple(scalars)
 
     def obey_items(self, rule: ItemRule) -> None:
-        """Takes the model's loss for the sum of its terms, divided by what a rule counts."""
+        """Take the model's loss for the sum of its terms, divided by what a rule counts."""
         self.items, self.obeys_items, self.weighting = rule, True, Weighting.TERMS
 
     def _name_parts(self) -> None:
@@ -388,11 +281,7 @@ class Loss:
             self.shown = tuple(self.weightings)
 
     def check_shapes(self, output: Any, target: Tree | None) -> None:
-        """Refuses shapes that PyTorch would stretch into a table of every row against every other.
-
-        Raises:
-            ConfigError: With both shapes.
-        """
+        """Refuse shapes that PyTorch would broadcast into a table of every row against every other."""
         for name, each in self.by_output.items():
             with _of_output(name):
                 each.check_shapes(part_of(output, name), part_of(target, name))
@@ -404,7 +293,7 @@ class Loss:
             return  # one row, whatever its shape
         longer, shorter = (output, target) if output.dim() > target.dim() else (target, output)
         hazard = longer.dim() == shorter.dim() + 1 and longer.shape[-1] == 1 and longer.shape[:-1] == shorter.shape
-        if not self.is_elementwise and (self.is_known or not hazard):
+        if not isinstance(self.function, _ELEMENTWISE_LOSSES) and (self.is_known or not hazard):
             return
         shapes = [f"({', '.join(['n', *map(str, tensor.shape[1:])])})" for tensor in (output, target)]
         raise ConfigError(
@@ -418,7 +307,7 @@ class Loss:
         )
 
     def __call__(self, output: Any, batch: Batch) -> BatchLoss:
-        """Returns the loss of a batch."""
+        """Return the loss of a batch."""
         target, rows = batch.targets, batch.rows
         if self.by_output:
             return self._of_several(output, batch)
@@ -433,10 +322,10 @@ class Loss:
         self._check_form(result)
         if self.weighting is Weighting.NOTHING:
             return BatchLoss(result, 1, rows)
-        return _batch_loss(result, rows)
+        return batch_loss_of(result, rows)
 
     def _by_output(self, output: Any, target: Any) -> dict[str, Any]:
-        """Returns what each of several losses returns, by output name."""
+        """Return what each of several losses returns, by output name."""
         found = {}
         for name, each in self.by_output.items():
             own, answer = part_of(output, name), part_of(target, name)
@@ -452,27 +341,27 @@ class Loss:
         return self._joined(parts, batch.rows)
 
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
-        """Returns the loss that a model has computed, with the scalars beside it."""
+        """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
         own, scalars = models_own(output)
-        parts = {name: _batch_loss(scalars[name], rows) for name in self.shown if name in scalars}
-        if self.shown and len(parts) < len(self.shown):  # a number that this batch does not have
+        parts = {name: batch_loss_of(scalars[name], rows) for name in self.shown if name in scalars}
+        if len(parts) < len(self.shown):  # a number that this batch does not have
             parts = {**self.nothing().parts, **parts}
         if own is None:
             missing = [name for name in (self.weightings or scalars) if name not in scalars]
             if missing or not scalars:
                 raise ConfigError(NO_LOSS)
-            if not self.weightings:  # nobody has looked yet
+            if not self.weightings:  # the first result
                 self._look_at_own(output)
                 return self._own(output, batch)
             return self._joined(parts, rows)
         self._check_form(own)
         if self.items is not None and self.obeys_items:
             return BatchLoss(own.reshape(()), self.items.items(batch), self.items.count(batch), parts)
-        return replace(_batch_loss(own, rows), parts=parts)
+        return replace(batch_loss_of(own, rows), parts=parts)
 
     def _joined(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
-        """Returns the sum of several losses: its own weight is that of samples, each part has another."""
+        """Return the sum of several losses, weighted by samples; each part has its own weight."""
         added = self.added(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
         if added[0][2].value.is_cpu:
             counted = [factor * each.mean for factor, _, each in added if each.weight]
@@ -483,27 +372,23 @@ class Loss:
         return BatchLoss(total, rows, rows, parts)
 
     def _check_form(self, result: Any) -> None:
-        """Refuses (sum, weight) where the first batch had a mean, and the reverse: other ranks would wait.
-
-        Raises:
-            ConfigError: With both.
-        """
+        """Refuse (sum, weight) if the first batch had a mean, and the reverse: other ranks would wait."""
         forms = ("a mean", "(sum, weight)")
         pair = isinstance(result, tuple)
         if self._gives_pairs is not None and pair != self._gives_pairs:
             raise ConfigError(
-                f"the loss was {forms[self._gives_pairs]} when it was tried, and is {forms[pair]} now: return "
+                f"the loss was {forms[self._gives_pairs]} in the dry run, and is {forms[pair]} now: return "
                 "(sum, weight) for every batch, with weight 0 where nothing counts."
             )
 
     def without_own(self, output: Any) -> Any:
-        """Returns what a model gives for each row: of one that computes its own loss, everything but that."""
+        """Return a model's output without the loss that it computed."""
         if self.function is None and isinstance(output, Mapping):
             return {name: part for name, part in output.items() if name != "loss"}
         return output
 
     def _weighted(self, output: Any, target: Any, weights: Tensor) -> BatchLoss:
-        """Returns the loss of rows that count as much as each one's weight says; the divisor is as without weights."""
+        """Return the loss of rows with weights; the divisor is as without weights."""
         assert self._of_each is not None
         rows = len(weights)
         each = self._of_each(output, target).reshape(rows, -1)
@@ -515,11 +400,7 @@ class Loss:
 
 
 def part_of(value: Any, name: str) -> Any:
-    """Returns an output or a target by name.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """Return a part of an output or a target by name."""
     found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
     if found is None:
         names = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
@@ -544,7 +425,7 @@ def _prepared(loss: Loss, target: Any, output: Any) -> Any:
 
 
 def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
-    """Returns what each loss is multiplied by, by name in the history."""
+    """Return each loss's factor, by name in the history."""
     right = isinstance(given, Mapping) and all(is_number(factor) for factor in given.values())
     require(right, f"loss_weights must be a dictionary of numbers by name, got {given!r}.")
     if not isinstance(loss_fn, Mapping):
@@ -559,38 +440,3 @@ def _checked_factors(loss_fn: Any, given: Any) -> dict[str, float]:
         if name not in loss_fn:
             raise unknown_name("loss_fn", str(name), [str(each) for each in loss_fn], "output")
     return {f"{name}_loss": float(factor) for name, factor in given.items()}
-
-
-def _resolve(loss_fn: Any) -> Any:
-    if isinstance(loss_fn, str):
-        if loss_fn not in LOSSES:
-            raise unknown_name("cyxtrain", loss_fn, list(LOSSES), "loss")
-        return LOSSES[loss_fn]()
-    if isinstance(loss_fn, type):
-        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}().")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be callable, a name or None, got {loss_fn!r}.")
-    if isinstance(loss_fn, nn.Module) or loss_fn is None:
-        return loss_fn
-    return _BY_FUNCTION[loss_fn]() if loss_fn in _BY_FUNCTION else loss_fn
-
-
-def _weighting_of(value: Any) -> Weighting:
-    if not isinstance(value, tuple):
-        return Weighting.SAMPLES
-    if float(value[1]) < 0:
-        raise ConfigError(
-            f"the loss is (sum, weight), and its weight is {float(value[1]):g}: a weight is a count, of rows or "
-            "tokens, and must not be negative. Return the loss of what counts, added up, and how much counts."
-        )
-    return Weighting.TERMS
-
-
-def _batch_loss(value: Any, rows: int) -> BatchLoss:
-    """Returns what a function or a model gave: (sum, weight), a mean over rows, or a number for each."""
-    if isinstance(value, tuple):
-        total, weight = value
-        weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
-        return BatchLoss(as_tensor(total).reshape(()), 1, weight)
-    value = as_tensor(value)
-    return BatchLoss(value.mean() if value.dim() else value, rows, rows)

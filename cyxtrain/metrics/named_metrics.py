@@ -1,6 +1,7 @@
-"""What a user gives as metrics, made metrics: names, functions, and torchmetrics' objects.
+"""Metrics by name, functions and torchmetrics objects, as a user passes them, turned into `Metrics`.
 
-A name is the metric as scikit-learn calculates it: several classes are averaged with equal weight ("macro").
+Metrics by name are calculated as scikit-learn calculates them, with the macro average over classes. torchmetrics
+calculates all but means: its top-k accuracy takes 12 times as long per batch as ours, and importing it takes a second.
 """
 
 from __future__ import annotations
@@ -22,30 +23,20 @@ from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
 from cyxtrain.training.model.placement import remedy_for_devices
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
-_INSTALL = "install torchmetrics, as in pip install 'cyxtrain[metrics]'"
 ACCURACY = "accuracy"
 _BUILT_IN = ("loss", ACCURACY, "acc")
-
 
 Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Task(NamedTuple):
-    """What a model's outputs are, beside its targets.
-
-    Attributes:
-        kind: "binary", "multiclass" or "regression".
-        classes: How many there are.
-        loss: Of the fit: it knows what outputs mean.
-        prepare: Makes of (output, target) what the library's metrics want.
-        outputs: Of each row, in a regression.
-    """
+    """What a model predicts: "binary", "multiclass" or "regression"."""
 
     kind: str
-    classes: int
+    num_classes: int
     loss: Loss
-    prepare: Prepare
-    outputs: int = 1
+    prepare: Prepare  # makes of (output, target) what torchmetrics expects
+    num_outputs: int = 1  # numbers per row, in a regression
 
 
 _OF_CLASSES = {
@@ -67,15 +58,8 @@ _FROM_LIBRARY = {"rmse": ("MeanSquaredError", {"squared": False}), "r2": ("R2Sco
 _KNOWN = ["accuracy", *_OF_CLASSES, *_OF_NUMBERS, *_FROM_LIBRARY, "top_5"]
 
 
-def named(metrics: Any) -> dict[str, Any]:
-    """Returns what a user gave as metrics, by name.
-
-    Args:
-        metrics: None, one, several, or several by name.
-
-    Raises:
-        ConfigError: One is nothing that could be a metric, or has the name of another.
-    """
+def metrics_by_name(metrics: Any) -> dict[str, Any]:
+    """Return a user's metrics (None, one, several, or a dictionary) by name."""
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping):
@@ -86,9 +70,9 @@ def named(metrics: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, each in given:
         if isinstance(each, type) or not (isinstance(each, str) or callable(each)):
-            what = f"the class {each.__name__}: give an object of it" if isinstance(each, type) else repr(each)
+            what = f"the class {each.__name__}: pass an instance" if isinstance(each, type) else repr(each)
             raise ConfigError(
-                f"metrics takes names, functions of (output, target) and torchmetrics' objects, got {what}."
+                f"metrics takes names, functions of (output, target) and torchmetrics objects, got {what}."
             )
         if isinstance(each, str) and each not in _KNOWN and each not in _BUILT_IN and not _TOP.match(each):
             raise unknown_name("cyxtrain", each, _KNOWN, "metric")
@@ -99,47 +83,33 @@ def named(metrics: Any) -> dict[str, Any]:
         elif not isinstance(metrics, Mapping) and not isinstance(each, str) and not _is_library(each):
             name = _free_name(name, found)
         if name.startswith("val_") or name == "loss":
-            raise ConfigError(f"the metric {name!r} needs another name: the history has its own numbers under it.")
+            raise ConfigError(f"the metric {name!r} needs another name: the history uses this one.")
         if name in found:
-            raise ConfigError(f"metrics has two named {name!r}: give them names, as in metrics={{'mine': ...}}.")
+            raise ConfigError(f"metrics has two named {name!r}: name them, as in metrics={{'mine': ...}}.")
         found[name] = each
     return found
 
 
 def _free_name(name: str, found: Mapping[str, Any]) -> str:
-    """Returns what a function is called in the history: its name, or that with what tells it from other numbers."""
-    name = f"metric_{name}" if name == "loss" or name.startswith("val_") else name
-    numbers = itertools.count(2)
-    first = name
-    while name in found:
-        name = f"{first}_{next(numbers)}"
-    return name
+    """Return a function's name in the history: with a prefix or a number if the name is taken."""
+    first = f"metric_{name}" if name == "loss" or name.startswith("val_") else name
+    names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
+    return next(each for each in names if each not in found)
 
 
 def _named(metric: Any) -> list[tuple[str, Any]]:
     if isinstance(metric, str):
         return [(metric, metric)]
-    if isinstance(metric, Mapping):  # torchmetrics' MetricCollection is none, but has the same items()
+    if isinstance(metric, Mapping):
         return [(str(name), each) for name, each in metric.items()]
     if _is_library(metric):
-        parts = getattr(metric, "items", None)
+        parts = getattr(metric, "items", None)  # a MetricCollection
         return list(parts()) if callable(parts) else [(_snake(type(metric).__name__), metric)]
     return [(getattr(metric, "__name__", type(metric).__name__), metric)]
 
 
 def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any, rows: int) -> Metrics:
-    """Returns metrics that have been tried on some rows, and have forgotten them.
-
-    Args:
-        given: What `named` returned.
-        loss: Of the fit.
-        output: What the model gave for these rows.
-        target: Beside it.
-        rows: How many these are.
-
-    Raises:
-        ConfigError: One does not fit them, or needs torchmetrics, which is not there.
-    """
+    """Return metrics that passed a dry run on the outputs and targets of some rows, and are reset."""
     given = {name: each for name, each in given.items() if name != ACCURACY or not isinstance(each, str)}
     if not given:
         return Metrics()
@@ -147,10 +117,10 @@ def make_metrics(given: Mapping[str, Any], loss: Loss, output: Any, target: Any,
     made = [_made(name, each, task) for name, each in given.items()]
     for metric in made if output is not None else ():
         try:
-            with warnings.catch_warnings():  # of two rows some classes have none
+            with warnings.catch_warnings():  # in a few rows some classes are missing
                 warnings.simplefilter("ignore")
                 metric.add(output, target, rows)
-                metric.here()
+                metric.local_value()
         except ConfigError:
             raise
         except Exception as error:
@@ -163,10 +133,10 @@ def _task_of(loss: Loss, output: Any, target: Any) -> _Task | None:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if loss.is_binary:
-        return _Task("binary", 2, loss, _Once(_as_binary(loss))) if output.numel() == len(output) else None
+        return _Task("binary", 2, loss, _as_binary(loss)) if output.numel() == len(output) else None
     if not target.is_floating_point() and output.dim() == target.dim() + 1 and output.shape[1] >= 2:
-        return _Task("multiclass", output.shape[1], loss, _Once(_as_classes(loss)))
-    return _Task("regression", 0, loss, _Once(_as_doubles), math.prod(output.shape[1:]))
+        return _Task("multiclass", output.shape[1], loss, _as_classes(loss))
+    return _Task("regression", 0, loss, _as_doubles, math.prod(output.shape[1:]))
 
 
 def _made(name: str, metric: Any, task: _Task | None) -> Metric:
@@ -176,12 +146,12 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
         return MeanMetric(name, metric)
     if task is None:
         raise ConfigError(
-            f"the metric {metric!r} is for a model with one output and one y: give a function of (output, target)."
+            f"the metric {metric!r} needs a model with one output and one y: pass a function of (output, target)."
         )
     top = _TOP.match(metric)
     if top is not None or metric in _OF_CLASSES:
         if task.kind == "regression" or (top is not None and task.kind == "binary"):
-            raise ConfigError(f"the metric {metric!r} is for classes, and the targets are none of several.")
+            raise ConfigError(f"the metric {metric!r} is for classes, and the targets are not among several classes.")
         return _of_top(name, int(top[1]), task) if top is not None else _of_classes(name, _OF_CLASSES[metric], task)
     if task.kind != "regression":
         raise ConfigError(f"the metric {metric!r} is for numbers, and the targets are classes.")
@@ -190,15 +160,17 @@ def _made(name: str, metric: Any, task: _Task | None) -> Metric:
         return MeanMetric(name, lambda output, target: difference(output.double(), target.double()), False)
     kind, given = _FROM_LIBRARY[metric]
     settings: dict[str, Any] = dict(given)
-    if task.outputs > 1:
-        settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.outputs}
-    their = _averaging(getattr(_library(metric).regression, kind), lambda found, _: found.mean())
-    return LibraryMetric(name, their(**settings), task.prepare, joins=True)
+    if task.num_outputs > 1:
+        settings |= {"multioutput": "uniform_average"} if metric == "r2" else {"num_outputs": task.num_outputs}
+    from torchmetrics import regression  # takes a second
+
+    metric_class = _averaging(getattr(regression, kind), lambda found, _: found.mean())
+    return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
 
 
 def _of_top(name: str, k: int, task: _Task) -> Metric:
-    if k > task.classes:
-        raise ConfigError(f"the metric 'top_{k}' wants {k} classes at least, and the model has {task.classes}.")
+    if k > task.num_classes:
+        raise ConfigError(f"the metric 'top_{k}' needs at least {k} classes, and the model has {task.num_classes}.")
 
     def is_among_the_best(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         found = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(1)
@@ -209,30 +181,31 @@ def _of_top(name: str, k: int, task: _Task) -> Metric:
 
 
 def _of_classes(name: str, kind: str, task: _Task) -> Metric:
-    classification = _library(name).classification
+    from torchmetrics import classification  # takes a second
+
     if task.kind == "binary":
         return LibraryMetric(name, getattr(classification, f"Binary{kind}")(), task.prepare, joins=True)
-    settings: dict[str, Any] = {"num_classes": task.classes, "ignore_index": task.loss.ignored}
-    their = getattr(classification, f"Multiclass{kind}")
+    settings: dict[str, Any] = {"num_classes": task.num_classes, "ignore_index": task.loss.ignored}
+    metric_class = getattr(classification, f"Multiclass{kind}")
     if kind in _RANKED:
-        their = _averaging(their, _mean_of_ranked)
+        metric_class = _averaging(metric_class, _mean_of_ranked)
         settings["average"] = "none"
     elif kind in _AVERAGED:
         settings["average"] = "macro"
-    return LibraryMetric(name, their(**settings), task.prepare, joins=True)
+    return LibraryMetric(name, metric_class(**settings), task.prepare, joins=True)
 
 
-def _averaging(their: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:
-    """Returns one of the library's classes whose numbers are averaged to one."""
+def _averaging(metric_class: Any, mean: Callable[[Tensor, Any], Tensor]) -> Any:
+    """Return a subclass whose values are averaged to one."""
 
     def compute(metric: Any) -> Tensor:
-        return mean(their.compute(metric), metric)
+        return mean(metric_class.compute(metric), metric)
 
-    return type(their.__name__, (their,), {"compute": compute, "__module__": their.__module__})
+    return type(metric_class.__name__, (metric_class,), {"compute": compute, "__module__": metric_class.__module__})
 
 
 def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
-    """Returns the mean over classes that can be ranked: there are rows of theirs, and of others."""
+    """Return the mean over the classes that have rows, and of which other classes have rows."""
     answers = torch.cat(list(metric.target)) if isinstance(metric.target, list) else metric.target
     answers = answers[answers != metric.ignore_index] if metric.ignore_index is not None else answers
     counts = torch.bincount(answers.reshape(-1), minlength=len(scores))
@@ -240,27 +213,8 @@ def _mean_of_ranked(scores: Tensor, metric: Any) -> Tensor:
     return scores[known].mean()
 
 
-class _Once:
-    """Makes of a batch what several metrics want of it, once for all of them.
-
-    Args:
-        prepare: Makes it of (output, target).
-    """
-
-    def __init__(self, prepare: Prepare) -> None:
-        self._prepare = prepare
-        self._latest: tuple[Tensor, Tensor] | None = None
-        self._prepared: tuple[Tensor, Tensor] | None = None
-
-    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        latest = self._latest
-        if latest is None or self._prepared is None or latest[0] is not output or latest[1] is not target:
-            self._latest, self._prepared = (output, target), self._prepare(output, target)
-        return self._prepared
-
-
 def _as_classes(loss: Loss) -> Prepare:
-    # Of numbers that happen to lie between 0 and 1, the library would not know that they are logits.
+    # torchmetrics takes scores between 0 and 1 for probabilities, also if they are logits.
     is_log = isinstance(loss.function, nn.NLLLoss)
 
     def prepare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,18 +237,8 @@ def _as_doubles(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.double(), target.double()
 
 
-def _library(name: str) -> Any:
-    try:
-        import torchmetrics
-    except ImportError as error:
-        raise ConfigError(
-            f"the metric {name!r} is calculated by torchmetrics, which is not there: {_INSTALL}."
-        ) from error
-    return torchmetrics
-
-
 def _is_library(metric: Any) -> bool:
-    """Returns whether it is torchmetrics', without importing that where nobody has."""
+    """Return whether a metric is from torchmetrics, without importing it."""
     return any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__)
 
 

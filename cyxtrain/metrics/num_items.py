@@ -1,8 +1,7 @@
-"""What a model counts when it divides its own loss by `num_items_in_batch`, as Hugging Face's models do.
+"""What a model counts when it divides its loss by `num_items_in_batch`, as Hugging Face's models do.
 
-A model that obeys this argument returns the sum of its terms divided by it. It is then the number of all ranks and
-micro-batches of a step, which must be known before the first forward; so we look for a rule that tells from the labels
-what the model counts.
+A model that uses this argument returns the sum of its terms divided by it: the count of all ranks and micro-batches of
+a step, needed before the first forward. A rule finds the count in the labels.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import leaves
 
 ARGUMENT = "num_items_in_batch"
+# labels that losses ignore, the most common first
 _IGNORED = (-100, 0, -1)
-"""Labels that a loss may leave out, the most usual first."""
 
 
 @dataclass(frozen=True)
 class ItemRule:
-    """A way to count what a loss is a mean over.
+    """A way to count the items that a loss is a mean over.
 
     Attributes:
-        name: In words that ranks compare.
-        count: Returns how many there are in a batch; on an accelerator as a tensor there, so that nobody waits for it.
+        name: Ranks compare it.
+        count: Of a batch; on an accelerator a tensor there, so that the host does not wait.
     """
 
     name: str
     count: Callable[[Batch], Tensor | int]
 
     def items(self, batch: Batch) -> Tensor | int:
-        """Returns what a model is given: the number of the whole step if it is known, or of this batch; at least 1."""
+        """Return what the model is given: the step's number if known, or this batch's; at least 1."""
         if batch.items is not None:
             return batch.items
         count = self.count(batch)
@@ -43,12 +42,12 @@ class ItemRule:
 
 
 def names_items(model: nn.Module) -> bool:
-    """Returns whether forward has an argument of that name."""
+    """Return whether forward has an argument of that name."""
     return ARGUMENT in _kinds(model)
 
 
 def may_take_items(model: nn.Module) -> bool:
-    """Returns whether forward can be called with it: it is named, or there is **kwargs."""
+    """Return whether forward accepts the argument, by name or by **kwargs."""
     kinds = _kinds(model)
     return ARGUMENT in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
@@ -56,29 +55,24 @@ def may_take_items(model: nn.Module) -> bool:
 def _kinds(model: nn.Module) -> dict[str, object]:
     try:
         return {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
-    except ValueError:  # it does not say: it is written in C
+    except ValueError:  # written in C
         return {}
 
 
 def usual_rule(batch: Batch) -> ItemRule:
-    """Returns what Hugging Face's Trainer counts: labels that are not -100; rows if there are no labels."""
+    """Return Hugging Face's rule: count labels that are not -100; rows if there are no labels."""
     found = next(_labels(batch), None)
     return _rows() if found is None else _of_labels(found[0], -100, 0)
 
 
 def find_rule(batches: Sequence[Batch], counts: Sequence[int]) -> ItemRule | None:
-    """Returns the first rule that counts in each batch what the model counts; None: there is none.
-
-    Args:
-        batches: Some rows of the data.
-        counts: What the model has counted in each.
-    """
+    """Return the first rule that counts in each batch what the model counts, or None."""
     fits = (rule for rule in _rules(batches[0]) if [int(rule.count(batch)) for batch in batches] == list(counts))
     return next(fits, None)
 
 
 def rule_named(name: str, batch: Batch) -> ItemRule:
-    """Returns the rule of this name, which another rank has found, for batches of the form of this one."""
+    """Return another rank's rule by name, for batches like this one."""
     return next(rule for rule in _rules(batch) if rule.name == name)
 
 
@@ -93,7 +87,7 @@ def _rules(batch: Batch) -> list[ItemRule]:
 
 
 def _labels(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Gives (name, tensor) of what may be labels, the most likely first."""
+    """Yield (name, tensor) of possible labels, the most likely first."""
     inputs = [*leaves(batch.inputs, "X")]
     targets = [each for each in inputs if each[0] in [f"X[{name!r}]" for name in TARGET_NAMES]]
     others = [each for each in inputs if each[0] not in [name for name, _ in targets]]

@@ -1,4 +1,4 @@
-"""Gradients that are made smaller where they are too large: all ranks hold the same averages, and come to the same."""
+"""Gradient clipping; all ranks have the same averages, and clip them alike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
 from cyxtrain.parallel.finite import values_of
 
+# changes the gradients of parameters in place
 Clip = Callable[[Sequence[nn.Parameter]], object]
-"""Changes the gradients of parameters in place."""
 
 _LEAST_NORM = 1e-3
 
 
 def make_clip(config: DistributedTrainingConfig) -> Clip | None:
-    """Returns what a config asks for; None: nothing."""
+    """Return the clipping that a config asks for, or None."""
     if config.clip_norm is not None:
         return _on_values(partial(nn.utils.clip_grad_norm_, max_norm=config.clip_norm))
     if config.clip_value is not None:
@@ -30,7 +30,7 @@ def make_clip(config: DistributedTrainingConfig) -> Clip | None:
 
 
 def _on_values(clip: Clip) -> Clip:
-    """Return what clips sparse gradients too: by their values, which stand for the rows that a batch has used."""
+    """Return a function that also clips the values of sparse gradients."""
 
     def clip_values(parameters: Sequence[nn.Parameter]) -> None:
         clip([_used_rows(p) if p.grad is not None and p.grad.is_sparse else p for p in parameters])
@@ -39,7 +39,7 @@ def _on_values(clip: Clip) -> Clip:
 
 
 def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the rows of a parameter for which its sparse gradient holds values; changing their `.grad` changes it."""
+    """Return the rows of a parameter in its sparse gradient; changing their `.grad` changes the gradient."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.coalesce()
     rows = nn.Parameter(parameter.detach()[parameter.grad.indices()[0]])
@@ -48,35 +48,24 @@ def _used_rows(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def clip_adaptive(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Limits the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
+    """Limit the norm of each unit's gradient to `factor` times that of its weights, at least 0.001.
 
-    A unit is what feeds one output: a row of a matrix, a filter of a convolution; of a vector, such as a bias, each
-    element.
+    A unit feeds one output: a row of a matrix, a filter of a convolution, an element of a vector such as a bias.
     Cost: weights and gradients are read once more.
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization (2021), section 4.1.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            pair = parameter.detach(), parameter.grad
-            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(pair)
-    for pairs in kinds.values():  # all units of a kind at once
-        norms = [unit_norms(gradient) for _, gradient in pairs]
-        limit = torch.cat([unit_norms(values).reshape(-1) for values, _ in pairs]).clamp_(min=_LEAST_NORM).mul_(factor)
-        joined = torch.cat([each.reshape(-1) for each in norms])
-        # Where the norm is within the limit the factor is exactly 1.
-        factors = torch.where(joined > limit, limit / joined, 1.0).split([each.numel() for each in norms])
-        for (_, gradient), each, of_units in zip(pairs, norms, factors, strict=True):
-            gradient.mul_(of_units.view(each.shape))
+            limits = unit_norms(parameter.detach()).clamp_(min=_LEAST_NORM).mul_(factor)
+            norms = unit_norms(parameter.grad)
+            parameter.grad.mul_(torch.where(norms > limits, limits / norms, 1.0))  # exactly 1 within the limit
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiplies all gradients.
-
-    Cost: on an accelerator one operation for all of a type, that the host does not wait for.
+    """Multiply all gradients; on an accelerator one operation per dtype, without a wait.
 
     Args:
-        parameters: Whose gradients; those without one are left out.
+        parameters: Those without a gradient are left out.
         factor: A number, or a 0-dim tensor of float64 on the device of the gradients.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -101,13 +90,13 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | floa
 
 
 def gradient_norm(model: nn.Module) -> Tensor | None:
-    """Returns the norm of all gradients together, as one vector, 0-dim; None: no parameter has one."""
+    """Return the norm of all gradients as one vector, 0-dim; None if there are none."""
     gradients = [values_of(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients) if gradients else None
 
 
 def unit_norms(tensor: Tensor) -> Tensor:
-    """Returns the norm of each unit, in a shape that stretches over the tensor's."""
+    """Return the norm of each unit, in a shape that broadcasts to the tensor's."""
     if tensor.dim() <= 1:
         return tensor.abs()
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True)

@@ -1,8 +1,9 @@
-"""The learning rate of each step: scaled with the size of a step, warmed up, and then as the schedule has it."""
+"""The learning rate of each step: scaled with the batch size, warmed up, then scheduled."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from cyxtrain.checkpoint.validation import is_rates
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CheckpointError, ConfigError, counted
 from cyxtrain.optim.named_schedules import FitSchedule, OneCycle
 
+# of the optimizer, and of how many times the fit steps the schedule
 ScheduleMaker = Callable[[torch.optim.Optimizer, int], LRScheduler]
-"""Takes the optimizer, and how many times the fit steps the schedule."""
 
 _OWN_RATES = (OneCycleLR, CyclicLR)
 _RATES = ("lr", "initial_lr")
@@ -27,14 +29,15 @@ class LearningRates:
     """The learning rates of an optimizer's groups, step by step.
 
     Args:
-        optimizer: Whose.
-        scheduler: What they follow after the warm-up; None, or what makes it when a fit knows its steps.
+        optimizer: Whose learning rates are set.
+        scheduler: Schedules them after the warm-up; None, or a function that makes it when a fit knows its steps.
 
     Attributes:
-        optimizer: It.
-        scheduler: It; None where there is none, or no fit has made it yet.
-        factor: What the rates that the program gave have been multiplied by.
+        optimizer: The same.
+        scheduler: None without one, or until a fit has made it.
+        factor: By which the program's rates have been multiplied.
         interval: What the schedule is stepped after: "step" or "epoch".
+        warmup_steps: Steps of the warm-up before the schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | ScheduleMaker | None) -> None:
@@ -45,13 +48,13 @@ class LearningRates:
         self.factor = 1.0
         self.interval = "step"
         self.optimizer = optimizer
-        self._warmup_steps = self._warm_steps = 0
+        self.warmup_steps = self._warm_steps = 0
         self._num_groups = len(optimizer.param_groups)
         self._targets: list[float] = []
-        self._left: list[float] = []
+        self._noted: list[float] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Comes out of a pickle; an optimizer leaves the wrapper there by which schedulers see that it has stepped."""
+        """Restore PyTorch's wrapper of `optimizer.step`, which pickling drops, and by which schedules count steps."""
         vars(self).update(state)
         if self.scheduler is not None:
             with _groups_kept(self.optimizer):
@@ -59,60 +62,44 @@ class LearningRates:
 
     @property
     def warmup_steps_left(self) -> int:
-        """Steps until the rates have their values."""
-        return self._warmup_steps - self._warm_steps if self._targets else 0
+        """Steps until the warm-up ends."""
+        return self.warmup_steps - self._warm_steps if self._targets else 0
 
     @property
-    def are_moving(self) -> bool:
-        """Whether they are not simply those that the program gave."""
-        return self.factor != 1 or bool(self._warmup_steps) or self.scheduler is not None
+    def differ_from_program(self) -> bool:
+        """Whether they differ from the program's rates."""
+        return self.factor != 1 or bool(self.warmup_steps) or self.scheduler is not None
 
     @property
     def ends_with_fit(self) -> bool:
-        """Whether the schedule needs to know how many steps a fit has."""
+        """Whether the schedule depends on the number of steps of a fit."""
         return self._make is not None or isinstance(self.scheduler, FitSchedule)
 
     @property
     def warms_up_first(self) -> bool:
-        """Whether the schedule follows the warm-up; the other one has it as its own beginning."""
+        """Whether the schedule follows the warm-up; one-cycle includes it."""
         return not isinstance(self.scheduler, OneCycle)
 
     @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up that the schedule follows."""
-        return self._warmup_steps
-
-    @property
     def moved_options(self) -> set[str]:
-        """Other options of an optimizer that its schedule sets from step to step."""
+        """Other options of an optimizer that its schedule changes."""
         sets_others = any(isinstance(part, _OWN_RATES) for part in schedules_in(self.scheduler))
         return {"momentum", "betas"} if sets_others else set()
 
     def explain(self, scaling: str) -> str:
-        """Returns what becomes of them, for people.
-
-        Args:
-            scaling: How they have been scaled, where they have been.
-        """
-        # What the plan makes of them, not what they are just now: the same where a fit goes on.
-        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.given()))]
+        """Return a description for the header; `scaling` describes the scaling, if any."""
+        # The planned rates, not the present ones: the same if a fit is resumed.
+        words = [", ".join(f"{rate * self.factor:g}" for rate in dict.fromkeys(self.program_rates()))]
         words += [f"{self.factor:g} times what was given ({scaling})"] if self.factor != 1 else []
-        words += [f"after a warm-up of {counted(self._warmup_steps, 'step')}"] if self._warmup_steps else []
+        words += [f"after a warm-up of {counted(self.warmup_steps, 'step')}"] if self.warmup_steps else []
         words += [f"then by {type(self.scheduler).__name__}"] if self.scheduler is not None else []
         return ", ".join(words)
 
     def begin(self, factor: float, warmup_steps: int, steps: int | None, schedule_steps: int | None) -> None:
-        """Begins a fit.
-
-        Args:
-            factor: What the rates that the program gave are to be multiplied by.
-            warmup_steps: Steps until they have their values.
-            steps: Of the fit, or None: nobody knows.
-            schedule_steps: Times that the fit steps the schedule, or None: nobody knows.
-        """
+        """Start a fit."""
         if self._targets:  # an earlier fit ended before its warm-up
             self._set(self._targets)
-        self._take_what_was_set()
+        self._adopt_program_rates()
         self._scale(factor / self.factor)
         self.factor = factor
         if isinstance(self.scheduler, OneCycle) and warmup_steps:
@@ -121,67 +108,54 @@ class LearningRates:
             self.scheduler.begin(max(1, schedule_steps or 0))
         elif self._make is not None:
             self.scheduler = self._made(max(1, schedule_steps or 0))
-        self._warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
+        self.warmup_steps, self._warm_steps, self._targets = warmup_steps, 0, []
         if warmup_steps:
             self._targets = self.now()
             self._warm()
 
-    def tried(self, schedule_steps: int | None) -> LRScheduler | None:
-        """Returns the schedule that a fit would have which steps it so many times; nothing has changed."""
+    def schedule_for(self, schedule_steps: int | None) -> LRScheduler | None:
+        """Return the schedule of a fit that steps it so many times, without changing anything."""
         if self._make is None or schedule_steps is None:
             return self.scheduler
         with _groups_kept(self.optimizer):
             return self._make(self.optimizer, max(1, schedule_steps))
 
     def as_saved(self, state: Mapping[str, Any]) -> LRScheduler | None:
-        """Returns the schedule that can take a checkpoint's state; nothing has changed.
-
-        Args:
-            state: As `state_dict` gave it.
-        """
-        return self.scheduler if self._make is None else self.tried(state.get("made_for") or None)
+        """Return the schedule that can load a checkpoint's state, without changing anything."""
+        return self.scheduler if self._make is None else self.schedule_for(state.get("made_for") or None)
 
     def _made(self, schedule_steps: int) -> LRScheduler:
-        """Returns a new schedule, made from the rates that the program gave."""
+        """Return a new schedule, made from the program's rates."""
         assert self._make is not None
         self._first += self.now()[len(self._first) :]
-        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+        for group in self.optimizer.param_groups:
             group.pop("initial_lr", None)
-            self._put(number, "lr", rate)
+        self._set(self._first)
         self._made_for = schedule_steps
         return self._make(self.optimizer, schedule_steps)
 
     def now(self) -> list[float]:
-        """Returns the rate of each group."""
+        """Return the rate of each group."""
         return rates_of(self.optimizer)
 
     def set_all(self, rates: Sequence[float]) -> None:
-        """Sets the rate of each group."""
+        """Set the rate of each group."""
         if list(rates) != self.now():
             self._set(rates)
 
     def set_checked(self, rates: Sequence[float]) -> None:
-        """Sets the rate of each group, as a user gives them.
-
-        Raises:
-            ConfigError: They are no rates, or not as many.
-        """
+        """Set the rate of each group, as a user passes them."""
         groups = len(self.optimizer.param_groups)
         right = len(rates) == groups and all(is_number(rate) and 0 <= rate < math.inf for rate in rates)
         require(right, f"set_learning_rates takes a number of at least 0 for each of {groups} groups, got {rates!r}.")
         self.set_all(rates)
 
-    def leave(self) -> None:
-        """A fit is over, or a checkpoint was loaded: what other rates there are from now on, the program has given."""
-        self._left = self.now()
+    def note_rates(self) -> None:
+        """Note the rates at the end of a fit or a load: the program sets what differs from now on."""
+        self._noted = self.now()
 
     def resume_from(self, schedule_steps: int | None) -> str:
-        """Continues a fit, whose rates are a checkpoint's; returns, in words, what is not as it was there, or "".
-
-        Args:
-            schedule_steps: Times that the whole fit steps the schedule, which may have more or fewer epochs now, or
-                None: nobody knows.
-        """
+        """Continue a fit with a checkpoint's rates; return how the schedule has changed, or ""."""
         if not self.ends_with_fit or self.scheduler is None or schedule_steps is None:
             return ""
         scheduler, total, rates = self.scheduler, max(1, schedule_steps), self.now()
@@ -192,20 +166,20 @@ class LearningRates:
             scheduler.stretch(total)
         else:
             self.scheduler = self._made(total)
-            self._note_steps()
+            torch_compat.note_step(self.optimizer)  # it has stepped before the fit was resumed
             for _ in range(min(steps_taken(scheduler), total)):
                 self.scheduler.step()
         if self._targets:
             self._set(rates)
         name = scheduler.label if isinstance(scheduler, FitSchedule) else type(scheduler).__name__
-        waits = self._warmup_steps if self.interval == "step" else 0
+        waits = self.warmup_steps if self.interval == "step" else 0
         return (
             f"the {name} ends with {self.interval} {total + waits:,}, as epochs are now "
             f"(with {before + waits:,} in the checkpoint)"
         )
 
     def follow_groups(self) -> None:
-        """Takes in groups that callbacks have added: each follows the schedule from the rate that it has now."""
+        """Schedule groups that callbacks have added, from their present rates."""
         groups, known = self.optimizer.param_groups, self._num_groups
         self._num_groups = len(groups)
         for number in range(known, len(groups)):
@@ -214,7 +188,7 @@ class LearningRates:
             for name in ("initial_lr", "max_lr", "min_lr"):
                 if name in like:
                     group.setdefault(name, like[name] * ratio)
-            for name in like.keys() - group.keys():  # what schedules keep there, such as a base_momentum
+            for name in like.keys() - group.keys():  # schedules' own options, such as base_momentum
                 group[name] = like[name]
             lists = [self._targets, self._first]
             for part in schedules_in(self.scheduler):
@@ -226,7 +200,7 @@ class LearningRates:
                 found += [found[-1] * ratio] if 0 < len(found) <= number else []
 
     def step(self) -> None:
-        """Sets the rates of the next step."""
+        """Set the rates of the next step."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self.follow_groups()
         if self._targets:
@@ -236,16 +210,19 @@ class LearningRates:
             self.scheduler.step()
 
     def undoable(self) -> Callable[[], None]:
-        """Return what makes rates and schedule what they are now: for a step that turns out not to have been taken."""
+        """Return a function that restores the present rates and schedule, if a step turns out to be skipped."""
         groups = [dict(group) for group in self.optimizer.param_groups]
         tensors = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else None for group in groups]
         own = self._warm_steps, [*self._targets]
-        parts = [(part, _with_copied_lists(vars(part))) for part in schedules_in(self.scheduler)]
+        parts = []
+        for part in schedules_in(self.scheduler):
+            values = vars(part).items()
+            parts.append((part, {name: copy.copy(v) if isinstance(v, (list, dict)) else v for name, v in values}))
 
         def undo() -> None:
             self._warm_steps, self._targets = own
-            for part, values in parts:
-                vars(part).update(values)
+            for part, attributes in parts:
+                vars(part).update(attributes)
             for group, before, rate in zip(self.optimizer.param_groups, groups, tensors, strict=False):
                 group.update({name: value for name, value in before.items() if name != "params"})
                 if rate is not None:
@@ -254,30 +231,26 @@ class LearningRates:
         return undo
 
     def end_epoch(self) -> None:
-        """Sets the rates of the next epoch, where the schedule goes by epochs; it waits for the warm-up."""
+        """Set the rates of the next epoch, if the schedule is stepped per epoch and the warm-up is complete."""
         if self.scheduler is not None and self.interval == "epoch" and not self._targets:
-            self._note_steps()
+            torch_compat.note_step(self.optimizer)  # perhaps before the fit was resumed
             self.scheduler.step()
 
-    def _note_steps(self) -> None:
-        """Keeps schedules from warning that the optimizer has not stepped: it did, before the fit was resumed."""
-        torch_compat.note_step(self.optimizer)
-
-    def given(self) -> list[float]:
-        """Returns the rates that the program gave, before anything was done to them."""
+    def program_rates(self) -> list[float]:
+        """Return the program's rates, before scaling and scheduling."""
         groups = self.optimizer.param_groups
         if self._first:
             return [float(f"{rate / self.factor:.12g}") for rate in self._first]
         rates = self._targets or [group["lr"] for group in groups]
-        # A schedule remembers with what it began. Scaled and divided again, the last bits may be others.
+        # Schedules store the initial rates. Scaling and dividing may change the last bits.
         began = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
         return [float(f"{rate / self.factor:.12g}") for rate in began]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of them, beside the scheduler's own state."""
+        """Return their part of a checkpoint, besides the scheduler's own state."""
         return {
             "factor": self.factor,
-            "warmup_steps": self._warmup_steps,
+            "warmup_steps": self.warmup_steps,
             "warm_steps": self._warm_steps,
             "targets": list(self._targets),
             "made_for": self._made_for,
@@ -285,36 +258,19 @@ class LearningRates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
-        """Goes on from a checkpoint; the optimizer has its own rates from there.
-
-        Raises:
-            CheckpointError: That is no such state.
-        """
-        factor, targets = state.get("factor"), state.get("targets")
-        whole, done = state.get("warmup_steps"), state.get("warm_steps")
-        made_for, first = state.get("made_for", 0), state.get("first", [])
-        if (
-            not isinstance(factor, float)
-            or not 0 < factor < math.inf
-            or not isinstance(targets, list)
-            or not all(isinstance(rate, float) for rate in targets)
-            or len(targets) not in (0, len(self.optimizer.param_groups))
-            or not isinstance(whole, int)
-            or not isinstance(done, int)
-            or not 0 <= done <= whole
-            or not isinstance(made_for, int)
-            or not isinstance(first, list)
-            or len(first) not in (0, len(self.optimizer.param_groups))
-        ):
+        """Continue from a checkpoint; the optimizer has its own rates from it."""
+        groups, first = len(self.optimizer.param_groups), state.get("first", [])
+        if not is_rates(state) or not {len(state["targets"]), len(first)} <= {0, groups}:
             raise CheckpointError(f"Cannot load {source}: its learning rates are {dict(state)}.")
-        self.factor, self._warmup_steps, self._warm_steps, self._targets = factor, whole, done, list(targets)
-        self._made_for, self._first = made_for, list(first)
-        self.leave()
+        self.factor, self._targets, self._first = state["factor"], list(state["targets"]), list(first)
+        self.warmup_steps, self._warm_steps = state["warmup_steps"], state["warm_steps"]
+        self._made_for = state.get("made_for", 0)
+        self.note_rates()
 
-    def _take_what_was_set(self) -> None:
-        """Begins with the rates that the program has set between two fits: as it gives them, before any scaling."""
-        for number, (left, now) in enumerate(zip(self._left, self.now(), strict=False)):
-            if now == left:
+    def _adopt_program_rates(self) -> None:
+        """Start from rates that the program has set between two fits, before any scaling."""
+        for number, (noted, now) in enumerate(zip(self._noted, self.now(), strict=False)):
+            if now == noted:
                 continue
             for name in _RATES:
                 if name in self.optimizer.param_groups[number]:
@@ -326,9 +282,9 @@ class LearningRates:
                 self._first[number] = now * self.factor
 
     def _warm(self) -> None:
-        part = min((self._warm_steps + 1) / self._warmup_steps, 1.0)
+        part = min((self._warm_steps + 1) / self.warmup_steps, 1.0)
         self._set([rate * part for rate in self._targets])
-        if self._warm_steps >= self._warmup_steps:
+        if self._warm_steps >= self.warmup_steps:
             self._targets = []
 
     def _set(self, rates: Sequence[float]) -> None:
@@ -354,17 +310,13 @@ class LearningRates:
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
 
-def _with_copied_lists(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()}
-
-
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Returns the learning rate of each group, as it is now."""
+    """Return the present learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> float:
-    """Returns what the learning rate is multiplied by: it is given for one rank's samples of a step.
+    """Return the factor of the learning rate, which is meant for one rank's samples of a step.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.1; for "sqrt", Krizhevsky, One weird trick for
     parallelizing convolutional neural networks (2014), section 5.
@@ -376,34 +328,25 @@ def scaling_of(config: DistributedTrainingConfig, effective_batch_size: int) -> 
 def check_rates(
     rates: LearningRates, config: DistributedTrainingConfig, schedule_steps: int | None
 ) -> LRScheduler | None:
-    """Returns the schedule that a fit would have; refuses to scale what has rates of its own, and an unknown end.
-
-    Args:
-        rates: Of the optimizer.
-        config: Of the fit.
-        schedule_steps: Times that the fit steps the schedule; None: nobody knows.
-
-    Raises:
-        ConfigError: With its name.
-    """
+    """Return the schedule of a fit; refuse to scale a schedule with its own rates, and an unknown end."""
     if schedule_steps is None and rates.ends_with_fit:
         raise ConfigError(
-            "the scheduler ends with the last step of the fit, and nobody knows how many batches the data will give: "
+            "the scheduler ends with the last step of the fit, and the data do not say how many batches they give: "
             "set steps_per_epoch."
         )
-    scheduler = rates.tried(schedule_steps)
+    scheduler = rates.schedule_for(schedule_steps)
     own = next((type(part).__name__ for part in schedules_in(scheduler) if isinstance(part, _OWN_RATES)), None)
     if config.learning_rate_scaling and own:
         raise ConfigError(
-            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} has rates "
-            "of its own: build it with larger ones."
+            f"learning_rate_scaling={config.learning_rate_scaling!r} scales the optimizer's rate, and {own} sets "
+            "rates itself: build it with larger ones."
         )
     return scheduler
 
 
 @contextlib.contextmanager
 def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Puts back the options of all groups on the way out, rates that are tensors too."""
+    """Restore the options of all groups at the end of the context, rates in tensors too."""
     groups, rates = [dict(group) for group in optimizer.param_groups], rates_of(optimizer)
     try:
         yield
@@ -416,12 +359,12 @@ def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def steps_taken(scheduler: LRScheduler) -> int:
-    """Returns how many times a schedule has been stepped."""
+    """Return how many times a schedule has been stepped."""
     return next(part.last_epoch for part in schedules_in(scheduler) if "last_epoch" in vars(part))
 
 
 def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
-    """Gives a scheduler and those that it is made of."""
+    """Yield a scheduler and its parts."""
     if scheduler is not None:
         yield scheduler
         for part in torch_compat.parts_of_schedule(scheduler):
@@ -429,5 +372,5 @@ def schedules_in(scheduler: Any) -> Iterator[LRScheduler]:
 
 
 def _with_base_rates(scheduler: LRScheduler | None) -> Iterator[LRScheduler]:
-    """Gives those that remember with what rates they began: PyTorch's that are made of others do not."""
+    """Yield the schedules that store initial rates; those made of others do not."""
     return (part for part in schedules_in(scheduler) if "base_lrs" in vars(part))

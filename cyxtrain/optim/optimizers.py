@@ -1,4 +1,4 @@
-"""Optimizers as users give them: built, by a factory, or by name; and the fastest way in which they can step."""
+"""Optimizers by name, by a factory or as objects, and PyTorch's fused kernels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cyxtrain.training.model.memory_format import match_layout
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
+# with Keras's learning rates
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
@@ -25,14 +26,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
 }
-"""By name, with Keras's learning rates."""
 
 
 def parameters_for(name: str, model: nn.Module) -> Any:
-    """Returns a model's parameters as an optimizer takes them that is given by name.
+    """Return a model's parameters for an optimizer by name.
 
-    For AdamW in two groups: weight decay would draw the scales of norms, and biases, to zero for no good.
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); the exceptions are those of BERT.
+    For AdamW in two groups: norms and biases have no weight decay, as in BERT.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
     """
     without = _norms_and_biases(model)
     if name.lower() != "adamw" or not without:
@@ -46,7 +46,7 @@ def parameters_for(name: str, model: nn.Module) -> Any:
 
 
 def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Returns whether an optimizer decays the weights of a model, but for norms and biases."""
+    """Return whether an optimizer decays a model's weights, except norms and biases."""
     decays = {bool(group.get("weight_decay")): set[int]() for group in optimizer.param_groups}
     for group in optimizer.param_groups:
         decays[bool(group.get("weight_decay"))] |= {id(parameter) for parameter in group["params"]}
@@ -54,7 +54,7 @@ def spares_norms_and_biases(optimizer: torch.optim.Optimizer, model: nn.Module) 
 
 
 def _norms_and_biases(model: nn.Module) -> set[int]:
-    """Returns the ids of parameters that are called biases, and of those of norms, also of a user's own classes."""
+    """Return the ids of biases and of the parameters of norms, by name, so that custom classes count."""
     return {
         id(parameter)
         for module in model.modules()
@@ -64,19 +64,14 @@ def _norms_and_biases(model: nn.Module) -> set[int]:
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer of the model's parameters.
+    """Return an optimizer of the model's parameters.
 
     Args:
-        optimizer: One that is built, a function of the parameters such as `torch.optim.Adam`, or a name
-            ("adam", "adamw", "sgd", "rmsprop", "adagrad") with Keras's learning rates; "adamw" does not decay norms and
-            biases.
-        model: The model, not wrapped.
-
-    Raises:
-        ConfigError: An unknown name, or something else.
+        optimizer: An optimizer, a function of the parameters such as `torch.optim.Adam`, or a name of `OPTIMIZERS`.
+        model: Not wrapped.
     """
     if next(model.parameters(), None) is None:
-        raise ConfigError("the model has no parameters: there is nothing to train.")
+        raise ConfigError("the model has no parameters to train.")
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
             raise unknown_name("cyxtrain", optimizer, list(OPTIMIZERS), "optimizer")
@@ -97,15 +92,12 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     return made
 
 
+# state that PyTorch's optimizers keep on the CPU unless fused or capturable
 _ON_THE_CPU = ("step", "mu_product")
-"""State that PyTorch's optimizers keep on the CPU unless they are fused or capturable: Python reads it in each step."""
 
 
 def place_state(optimizer: torch.optim.Optimizer | None) -> None:
-    """Moves an optimizer's state to the devices of its parameters: `model.to(device)` leaves it where it was.
-
-    All that moves a model, or takes over an optimizer's state, calls it afterwards.
-    """
+    """Move an optimizer's state to the devices of its parameters, which `model.to(device)` does not."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:
@@ -118,32 +110,29 @@ def place_state(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# in 16 bits PyTorch's fused SGD on CPUs (seen in 2.13) loses nine tenths of a step
 _EXACT_ON_CPUS = (torch.float32, torch.float64)
-"""In 16 bits PyTorch's fused SGD for CPUs (seen in 2.13) loses nine tenths of a step."""
+# settings of a group by which users choose an implementation, and their defaults
 _UNDECIDED = {"fused": None, "foreach": None, "differentiable": False, "capturable": False}
-"""Settings of a group for which its user has not asked, and what they are then."""
 
 
 def can_fuse(optimizer: torch.optim.Optimizer, wanted: bool | str, sparse: Iterable[str] = ()) -> bool:
-    """Returns whether the optimizer shall step by PyTorch's fused kernel: in one pass over memory.
+    """Return whether the optimizer should use PyTorch's fused kernel.
 
     Args:
-        optimizer: As the user built it; what it says about the way itself is heeded.
-        wanted: "auto": where it can; True; or False: as it was built.
-        sparse: Names of parameters that have sparse gradients.
-
-    Raises:
-        ConfigError: It must, and cannot.
+        optimizer: As the user built it; settings such as foreach=True take precedence.
+        wanted: "auto": if possible; True; or False: as it was built.
+        sparse: Names of parameters with sparse gradients.
     """
     found = next(iter(sparse), None)
     reason = f"{found} makes sparse gradients" if found else _reason_against(optimizer)
     if wanted is True and reason:
-        raise ConfigError(f"fused_optimizer=True: {reason}. Take 'auto', which fuses what can be.")
+        raise ConfigError(f"fused_optimizer=True: {reason}. Use 'auto', which fuses what it can.")
     return bool(wanted) and reason is None
 
 
 def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-    """Returns why an optimizer, or some `groups` of it, cannot be fused; None: they can."""
+    """Return why an optimizer, or some of its groups, cannot be fused; None if they can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _FUSABLE:
         return f"PyTorch has no fused {name}"
@@ -165,7 +154,7 @@ def _reason_against(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 
 @contextlib.contextmanager
 def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, an optimizer that `can_fuse` steps by the fused kernel; it is handed back as it was."""
+    """Use the fused kernel of an optimizer that `can_fuse` within the context."""
     fuse(optimizer)
     try:
         yield
@@ -174,7 +163,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    """Use the fused kernel, also for groups that callbacks have added, if possible."""
     match_layout(optimizer)
     new = [group for group in optimizer.param_groups if group["fused"] is None]
     if _reason_against(optimizer, new) is None:

@@ -1,4 +1,4 @@
-"""Whether a schedule is as long as the fit that steps it: where it is not, users hear of it before the first step."""
+"""Whether a schedule is as long as the fit that steps it; warns before the first step if not."""
 
 from __future__ import annotations
 
@@ -22,44 +22,27 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, counted, warn
 from cyxtrain.optim.learning_rates import schedules_in, steps_taken
 
+# the fraction of a rate that is left if a schedule for epochs is stepped per step
 _NEXT_TO_NOTHING = 1e-6
-"""Of a rate: what is left of it where a schedule for epochs goes by steps."""
+# steps: some schedules are built for one less, some for one more
 _TOLERATED = 1
-"""Steps by which a schedule may miss the end: some are built for one less, some for one more."""
 
 
 def check_schedule(scheduler: LRScheduler | None, steps: int, interval: str) -> None:
-    """Refuses a schedule of PyTorch's that would raise in the middle of the fit.
-
-    Args:
-        scheduler: Of the fit.
-        steps: Times that the fit is still to step it.
-        interval: What it is stepped after: "step" or "epoch".
-
-    Raises:
-        ConfigError: With the number of steps that it should have.
-    """
+    """Refuse a schedule of PyTorch's that would raise in the middle of the fit."""
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + steps > scheduler.total_steps:
         once = "optimizer step" if interval == "step" else "epoch"
         raise ConfigError(
-            f"OneCycleLR ends after {scheduler.total_steps:,} steps (as it was built, or as the checkpoint that is "
-            "resumed has it), and this fit would end after "
-            f"{scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it with as many "
-            "total_steps."
+            f"OneCycleLR ends after {scheduler.total_steps:,} steps (in the program, or in the resumed checkpoint), "
+            f"and this fit ends after {scheduler.last_epoch + steps:,}. It is stepped once per {once}: build it "
+            "with as many total_steps."
         )
 
 
 def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, steps_per_epoch: int | None) -> None:
-    """Warns of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
+    """Warn of a schedule that is longer or shorter than the fit, or seems to count epochs and is stepped per step.
 
-    Nothing is known of schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and of functions of a
-    user's own.
-
-    Args:
-        scheduler: Of the fit.
-        steps: Times that the fit is still to step it.
-        interval: What it is stepped after: "step" or "epoch".
-        steps_per_epoch: Optimizer steps of an epoch, or None: nobody knows.
+    Schedules without an end (StepLR, ExponentialLR, CyclicLR, warm restarts) and custom functions are not checked.
     """
     if scheduler is None or steps <= 0:
         return
@@ -68,10 +51,10 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
             name = type(part).__name__
             warn(
                 f"the {name} is stepped once per optimizer step, {steps_per_epoch:,} times in an epoch, and seems to "
-                "have been built to be stepped once per epoch: little would be left of the rate, and soon. "
-                f'Give the trainer scheduler_interval="epoch", or build it with numbers of steps (2 * '
+                "have been built for one step per epoch: the rate would soon be close to 0. "
+                f'Pass scheduler_interval="epoch", or build it with numbers of steps (2 * '
                 f"{steps_per_epoch:,} for two epochs); or callbacks=[cx.callbacks.LearningRateScheduler(...)], which "
-                "goes by epochs."
+                "counts epochs."
             )
             return
     taken = steps_taken(scheduler)
@@ -80,19 +63,13 @@ def warn_of_length(scheduler: LRScheduler | None, steps: int, interval: str, ste
         once = "optimizer step" if interval == "step" else "epoch"
         warn(
             f"{found} A schedule is stepped once per {once}, on any number of ranks: build it with as many steps as "
-            "the fit has (cyxtrain.count_steps tells); or give a function, scheduler=lambda optimizer, total_steps: "
+            "the fit has (see cyxtrain.count_steps); or pass a function, scheduler=lambda optimizer, total_steps: "
             '..., or a name such as "cosine".'
         )
 
 
 def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
-    """Returns, in words, by how much a schedule misses the end of the fit; "": it does not, or nobody knows.
-
-    Args:
-        part: It, or one that it is made of.
-        end: Number of its steps when the fit ends.
-        fit: The same of the whole fit, in words.
-    """
+    """Return how a schedule, or a part of it, misses the end of the fit; "" if it does not, or that is unknown."""
     length, after = _length(part)
     if length is not None and (length > end + _TOLERATED or (after and length < end - _TOLERATED)):
         then = after if length < end else "the learning rate does not come to the end of it."
@@ -104,7 +81,7 @@ def _mismatch(part: LRScheduler, end: int, fit: str) -> str:
 
 
 def _length(part: LRScheduler) -> tuple[int | None, str]:
-    """Returns after how many steps a schedule is at its end, or None; and what is wrong with steps after that, or "".
+    """Return after how many steps a schedule ends, or None; and what is wrong with steps after that, or "".
 
     After a warm-up, or the last milestone, any number of steps may follow.
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: as users give them, and as checkpoints keep them."""
+"""Learning-rate schedules as users pass them, and as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,32 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from cyxtrain.checkpoint.format.encoding import encode_tree
-from cyxtrain.checkpoint.format.validation import same_kinds
+from cyxtrain.checkpoint.format.encoding import encode_tree, same_kinds
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
 from cyxtrain.training.model.forward import takes
 
+# where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"
-"""Where PyTorch keeps the state of schedules within a schedule."""
 
+# names in a state that are progress, stored elsewhere, or no settings
 _PROGRESS = {
     *("last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"),
     *("base_lrs", _PARTS, "_schedule_phases", "lr_lambdas", "_scale_fn_custom"),
 }
-"""What of a state tells how far a schedule is, or has been said elsewhere, or is no setting."""
 
 SchedulerLike = LRScheduler | Callable[..., LRScheduler] | str | None
 
 
 def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -> LRScheduler | ScheduleMaker | None:
-    """Returns a scheduler of the optimizer, what makes one when a fit knows its steps, or None.
+    """Return a scheduler of the optimizer, a function that makes one when a fit knows its steps, or None.
 
     Args:
         scheduler: One of `torch.optim.lr_scheduler`; a function of the optimizer, or of `(optimizer, total_steps)`,
             that returns one; or "constant", "linear", "cosine" or "one_cycle", which end with each fit.
         optimizer: Whose learning rate it sets.
-
-    Raises:
-        ConfigError: It is none of these, belongs to another optimizer, or needs something other than steps.
     """
     if scheduler is None:
         return None
@@ -53,21 +49,21 @@ def make_scheduler(scheduler: SchedulerLike, optimizer: torch.optim.Optimizer) -
     if isinstance(scheduler, type) and not takes(scheduler, 1):
         name = scheduler.__name__
         raise ConfigError(
-            f"scheduler is the class {name}, which wants more than the optimizer; give a schedule, or a function: "
+            f"scheduler is the class {name}, which needs more than the optimizer: pass a schedule, or a function: "
             f"lambda optimizer, total_steps: {name}(optimizer, ...)."
         )
     return _checked(scheduler(optimizer) if callable(scheduler) else scheduler, scheduler, optimizer)
 
 
 def wants_total_steps(function: Callable[..., Any]) -> bool:
-    """Returns whether a function of the optimizer must be given the number of steps, too.
+    """Return whether a function of the optimizer also needs the number of steps.
 
-    Either it has a parameter `total_steps` without a default, or it cannot be called without a second argument. A class
-    needs the name: what a second argument means to it, we do not know.
+    Either it has a parameter `total_steps` without a default, or it requires a second argument. A class needs the name:
+    a second argument may mean anything.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it is written in C
+    except (TypeError, ValueError):  # written in C
         return False
     if "total_steps" in parameters:
         return parameters["total_steps"].default is inspect.Parameter.empty
@@ -77,14 +73,14 @@ def wants_total_steps(function: Callable[..., Any]) -> bool:
 
 
 def _made_for(function: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """Returns what a function of `(optimizer, total_steps)` makes."""
+    """Return what a function of `(optimizer, total_steps)` makes."""
     by_name = "total_steps" in inspect.signature(function).parameters
     made = function(optimizer, total_steps=total_steps) if by_name else function(optimizer, total_steps)
     return _checked(made, function, optimizer)
 
 
 def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Returns a schedule that can be used; refuses what is none."""
+    """Return a schedule, or refuse what is none."""
     if not isinstance(made, LRScheduler):
         raise ConfigError(
             "scheduler must be one of torch.optim.lr_scheduler, or a function that makes one of the optimizer, got "
@@ -92,42 +88,34 @@ def _checked(made: Any, given: Any, optimizer: torch.optim.Optimizer) -> LRSched
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau looks at a number after each epoch, and schedulers are stepped without one: "
-            "give the trainer callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
+            "ReduceLROnPlateau needs a metric at each step, and schedulers are stepped without one: "
+            "pass callbacks=[cx.callbacks.ReduceLROnPlateau(...)] instead."
         )
     if made.optimizer is not optimizer:
-        raise ConfigError(f"the scheduler {type(made).__name__} is of another optimizer: build it of the trainer's.")
+        raise ConfigError(f"the scheduler {type(made).__name__} has another optimizer: build it with the trainer's.")
     return made
 
 
 def scheduler_facts(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Returns what must be the same on every rank.
-
-    Raises:
-        ConfigError: No checkpoint could hold its state.
-    """
+    """Return what must be equal on every rank."""
     if scheduler is None:
         return {"the scheduler": None}
     try:
         state = encode_tree(scheduler.state_dict(), "scheduler", {})
     except CheckpointError as error:
         raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} has a state that cannot be kept: {error}"
+            f"the scheduler {type(scheduler).__name__} has a state that cannot be saved: {error}"
         ) from error
     return {"the scheduler": type(scheduler).__name__, "the scheduler's state": state}
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Returns what a checkpoint holds of it; nothing where there is none."""
+    """Return its part of a checkpoint; empty without a scheduler."""
     return {} if scheduler is None else {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
 
 
 def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any], source: str) -> None:
-    """Refuses the state of another kind of scheduler, or of none.
-
-    Raises:
-        CheckpointError: With both.
-    """
+    """Refuse the state of another kind of scheduler."""
     own, other = (None if scheduler is None else type(scheduler).__name__), saved.get("type")
     if own != other:
         raise CheckpointError(
@@ -139,7 +127,7 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
     state, now = saved.get("state"), scheduler.state_dict()
     is_known = type(scheduler).__module__.startswith(("torch.", f"{__package__}."))
     if is_known and not same_kinds(state, now):
-        raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is none.")
+        raise CheckpointError(f"Cannot load {source}: the state of its {own} is {brief(state)}, which is invalid.")
     if not _same_parts(state, now):
         raise CheckpointError(
             f"Cannot load {source}: its {own} is made of other schedules than this trainer's. Build the trainer as it "
@@ -148,11 +136,11 @@ def check_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any
 
 
 def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
-    """Returns how a schedule of PyTorch's, and each that it is made of, was built; of a user's own we cannot know."""
+    """Return the settings of PyTorch's schedule, and of each part of it; those of custom ones are unknown."""
     found = []
     for part in schedules_in(scheduler):
         state = part.state_dict() if type(part).__module__ == LRScheduler.__module__ else {}
-        # Milestones that are counted are told as they were given.
+        # Counted milestones are listed as the user passed them.
         found.append(
             {
                 name.lstrip("_"): sorted(value.elements()) if isinstance(value, Counter) else value
@@ -164,13 +152,13 @@ def schedule_settings(scheduler: LRScheduler | None) -> list[dict[str, Any]]:
 
 
 def load_scheduler_state(scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
-    """Takes over what `scheduler_state` gave; `check_scheduler_state` has seen it."""
+    """Load the result of `scheduler_state`, after `check_scheduler_state`."""
     if scheduler is not None:
         scheduler.load_state_dict(_like(saved["state"], scheduler.state_dict()))
 
 
 def _like(saved: Any, own: Any) -> Any:
-    """Returns a copy in which counters are counters again: to a checkpoint they are dictionaries."""
+    """Return a copy in which counters are counters again: checkpoints store dictionaries."""
     if isinstance(own, Counter):
         return Counter(saved)
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
@@ -181,7 +169,7 @@ def _like(saved: Any, own: Any) -> Any:
 
 
 def _same_parts(saved: Any, own: Mapping[str, Any]) -> bool:
-    """Returns whether a schedule that is made of others is made of as many, and these of theirs."""
+    """Return whether a schedule is made of as many parts, and these of theirs."""
     if not isinstance(saved, Mapping) or (_PARTS in saved) != (_PARTS in own):
         return False
     theirs, ours = saved.get(_PARTS, ()), own.get(_PARTS, ())

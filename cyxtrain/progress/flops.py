@@ -1,7 +1,7 @@
-"""How much a step computes, and how much of what a GPU can that is: model FLOPs utilization (MFU).
+"""Floating-point operations of a step, and model FLOPs utilization (MFU).
 
-Source: Chowdhery et al., PaLM (2022), appendix B. What GPUs can is from the makers' datasheets: dense, without
-sparsity, 16-bit products added up in 32 bits, without overclocking.
+Sources: Chowdhery et al., PaLM (2022), appendix B; peak FLOP/s from the vendors' datasheets: dense, without sparsity,
+16-bit products accumulated in 32 bits, without overclocking.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from cyxtrain.environment.accelerator import peak_memory
 
+# Words of a GPU's name, specific ones first; TFLOP/s in 16 bits, with TF32 (None: nor bfloat16), and in float32.
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("B200", 2250, 1125, 75),
     ("H200 NVL", 835, 418, 60),
@@ -37,22 +38,15 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
     ("GeForce RTX 3090", 71, 35.6, 35.6),
     ("MI300X", 1307, 654, 163),
 )
-"""Words of a GPU's name, the more particular ones first; TFLOP/s in 16 bits, with TF32 (None: neither TF32 nor
-bfloat16) and in float32."""
+# words in the names of parts of GPUs, and of faster or slower variants
 _OTHERS = {"mig", "laptop", "d", "ti"}
-"""Words of the names of parts of GPUs, and of variants that are faster or slower."""
 
 
 def flops_of_step(step: Callable[[], object]) -> int:
-    """Returns the floating-point operations of a function, such as forward and backward of some rows.
+    """Return the floating-point operations of `step()`, which runs once, without compilation.
 
-    Matrix products, convolutions and PyTorch's attention count, a multiplication and an addition as two; other
-    operations, kernels that the user has written, and on CPUs attention before PyTorch 2.15, do not.
-
-    Args:
-        step: It runs once, operation by operation, also where it is compiled.
-
-    Cost: some microseconds for each operation.
+    Matrix products, convolutions and PyTorch's attention count; custom kernels, and attention on CPUs before PyTorch
+    2.15, do not. Cost: some microseconds per operation.
     """
     from torch.utils.flop_counter import FlopCounterMode  # takes a tenth of a second
 
@@ -62,19 +56,14 @@ def flops_of_step(step: Callable[[], object]) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the FLOP/s that a GPU reaches in matrix products, by its datasheet; None: not known.
-
-    Args:
-        device: That computes.
-        dtype: In which it does so; of float32 it matters whether TF32 is on.
-    """
+    """Return the FLOP/s of a GPU in matrix products, by its datasheet; None if unknown."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device), dtype, uses_tf32=_uses_tf32())
 
 
 def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float | None:
-    """Returns as `peak_flops`, of a GPU by its name."""
+    """Return the same for a GPU by name."""
     words = set(re.findall(r"\w+", name.lower()))
     found = next((each for each in _PEAKS if words.issuperset(each[0].lower().split())), None)
     if found is None or words & _OTHERS:
@@ -88,9 +77,9 @@ def peak_of(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float 
 
 
 def tf32_speedup(device: torch.device) -> str | None:
-    """Returns how much faster TF32 makes products of float32 matrices on a GPU, such as "about 8 times ".
+    """Return how much faster TF32 multiplies float32 matrices on a GPU, such as "about 8 times ".
 
-    None: not by much, it is on already, or the GPU has none.
+    None: not much, it is on already, or the GPU has none.
     """
     if _uses_tf32() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
@@ -106,22 +95,17 @@ def _uses_tf32() -> bool:
 
 
 def in_words(flops: float) -> str:
-    """Returns a number of operations with its unit, such as "312 TFLOP"."""
+    """Return a number of operations with its unit, such as "312 TFLOP"."""
     scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= pair[0]), (1.0, ""))
     return f"{flops / scale:.3g} {unit}FLOP" if flops < 1000 * scale else f"{flops / scale:,.0f} {unit}FLOP"
 
 
 def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.dtype) -> dict[str, float]:
-    """Returns what a fit uses of a device, by name; what is not known is left out.
-
-    Args:
-        device: Of this rank.
-        flops_per_second: That its model computes, forward and backward; None: not known.
-        dtype: In which it does so.
+    """Return what a fit uses of a device, as far as known.
 
     Returns:
-        "peak_memory", in bytes, of tensors at once since `reset_peak_memory`; "flops_per_second"; and "mfu", as a
-        fraction of what the device can.
+        "peak_memory", in bytes, of tensors since `reset_peak_memory`; "flops_per_second" of the model, forward and
+        backward; and "mfu", as a fraction.
     """
     found: dict[str, float] = {}
     memory = peak_memory(device)
@@ -136,15 +120,10 @@ def usage_of(device: torch.device, flops_per_second: float | None, dtype: torch.
 
 
 def explain_usage(usage: Mapping[str, float]) -> list[str]:
-    """Returns what `usage_of` gives, in words for an epoch's line."""
-    words: dict[str, Callable[[float], str]] = {
-        "peak_memory": _peak_in_words,
-        "flops_per_second": lambda value: f"{in_words(value)}/s",
-        "mfu": lambda value: f"MFU {value:.1%}",
-    }
-    return [words[name](value) for name, value in usage.items()]
-
-
-def _peak_in_words(memory: float) -> str:
-    scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
-    return f"peak memory {memory / scale:.1f} {unit}"
+    """Return the result of `usage_of` as text for an epoch's line."""
+    words = []
+    if (memory := usage.get("peak_memory")) is not None:
+        scale, unit = (2**30, "GiB") if memory >= 2**30 else (2**20, "MiB")
+        words.append(f"peak memory {memory / scale:.1f} {unit}")
+    words += [f"{in_words(usage['flops_per_second'])}/s"] if "flops_per_second" in usage else []
+    return words + ([f"MFU {usage['mfu']:.1%}"] if "mfu" in usage else [])

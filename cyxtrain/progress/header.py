@@ -71,7 +71,7 @@ def explain(state: TrainingState, run: FitPlan, ddp_config: DDPConfig) -> list[t
         *_flops(run),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
         ("optimizer", _optimizer(state, run)),
-        *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.are_moving else []),
+        *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.differ_from_program else []),
     ]
     besides = _count(state.trained) - _count(model)
     if besides:

@@ -1,4 +1,4 @@
-"""What `fit` returns: the numbers of every epoch, the same on every rank."""
+"""The history that `fit` returns: the numbers of every epoch, the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.environment.regular_files import read_text
-from cyxtrain.errors import ConfigError, brief
+from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.progress.history_views import history_as_html, plot_history
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Keras's names, in the order of the columns; "train_" goes before the first two where the part must be clear.
+# Keras's names, in the order of the columns; CSV puts "train_" before the first two.
 _KERAS_NAMES = {
     "loss": "train_losses",
     "accuracy": "train_accuracies",
@@ -28,7 +28,7 @@ _KERAS_NAMES = {
     "val_accuracy": "val_accuracies",
 }
 
-# Strict JSON has no such numbers; Python's own "NaN" without quotes is refused by every other reader.
+# Strict JSON has no such numbers; other readers refuse Python's NaN without quotes.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 _FIRST_ROWS = 5
@@ -37,18 +37,18 @@ _LAST_ROWS = 4
 
 @dataclass(repr=False)
 class TrainingHistory:
-    """The numbers of one call of `fit`, one entry per epoch in each list that is not empty."""
+    """The numbers of one call of `fit`: each list has one entry per epoch, or is empty."""
 
     train_losses: list[float] = field(default_factory=list)
     """Mean loss over all training samples of the epoch, of all ranks, while the parameters change."""
     train_accuracies: list[float] = field(default_factory=list)
-    """Fraction of right predictions on them, 0 to 1; empty where the target is no class."""
+    """Fraction of right predictions on them, 0 to 1; empty if targets are not classes."""
     val_losses: list[float] = field(default_factory=list)
     """Mean loss over all validation samples after the epoch; empty without validation data."""
     val_accuracies: list[float] = field(default_factory=list)
     """Fraction of right predictions on them, 0 to 1."""
     total_time_seconds: float = 0.0
-    """Seconds that `fit` took, validation and checkpoints included."""
+    """Duration of `fit` in seconds, including validation and checkpoints."""
     samples_per_second: float = 0.0
     """Training samples per second over all ranks."""
     effective_batch_size: int = 0
@@ -56,29 +56,29 @@ class TrainingHistory:
     world_size: int = 1
     """Number of ranks."""
     epochs: list[int] = field(default_factory=list)
-    """The number of each epoch as it is shown, from 1; a second `fit` goes on counting."""
+    """The epoch numbers as shown, from 1; a second `fit` continues counting."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """What else was measured, by name, such as "f1" and "val_f1"."""
+    """Other measured numbers by name, such as "f1" and "val_f1"."""
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """The lists under Keras's names (loss, accuracy, val_loss, val_accuracy), and of metrics; none is empty."""
+        """The non-empty lists under Keras's names (loss, accuracy, val_loss, val_accuracy), and of metrics."""
         columns = {name: getattr(self, own) for name, own in _KERAS_NAMES.items()} | self.metrics
         return {name: values for name, values in columns.items() if values}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields as a dictionary of its own (numbers that are not finite stay as they are)."""
+        """Return all fields as a new dictionary; NaN and infinities stay as they are."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainingHistory:
-        """Rebuilds a history from `to_dict`, or from the object in its JSON; absent fields are empty.
+        """Rebuild a history from `to_dict`, or from its JSON object; absent fields are empty.
 
         Args:
             values: Fields by name.
 
         Raises:
-            ConfigError: An unknown field, or a value that is no number.
+            ConfigError: An unknown field, or a value that is not a number.
         """
         empty = cls().to_dict()
         read: dict[str, Any] = {}
@@ -96,18 +96,18 @@ class TrainingHistory:
         return cls(**read)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the history as strict JSON, and writes it to `path` where one is given.
+        """Return the history as strict JSON, and write it to `path` if given.
 
-        Finite numbers come back bit for bit; the others are the strings "NaN", "Infinity", "-Infinity".
+        Finite numbers are restored bit for bit; the others are the strings "NaN", "Infinity", "-Infinity".
         """
         return _written(json.dumps(_json_values(self.to_dict()), allow_nan=False, indent=2) + "\n", path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> TrainingHistory:
-        """Reads what `to_json` gave.
+        """Read the output of `to_json`.
 
         Args:
-            source: The text, or the path of a file that holds it (a text begins with a brace).
+            source: The text, or the path of a file with it (a text begins with a brace).
 
         Raises:
             ConfigError: There is no such file, or it is not the JSON of a history.
@@ -117,48 +117,49 @@ class TrainingHistory:
         try:
             values = json.loads(str(source) if is_text else read_text(source))
         except OSError as error:
-            raise ConfigError(f"cannot read {where}: {error.strerror or error}. Give what to_json() wrote.") from error
+            raise ConfigError(
+                f"cannot read {where}: {error.strerror or error}. Pass the output of to_json()."
+            ) from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} is not JSON: {brief(str(error))}. Give what to_json() wrote.") from error
+            raise ConfigError(f"{where} is not JSON: {brief(str(error))}. Pass the output of to_json().") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not the JSON of a {cls.__name__}. Give what to_json() wrote.")
+            raise ConfigError(f"{where} is not the JSON of a {cls.__name__}. Pass the output of to_json().")
         return cls.from_dict(values)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a line per epoch under a header, and writes it to `path` where one is given.
+        """Return one line per epoch under a header, and write it to `path` if given.
 
-        Finite numbers are written so that they read back bit for bit; what an epoch has not is an empty cell.
+        Finite numbers are restored bit for bit; a number that an epoch does not have is an empty cell.
         """
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
         names = [name if name.startswith("val_") else f"train_{name}" for name in (*_KERAS_NAMES, *self.metrics)]
         writer.writerow(["epoch", *names])
         columns = [*(getattr(self, own) for own in _KERAS_NAMES.values()), *self.metrics.values()]
-        for row in range(self._num_epochs()):
-            cells = [repr(float(values[row])) if row < len(values) else "" for values in columns]
-            writer.writerow([self._epoch(row), *cells])
+        for row, epoch in enumerate(self._epoch_numbers()):
+            writer.writerow([epoch, *(repr(float(values[row])) if row < len(values) else "" for values in columns)])
         return _written(table.getvalue(), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Returns matplotlib's picture of all curves, and writes it to `path` where one is given (PNG, SVG, PDF).
+        """Return a matplotlib figure of all curves, and write it to `path` if given (PNG, SVG, PDF).
 
         Raises:
-            ConfigError: matplotlib is not there (`pip install 'cyxtrain[plot]'`), or there is no epoch.
+            ConfigError: matplotlib is not installed (`pip install 'cyxtrain[plot]'`), or there is no epoch.
         """
-        return plot_history(self.history, [self._epoch(row) for row in range(self._num_epochs())], path)
+        return plot_history(self.history, self._epoch_numbers(), path)
 
     def _repr_html_(self) -> str:
         return history_as_html(self.history, self._summary())
 
     def __repr__(self) -> str:
-        rows = list(range(self._num_epochs()))
+        rows = list(enumerate(self._epoch_numbers()))
         gap = len(rows) > _FIRST_ROWS + _LAST_ROWS + 1
         shown = rows[:_FIRST_ROWS] + rows[-_LAST_ROWS:] if gap else rows
         columns = self.history
         lines = [["epoch", *columns]]
-        for row in shown:
+        for row, epoch in shown:
             cells = [f"{values[row]:.4f}" if row < len(values) else "" for values in columns.values()]
-            lines.append([str(self._epoch(row)), *cells])
+            lines.append([str(epoch), *cells])
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         if gap:
@@ -166,19 +167,17 @@ class TrainingHistory:
         return "\n".join([*(text if rows else []), self._summary()])
 
     def _summary(self) -> str:
-        count, ranks = self._num_epochs(), self.world_size
+        epochs = counted(len(self._epoch_numbers()), "epoch")
         return (
-            f"{type(self).__name__}: {count} epoch{'' if count == 1 else 's'} in {self.total_time_seconds:.1f} s, "
+            f"{type(self).__name__}: {epochs} in {self.total_time_seconds:.1f} s, "
             f"{self.samples_per_second:,.0f} samples/s, effective batch size {self.effective_batch_size} "
-            f"on {ranks} rank{'' if ranks == 1 else 's'}"
+            f"on {counted(self.world_size, 'rank')}"
         )
 
-    def _num_epochs(self) -> int:
-        return max(len(self.epochs), *(len(getattr(self, own)) for own in _KERAS_NAMES.values()))
-
-    def _epoch(self, row: int) -> int:
-        """Returns the number of the epoch in a row; a history put together by hand counts from 1."""
-        return self.epochs[row] if row < len(self.epochs) else row + 1
+    def _epoch_numbers(self) -> list[int]:
+        """Return the epoch number of each row; a history without epoch numbers counts from 1."""
+        count = max(len(getattr(self, own)) for own in _KERAS_NAMES.values())
+        return [*self.epochs, *range(len(self.epochs) + 1, count + 1)]
 
 
 DistributedTrainingHistory = TrainingHistory
@@ -187,24 +186,19 @@ DistributedTrainingHistory = TrainingHistory
 def _json_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _json_values(part) for name, part in value.items()}
-    return [_json_number(item) for item in value] if isinstance(value, list) else _json_number(value)
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, list):
+        return [_json_values(item) for item in value]
+    names = {str(number): name for name, number in _NON_FINITE.items()}
+    return value if math.isfinite(value) else names[str(float(value))]
 
 
 def _numbers(name: str, values: object) -> list[Any]:
-    """Returns a list of the JSON, with its numbers."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError(f"{TrainingHistory.__name__}.{name} must be a list of numbers, got {brief(values)}.")
     return [_number(name, item) for item in values]
 
 
 def _number(name: str, value: object) -> float:
-    """Returns a number of the JSON, also one that JSON has no word for."""
     if isinstance(value, str) and value in _NON_FINITE:
         return _NON_FINITE[value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -221,13 +215,9 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
 
 
 def record_epoch(history: TrainingHistory, epoch: int, measured: Mapping[str, float]) -> None:
-    """Adds the numbers of an epoch.
+    """Append the numbers of an epoch, under Keras's names, to a history.
 
-    Args:
-        history: Its lists have an entry per epoch, or none at all.
-        epoch: Its number, from 1.
-        measured: Under Keras's names. An accuracy that is NaN is none, unless other epochs have one: then not one row
-            of this epoch counted.
+    A NaN accuracy is left out unless other epochs have one: then no row of this epoch counted.
     """
     history.epochs.append(epoch)
     for name, value in measured.items():

@@ -1,4 +1,4 @@
-"""A history for eyes: curves by matplotlib, and a small view in notebooks."""
+"""Curves of a history: a matplotlib figure, and a small view in notebooks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,11 @@ _TRAIN, _VALIDATION = "#1f77b4", "#d95f02"
 
 
 def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], path: Any = None) -> Figure:
-    """Returns a picture with a panel for each number, training beside validation.
-
-    Args:
-        columns: Under Keras's names.
-        epochs: Numbers of the epochs.
-        path: Where it is written, as PNG, SVG or PDF by its name; None: nowhere.
-
-    Raises:
-        ConfigError: matplotlib is not there, or nothing has been measured.
-    """
+    """Return a figure with a panel for each number, with training and validation; write it to `path` if given."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "plot() draws with matplotlib, which is not there: install it, as in pip install 'cyxtrain[plot]'."
-        ) from error
+        raise ConfigError("plot() needs matplotlib, which is not installed: pip install 'cyxtrain[plot]'.") from error
     panels = _panels(columns)
     if not panels:
         raise ConfigError("there is nothing to plot: the history has no epoch.")
@@ -56,7 +45,7 @@ def plot_history(columns: Mapping[str, Sequence[float]], epochs: Sequence[int], 
 
 
 def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str:
-    """Returns a view of curves and last values that needs no script, for notebooks."""
+    """Return curves and last values for notebooks, without a script."""
     cells = []
     for name, curves in _panels(columns).items():
         last = ", ".join(f"{kind} {values[-1]:.4f}" for kind, values, _ in curves if values)
@@ -69,7 +58,7 @@ def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str
 
 
 def _panels(columns: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[str, Sequence[float], str]]]:
-    """Returns (what, values, color) of each curve, by what is measured."""
+    """Return (label, values, color) of each curve, by measured number."""
     found: dict[str, list[tuple[str, Sequence[float], str]]] = {}
     for name, values in columns.items():
         own = name.removeprefix("val_")

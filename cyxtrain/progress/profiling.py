@@ -1,4 +1,4 @@
-"""A trace of some steps, and what each part of a step takes on each rank: `profile=True`."""
+"""`profile=True`: a trace of some steps, and a table of the time of each part of a step by rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from cyxtrain.progress.step_timer import PARTS
 from cyxtrain.world import runtime
 
 _FOLDER = "profile"
+# steps before the trace, which do much for the first time; and steps in the trace
 _BEFORE, _TRACED = 3, 10
-"""Steps that are not traced, because much happens in them for the first time; and steps that are."""
 
 
 class Profile:
-    """What a fit's steps consist of, as a context.
+    """The profile of a fit's steps, as a context manager.
 
     Each rank writes a trace for Perfetto, chrome://tracing or TensorBoard, such as profile/rank-0.pt.trace.json; rank 0
-    a table, profile/steps.txt.
-
-    Args:
-        asked: Whether, or into which folder.
-        device: That computes.
+    writes a table, profile/steps.txt.
     """
 
     def __init__(self, asked: bool | str, device: torch.device) -> None:
@@ -54,12 +50,12 @@ class Profile:
             self._profiler.__exit__(kind, error, trace)
 
     def step(self) -> None:
-        """A step is done."""
+        """Count a step."""
         if self._profiler is not None:
             self._profiler.step()
 
     def add(self, ranks: Sequence[dict[str, float]], steps: int) -> None:
-        """Adds what the parts of the steps of an epoch took, in seconds, by rank."""
+        """Add the seconds of each part of an epoch's steps, by rank."""
         before = self._seconds or [dict.fromkeys(PARTS, 0.0)] * len(ranks)
         self._seconds = [
             {name: had[name] + has[name] for name in PARTS} for had, has in zip(before, ranks, strict=True)
@@ -67,14 +63,14 @@ class Profile:
         self._steps += steps
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns (what, how) for people: milliseconds of a step by part, rank by rank; rank 0 writes them, too."""
+        """Return (name, description): milliseconds per step of each part, by rank; rank 0 writes them to a file."""
         if self._folder is None or not self._steps:
             return []
         found = [("profile", "  ".join(f"{name:>13}" for name in PARTS) + "  (ms per step)")]
         for rank, parts in enumerate(self._seconds):
             found.append((f"rank {rank}", "  ".join(f"{1000 * parts[name] / self._steps:>13.3f}" for name in PARTS)))
         if runtime.is_master():
-            with self._complaining():
+            with self._warning():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{what:<11}{how}\n" for what, how in found)
                 (self._folder / "steps.txt").write_text(text, encoding="utf-8")
@@ -82,12 +78,12 @@ class Profile:
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         assert self._folder is not None
-        with self._complaining():
+        with self._warning():
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{runtime.get_rank()}.pt.trace.json"))
 
     @contextlib.contextmanager
-    def _complaining(self) -> Iterator[None]:
+    def _warning(self) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Where the time of a fit's steps goes on this rank: always taken, at two looks at the clock per part."""
+"""The time of each part of a fit's steps on this rank; always measured, with two clock reads per part."""
 
 from __future__ import annotations
 
@@ -13,21 +13,13 @@ import torch
 from cyxtrain.environment import accelerator
 from cyxtrain.world import runtime
 
+# Waiting for batches; model and loss; gradients; waiting for other ranks; the update.
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""What a step consists of: waiting for its batches; the model and the loss; gradients; waiting until those of all ranks
-are averaged, and other words between ranks; what is done with them."""
 _Item = TypeVar("_Item")
 
 
 class Part:
-    """One part of a step, as a context.
-
-    Args:
-        name: Of the part.
-
-    Attributes:
-        seconds: That it has taken.
-    """
+    """One part of a step, as a context manager; `seconds` is its total time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +35,7 @@ class Part:
         self.seconds += time.perf_counter() - self._began
 
     def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Gives items; waiting for the next one belongs to this part."""
+        """Yield items; waiting for the next one belongs to this part."""
         iterator = iter(items)
         while True:
             with self:
@@ -54,12 +46,7 @@ class Part:
 
 
 class SeenPart(Part):
-    """The same for a trace: the device is waited for, and the part has its name there.
-
-    Args:
-        name: Of the part.
-        device: That computes.
-    """
+    """A part of a trace: waits for the device, and has its name in the trace."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name)
@@ -81,11 +68,11 @@ class SeenPart(Part):
 
 
 class StepTimer:
-    """The parts of the steps of an epoch.
+    """The parts of an epoch's steps.
 
     Args:
         device: That computes.
-        profiles: Whether the parts are seen in a trace; on a GPU its work is then waited for, part by part.
+        profiles: Whether the parts appear in a trace; a GPU is then waited for after each part.
     """
 
     def __init__(self, device: torch.device, *, profiles: bool) -> None:
@@ -94,21 +81,20 @@ class StepTimer:
         self.steps = 0
 
     def communicated(self, within: Part, seconds: float) -> None:
-        """Notes that a part has waited for other ranks for so long."""
+        """Move time that a part waited for other ranks to communication."""
         within.seconds -= seconds
         self.communication.seconds += seconds
 
     def over_ranks(self) -> list[dict[str, float]]:
-        """Returns seconds of each part, over all steps, by rank; the same on every rank. All call it."""
+        """Return the seconds of each part, over all steps, by rank; collective."""
         self._settle_debts()
         own = json.dumps({part.name: part.seconds for part in self._parts})
         return [json.loads(text) for text in runtime.gather_texts(own)]
 
     def _settle_debts(self) -> None:
-        """Take what an accelerator has waited for other ranks out of the parts in which the host waited for it.
+        """Subtract an accelerator's communication from the parts in which the host waited for it.
 
-        The host may wait for an accelerator in a later part than the one that asked for the collective, which then has
-        less than no time left.
+        The host may wait in a later part than the one that started the collective, whose time is then negative.
         """
         debt = min(self.backward.seconds, 0.0)
         self.backward.seconds -= debt

@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer."""
+"""A table of a model's layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ _HEADER = ("layer", "kind", "output", "parameters")
 
 
 def summary_of(model: nn.Module, shapes: dict[str, str]) -> str:
-    """Returns a table: a line per layer, and how many parameters there are.
-
-    Args:
-        model: Not wrapped.
-        shapes: Of outputs, by the layers' names, as far as they are known.
-    """
+    """Return a table with a line per layer, and the numbers of parameters."""
     lines, seen = [], set[int]()
     for name, layer, depth in _layers(model):
         own = [each for each in layer.parameters() if id(each) not in seen]
-        # A layer that stands in two places has its parameters in the first.
+        # A layer in two places has its parameters in the first.
         count = sum(each.numel() for each in own if not isinstance(each, nn.parameter.UninitializedParameter))
         is_leaf = next(layer.children(), None) is None
         if is_leaf:
@@ -54,11 +49,7 @@ def _totals(model: nn.Module) -> list[str]:
 
 
 class OutputShapes:
-    """Notes the shape of what each layer returns, while it is attached.
-
-    Attributes:
-        shapes: By the layers' names; rows are n.
-    """
+    """Records the shape of each layer's output; attribute `shapes` by layer name, with n for rows."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, str] = {}
@@ -71,7 +62,7 @@ class OutputShapes:
         return note
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

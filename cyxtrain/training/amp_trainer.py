@@ -29,8 +29,9 @@ from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import num_rows
 from cyxtrain.errors import ConfigError, NonFiniteError, on_all_ranks, shortened, warn
-from cyxtrain.metrics.loss import Loss, Weighting
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import rule_named
+from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.optim.clipping import multiply_gradients
 from cyxtrain.optim.learning_rates import LearningRates
 from cyxtrain.optim.optimizers import OptimizerLike, make_optimizer, place_state

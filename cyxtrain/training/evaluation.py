@@ -92,8 +92,8 @@ def evaluate_rows(
         number = next(numbers)
         told.on_test_batch_begin(number)
         step(batch)
-        told.on_test_batch_end(number, step.totals.lazily)
+        told.on_test_batch_end(number, step.totals.lazy_values)
 
     complete = run_whole_batches(model, rows, step_and_tell, distributed=distributed, give_up=give_up)
-    measured = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.here()
+    measured = step.totals.over_ranks(runtime.cpu_group()) if distributed else step.totals.local_values()
     return Evaluation(**measured) if complete else None

@@ -274,7 +274,7 @@ class FitLoop:
             self._state.forget_ranks()
             wishes = received()
             self._heed_end(wishes)
-            self._callbacks.on_train_batch_end(share.number, step.totals.lazily)
+            self._callbacks.on_train_batch_end(share.number, step.totals.lazy_values)
             self._show(share, step.totals)
             self._check_and_save(step)
             self._heed(wishes, step.totals)
@@ -338,7 +338,7 @@ class FitLoop:
     def _show(self, share: Share, totals: MetricSums) -> None:
         """Shows how far the epoch is."""
         run = self._run
-        run.display.step(share.joined_rows, totals.cheap_here)
+        run.display.step(share.joined_rows, totals.cheap_values)
         every = run.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
             self._settle()

@@ -23,8 +23,8 @@ from cyxtrain.checkpoint.format.optimizer_state import (
     optimizer_state_by_name,
     rebuild_groups,
 )
-from cyxtrain.checkpoint.format.validation import is_position, taking_over
 from cyxtrain.checkpoint.transport import read_file_on_all
+from cyxtrain.checkpoint.validation import is_position, taking_over
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env

@@ -24,12 +24,13 @@ from cyxtrain.data.batches.structure import Tree, map_output, map_tree, tensors
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import HostCopy, is_accelerator
 from cyxtrain.errors import ConfigError
-from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
+from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import Clip, multiply_gradients
-from cyxtrain.optim.fused_step import FusedStep
 from cyxtrain.optim.learning_rates import LearningRates
+from cyxtrain.optim.optimizer_step import OptimizerStep
 from cyxtrain.optim.precision import LossScale
 from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
@@ -81,7 +82,7 @@ class TrainingStep:
     ) -> None:
         self._ddp = ddp
         self._loss = loss
-        self._step_optimizer = FusedStep(optimizer)
+        self._step_optimizer = OptimizerStep(optimizer)
         self._rates = rates
         self._clip = clip
         self._guard = guard

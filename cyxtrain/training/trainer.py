@@ -24,7 +24,7 @@ from cyxtrain.config.settings import names_checked, require_choice
 from cyxtrain.data.sources.source import TrainingData
 from cyxtrain.errors import CollectiveMismatchError, ConfigError
 from cyxtrain.metrics.loss import Loss, with_weights
-from cyxtrain.metrics.named_metrics import named
+from cyxtrain.metrics.named_metrics import metrics_by_name
 from cyxtrain.notebook.run_in_workers import run_in_workers
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
@@ -120,7 +120,7 @@ class DistributedTrainer:
         self.ddp_config = checked_ddp_config(ddp_config)
         self._device = checked_device(device, self.model)
         self.callbacks = checked_callbacks(callbacks)
-        self._metrics = named(metrics)
+        self._metrics = metrics_by_name(metrics)
         require_choice("DistributedTrainer", "scheduler_interval", scheduler_interval, ("step", "epoch"))
         self._scheduler_interval = scheduler_interval
         rates = LearningRates(self.optimizer, make_scheduler(scheduler, self.optimizer))
@@ -265,7 +265,7 @@ class DistributedTrainer:
                 stopped = self._fit.train()
             finally:
                 self._fit = None
-                self._state.rates.leave()
+                self._state.rates.note_rates()
                 run.display.close()
                 ddp.close()
                 self._state.trained.zero_grad()

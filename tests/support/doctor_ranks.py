@@ -13,6 +13,7 @@ from unittest import mock
 
 import strangers
 
+from cyxtrain import ring
 from cyxtrain.config import DistributedConfig
 from cyxtrain.doctor import examine, measure, pairs
 from cyxtrain.launch import bench
@@ -41,7 +42,7 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             nobody = probe.getsockname()
-        address_of, test = pairs.socket_address, pairs.PairTests._test
+        address_of, test = ring.socket_address, pairs.PairTests._test
 
         def test_blindly(self: pairs.PairTests, other: int, number: int) -> Any:
             record = self.infos[other].record

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -332,7 +333,7 @@ def look_at_copies() -> dict[str, list[Any]]:
     ):
         device.clear()
         receive = prefetcher.send(rows)
-        _, copied, event = receive.args
+        _, copied, event = cast("functools.partial[Any]", receive).args
         placed = receive()
         assert isinstance(placed.inputs, Tensor)
         assert torch.equal(placed.inputs.cpu(), inputs.float())

@@ -1,11 +1,11 @@
-"""A stored zip of which every byte is covered by a checksum.
+"""An uncompressed zip of which checksums cover every byte.
 
-    <entries>        as they are, in the order in which they were given
+    <entries>        in the given order
     manifest.json    format and version, and size and xxh3_128 of each entry above
-    zip's records    the headers between the entries, and the directory behind them
+    zip's records    the headers between the entries, and the directory after them
     zip's comment    xxh3_128 of all records
 
-Any zip tool opens it. A reader trusts nothing in it before every checksum was right.
+Any zip tool opens it. A reader uses nothing in it before every checksum was verified.
 """
 
 from __future__ import annotations
@@ -29,58 +29,43 @@ MANIFEST = "manifest.json"
 Buffer = bytes | memoryview
 
 _MANIFEST_LIMIT_BYTES = 65536
-_MOST_AROUND_BYTES = 2 * 65536
-"""More than zip's records have around the entries, the longest comment included."""
+_MAX_AROUND_BYTES = 2 * 65536  # zip records around the entries, the longest comment included
 _EPOCH_OF_ZIP = (1980, 1, 1, 0, 0, 0)
 _COMMENT = "xxh3_128 of the records: "
 _COMMENT_BYTES = len(_COMMENT) + 32
 
-# Signature, then lengths of name and extra field: what the reader needs of an entry's own 30 bytes.
+# Of an entry's own header of 30 bytes: signature, and lengths of name and extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 
 
 @contextlib.contextmanager
 def blaming(name: str, entry: str) -> Iterator[None]:
-    """Turns whatever a damaged or hostile file raises into an error that names the file and the entry.
-
-    Raises:
-        CheckpointError: In place of any other error of the block.
-    """
+    """Turn any error that a corrupt or hostile file causes into a CheckpointError with the file and the entry."""
     try:
         yield
     except MemoryError:
-        raise  # the machine's fault, not the file's
+        raise  # not the file's fault
     except CheckpointError as error:
         raise CheckpointError(f"Cannot use checkpoint {name}: {entry}: {brief(str(error))}.") from error
     except Exception as error:
         reason = brief(str(error)) or type(error).__name__
         raise CheckpointError(
-            f"Checkpoint {name} is damaged, or none: {entry}: {reason}. An earlier one may be intact."
+            f"Checkpoint {name} is corrupt or is not a checkpoint: {entry}: {reason}. Try an earlier one."
         ) from error
 
 
 def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str, Sequence[Buffer]]) -> None:
-    """Writes an archive to an empty file that can be read as well; equal entries give equal bytes.
-
-    Cost: one write of all bytes, and what is copied on the way to the disk; nothing of the entries is copied here.
-
-    Args:
-        file: At its beginning.
-        form: The name of the format.
-        version: Of the format.
-        entries: By name, the parts of each.
-    """
+    """Write an archive to an empty file that is open for reading and writing; equal entries give equal bytes."""
     listed: dict[str, dict[str, object]] = {}
     spans = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, parts in entries.items():
-            digest = xxhash.xxh3_128()
-            start, end = _add(file, archive, name, parts, digest.update)
+            start, end, digest = _add(file, archive, name, parts)
             spans.append((start, end))
-            listed[name] = {"size_bytes": end - start, "xxh3_128": digest.hexdigest()}
+            listed[name] = {"size_bytes": end - start, "xxh3_128": digest}
         manifest = json.dumps({"format": form, "version": version, "entries": listed}, separators=(",", ":"))
-        spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")]))
+        spans.append(_add(file, archive, MANIFEST, [manifest.encode("ascii")])[:2])
         archive.comment = b" " * _COMMENT_BYTES
 
     def read(start: int, end: int) -> bytes:
@@ -94,20 +79,16 @@ def write_archive(file: BinaryIO, form: str, version: int, entries: Mapping[str,
 
 
 def look_at_archive(file: BinaryIO, name: str) -> None:
-    """Refuses a file that is no archive, as far as its zip directory tells: before all of it is read.
-
-    Raises:
-        CheckpointError: With what is wrong.
-    """
-    with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MOST_AROUND_BYTES)) as archive:
+    """Refuse a file whose zip directory is not that of an archive, without reading all of it."""
+    with blaming(name, "the zip directory"), zipfile.ZipFile(at_a_glance(file, _MAX_AROUND_BYTES)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
 
 
 def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
-    """Returns the content of one entry, checked; of the others only the sizes are looked at.
+    """Return the verified content of one entry; of the others only the sizes are compared.
 
     Raises:
-        Exception: It is no archive, has no such entry, or that is damaged, or larger than the limit.
+        Exception: It is no archive, has no such entry, or the entry is corrupt or larger than the limit.
     """
     with zipfile.ZipFile(at_a_glance(file, limit_bytes)) as archive:
         _require_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
@@ -117,23 +98,11 @@ def read_record(file: BinaryIO, entry: str, limit_bytes: int) -> bytes:
     return content
 
 
-def read_archive(view: memoryview, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:
-    """Returns the content of each entry after checking all of the archive; nothing is copied.
-
-    Sizes are compared with the bytes that are there before anything is allocated.
-
-    Args:
-        view: All of the file.
-        name: Of the file, for messages.
-        form: The name of the format that it must have.
-        version: Of the format.
-        names: The entries that it must have.
-
-    Raises:
-        CheckpointError: It is no such archive, of another version, or damaged, with the entry.
-    """
+def read_archive(data: bytes, name: str, form: str, version: int, names: Sequence[str]) -> dict[str, memoryview]:
+    """Return the content of each entry, without a copy, after verifying all of the archive."""
+    view = memoryview(data)
     with blaming(name, "the zip directory"):
-        with zipfile.ZipFile(_ViewFile(view)) as archive:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # which shares the bytes
             listed, comment = archive.infolist(), archive.comment
         spans = _spans(view, listed, {*names, MANIFEST})
     contents = {entry: view[start:end] for entry, (start, end) in spans.items()}
@@ -149,27 +118,22 @@ def read_archive(view: memoryview, name: str, form: str, version: int, names: Se
     return contents
 
 
-def _add(
-    file: BinaryIO,
-    archive: zipfile.ZipFile,
-    name: str,
-    parts: Sequence[Buffer],
-    see: Callable[[Buffer], None] = lambda part: None,
-) -> tuple[int, int]:
-    """Writes an entry; returns where its content begins and ends."""
+def _add(file: BinaryIO, archive: zipfile.ZipFile, name: str, parts: Sequence[Buffer]) -> tuple[int, int, str]:
+    """Write an entry; return the start, the end and the digest of its content."""
+    digest = xxhash.xxh3_128()
     entry = zipfile.ZipInfo(name, _EPOCH_OF_ZIP)
     entry.create_system = 3  # the same bytes on every operating system
-    entry.file_size = sum(memoryview(part).nbytes for part in parts)  # zip has two kinds of header, and must know now
+    entry.file_size = sum(memoryview(part).nbytes for part in parts)  # decides between zip's two kinds of header
     with archive.open(entry, "w") as target:
         start = file.tell()
         for part in parts:
-            see(part)
+            digest.update(part)
             target.write(part)
-        return start, file.tell()
+        return start, file.tell(), digest.hexdigest()
 
 
 def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[int, int]], size_bytes: int) -> bytes:
-    """Returns the archive's comment, its last bytes: the checksum of all else that is no content."""
+    """Return the archive's comment, its last bytes: the checksum of all bytes that are not content."""
     digest, position = xxhash.xxh3_128(), 0
     for start, end in sorted(spans):
         digest.update(read(position, start))
@@ -179,7 +143,7 @@ def _records_comment(read: Callable[[int, int], Buffer], spans: Iterable[tuple[i
 
 
 def _check(content: memoryview, listed: Mapping[str, object]) -> None:
-    """Compares an entry with what the manifest says of it."""
+    """Compare an entry with its line in the manifest."""
     if listed["size_bytes"] != len(content):
         raise ValueError(f"it has {len(content)} bytes, and the manifest says {listed['size_bytes']}")
     if listed["xxh3_128"] != xxhash.xxh3_128_hexdigest(content):
@@ -187,23 +151,23 @@ def _check(content: memoryview, listed: Mapping[str, object]) -> None:
 
 
 def _spans(view: memoryview, listed: Sequence[zipfile.ZipInfo], expected: set[str]) -> dict[str, tuple[int, int]]:
-    """Returns where each entry's content begins and ends, after checking that the zip is one of ours otherwise."""
+    """Return the start and the end of each entry's content, after checking the zip's structure."""
     names = [entry.filename for entry in listed]
     if len(names) != len(expected) or set(names) != expected:
         raise ValueError(f"the entries are {names}, and must be {sorted(expected)}")
-    # A cut file may end in another archive that lies inside a tensor: it does not begin at the beginning.
+    # A cut file may end in another archive, inside a tensor.
     if min(entry.header_offset for entry in listed) != 0:
         raise ValueError("there are bytes before the first entry")
     return {entry.filename: _span(view, entry) for entry in listed}
 
 
 def _require_sizes(listed: Iterable[zipfile.ZipInfo], size_bytes: int) -> None:
-    """Refuses entries that are compressed, into how little nobody knows, and bytes that belong to none."""
+    """Refuse compressed entries, whose size is unknown, and bytes that belong to no entry."""
     content_bytes = 0
     for entry in listed:
         _require_stored(entry)
         content_bytes += entry.file_size
-    if not 0 <= size_bytes - content_bytes <= _MOST_AROUND_BYTES:
+    if not 0 <= size_bytes - content_bytes <= _MAX_AROUND_BYTES:
         raise ValueError(f"its entries have {content_bytes:,} bytes, and the file {size_bytes:,}")
 
 
@@ -213,7 +177,7 @@ def _require_stored(entry: zipfile.ZipInfo) -> None:
 
 
 def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Returns where the content of a stored entry begins and ends, as its own header says."""
+    """Return the start and the end of a stored entry's content, by its own header."""
     _require_stored(entry)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(view, entry.header_offset)
     name_start = entry.header_offset + _LOCAL_HEADER.size
@@ -228,7 +192,7 @@ def _span(view: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
 def _manifest(
     content: memoryview, crc: int, form: str, version: int, names: Sequence[str]
 ) -> Mapping[str, Mapping[str, object]]:
-    """Returns what the manifest says of each entry; the zip's own CRC-32 guards the manifest itself."""
+    """Return the manifest's line of each entry; the zip's own CRC-32 protects the manifest."""
     if len(content) > _MANIFEST_LIMIT_BYTES or zlib.crc32(content) != crc:
         raise ValueError("its checksum is wrong")
     manifest = json.loads(bytes(content))
@@ -243,34 +207,3 @@ def _manifest(
         raise ValueError(f"it lists {sorted(manifest['entries'])}, and must list {sorted(names)}")
     entries: Mapping[str, Mapping[str, object]] = manifest["entries"]
     return entries
-
-
-class _ViewFile(io.RawIOBase):
-    """Bytes in memory as a file for `zipfile`; a read never allocates more than is there, whatever was asked for."""
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__()
-        self._view = view
-        self._position = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        end = len(self._view) if size is None or size < 0 else min(self._position + size, len(self._view))
-        content = bytes(self._view[self._position : end])
-        self._position += len(content)
-        return content
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._view)}[whence]
-        if not 0 <= base + offset <= len(self._view):
-            raise OSError("it points outside of the file")
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True

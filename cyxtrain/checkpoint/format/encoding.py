@@ -1,6 +1,6 @@
-"""Nested Python values as strict JSON, and back: exact, typed, with tensors kept apart, without running code.
+"""Nested Python values as strict JSON: exact, typed, with tensors stored separately, without running code.
 
-What JSON cannot say is an object with one key that begins with a dollar sign:
+What JSON cannot express is an object with one key that begins with a dollar sign:
 
     {"$tuple": [0.9, 0.999]}      a tuple
     {"$float": "nan"}             nan, inf, -inf
@@ -20,18 +20,17 @@ import torch
 
 from cyxtrain.errors import CheckpointError
 
+_NUMBERS = (int, float, torch.Tensor)
+
 
 def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """Returns a value as JSON types; floats come back bit for bit (a nan as a nan), tuples as tuples.
+    """Return a value as JSON types; floats are restored bit for bit (a nan as a nan), tuples as tuples.
 
     Args:
         value: None, bool, int, float, str, NumPy's scalars and arrays of numbers, a tensor, or lists, tuples and
             dictionaries of these.
-        path: Where the value stands, for the name of its tensors and for messages, such as "weight.exp_avg".
-        tensors: Takes the tensors, under names made from their paths. None: a tensor is refused.
-
-    Raises:
-        CheckpointError: Anything else is in it, with its path.
+        path: Of the value, for the names of its tensors and for messages, such as "weight.exp_avg".
+        tensors: Collects the tensors, under names made from their paths. None: tensors are refused.
     """
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
@@ -62,7 +61,7 @@ def encode_tree(value: Any, path: str, tensors: dict[str, torch.Tensor] | None =
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Returns a dictionary as a JSON object; where that cannot hold its keys, as a list of pairs."""
+    """Return a dictionary as a JSON object, or as a list of pairs if its keys are not plain text."""
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: encode_tree(item, f"{path}.{key}", tensors) for key, item in value.items()}
     return {
@@ -71,10 +70,10 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torc
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Returns the value that `encode_tree` was given.
+    """Return the value that `encode_tree` encoded.
 
     Raises:
-        KeyError, TypeError, ValueError: It is not what `encode_tree` makes.
+        KeyError, TypeError, ValueError: `encode_tree` cannot have made it.
     """
     if isinstance(value, list):
         return [decode_tree(item, tensors) for item in value]
@@ -102,3 +101,21 @@ def _plain(name: Any) -> np.dtype[Any]:
     if dtype.kind not in "biufc":
         raise ValueError(f"{name} is no dtype of numbers")
     return dtype
+
+
+def same_kinds(saved: Any, own: Any) -> bool:
+    """Return whether a saved value may replace the present one: a number a number, a dictionary a dictionary.
+
+    Args:
+        saved: From a checkpoint.
+        own: The present value; anything but a text may replace None. Names in only one of two dictionaries, and the
+            items of lists, are not compared; tuples must have the same length.
+    """
+    if own is None:
+        return not isinstance(saved, str)
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        return all(same_kinds(saved[name], own[name]) for name in own if name in saved)
+    if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
+        return len(own) == len(saved) and all(map(same_kinds, saved, own))
+    numbers = all(isinstance(each, _NUMBERS) and not isinstance(each, bool) for each in (saved, own))
+    return numbers or type(own) is type(saved)

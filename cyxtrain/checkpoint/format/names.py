@@ -1,4 +1,4 @@
-"""The names of a model's parts as the user wrote them, whatever has been wrapped around a part since."""
+"""Names of a model's parts as the user wrote them, without the prefixes of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,30 @@ import torch
 
 from cyxtrain.parallel.consistency.tensor_parts import fingerprint, is_dense, parts_of, write
 
+# the prefix of `torch.compile` in the names of a module and its parts
 _COMPILED = "_orig_mod."
-"""What `torch.compile` puts before the names of a module, and of modules within one."""
 
 
 def plain_name(name: str) -> str:
-    """Returns a name as it is in the model before it was compiled."""
+    """Return a name without the prefixes of `torch.compile`."""
     return name.replace(_COMPILED, "")
 
 
 def plain_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the model's `state_dict` under plain names; its tensors are the live ones."""
+    """Return the model's `state_dict` under plain names; its tensors are the live ones."""
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
 def plain_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Gives (plain name, parameter), each parameter once."""
+    """Yield (plain name, parameter), each parameter once."""
     return ((plain_name(name), parameter) for name, parameter in model.named_parameters())
 
 
 def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a model, compiled or not, what `plain_state` gave.
-
-    Raises:
-        KeyError, RuntimeError: Names or shapes differ.
-    """
+    """Load the result of `plain_state` into a model, compiled or not."""
     own = model.state_dict()
     given = {name: state[plain_name(name)] for name in own}
-    # load_state_dict copies: not into a sparse tensor of other indices, nor where elements share memory.
+    # load_state_dict cannot copy into sparse tensors with other indices, nor if elements share memory.
     special = {name for name, value in own.items() if isinstance(value, torch.Tensor) and not is_dense(value)}
     for name in special:
         if parts_of(own[name]) is not None and fingerprint(own[name]) != fingerprint(given[name]):

@@ -1,52 +1,44 @@
 """An optimizer's state by parameter name, so that it fits any order of parameters and any number of ranks.
 
-PyTorch numbers the parameters in the order in which the optimizer got them. A name says which one is
-meant after layers were reordered or groups were formed differently; PyTorch's own `state_dict` and
-`load_state_dict` stay the door on both sides, so that its hooks and its casts work as always.
+PyTorch numbers the parameters in the order in which the optimizer got them; a name is right also after layers were
+reordered or grouped differently. PyTorch's `state_dict` and `load_state_dict` do the rest, with their hooks and casts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.format.validation import same_kinds
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
-# Names inside a group that are not hyper-parameters.
+# names in a group that are not hyperparameters
 _PARAMETERS = ("params", "param_names")
-# Their state is not made of tensors like the parameters.
+# optimizers whose state is not shaped like the parameters
 _OWN_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
-# How it steps, which is the program's affair, and not the checkpoint's.
+# settings that the program decides, not the checkpoint
 _WAYS = ("fused",)
 
 
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Returns an optimizer's state by parameter name, and its groups with names instead of parameters.
-
-    Args:
-        optimizer: Of parameters of `model`; a parameter that several modules share has its first name.
-        model: Without a wrapper, so that the names are those of its own `state_dict`.
+    """Return an optimizer's state by parameter name, and its groups with names instead of parameters.
 
     Returns:
-        The state, in the order of the model's parameters, its tensors not copied: they change with the next
-        step. The groups: hyper-parameters, and "params" as a list of names.
-
-    Raises:
-        ConfigError: A parameter that is not the model's.
-        CheckpointError: State that belongs to no parameter.
+        The state, in the order of the model's parameters; its tensors are not copied and change with the next step. The
+        groups: hyperparameters, and "params" as a list of names.
     """
     saved = optimizer.state_dict()
     unknown = sorted(set(saved) - {"state", "param_groups"})
     if unknown:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {unknown} beside its state: it cannot be saved by name."
+            f"{type(optimizer).__name__} keeps {unknown} outside its state: it cannot be saved by name."
         )
     name_groups = _group_names(optimizer, model)
     names = _names_by_index(saved["param_groups"], name_groups)
@@ -72,20 +64,9 @@ def load_optimizer_state_by_name(
     state: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Gives an optimizer the state and hyper-parameters of `optimizer_state_by_name`; all of it, or none.
+    """Load the result of `optimizer_state_by_name` into an optimizer: all of it, or nothing.
 
-    PyTorch's `load_state_dict` puts each tensor on its parameter's device and type, and "step" where the
-    optimizer wants it. Tensors that are there already are taken over, not copied.
-
-    Args:
-        optimizer: The same kind, over the same groups of parameters, in any order.
-        model: The model whose parameters it has.
-        state: By parameter name.
-        groups: Hyper-parameters, and "params" as a list of names.
-
-    Raises:
-        ConfigError: A parameter that is not the model's.
-        CheckpointError: Other parameters, other groups or another kind of optimizer, with what differs.
+    Tensors on the right device are taken over, not copied.
     """
     name_groups = _group_names(optimizer, model)
     _require_same_parameters(name_groups, state, groups)
@@ -96,12 +77,8 @@ def load_optimizer_state_by_name(
     for own, names in zip(current["param_groups"], name_groups, strict=True):
         saved = _hyper_parameters(matching[frozenset(names)])
         _require_same_kind(optimizer, own, saved)
-        new_groups.append(
-            {
-                **{name: _like(value, own.get(name)) for name, value in saved.items()},
-                **{name: own[name] for name in (*_WAYS, "params") if name in own},
-            }
-        )
+        kept = {name: own[name] for name in (*_WAYS, "params") if name in own}
+        new_groups.append({name: _like(value, own.get(name)) for name, value in saved.items()} | kept)
     indices = {name: index for index, name in _names_by_index(current["param_groups"], name_groups).items()}
     new_state = {indices[name]: dict(values) for name, values in state.items()}
     optimizer.load_state_dict({"state": new_state, "param_groups": new_groups})
@@ -111,18 +88,12 @@ def load_optimizer_state_by_name(
 def rebuild_groups(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]], built: int
 ) -> list[str]:
-    """Gives an optimizer the groups that the fit of a checkpoint added, and takes off those that it had not added yet.
+    """Add the groups that the checkpoint's fit had added, and drop those that it had not added yet.
 
-    Groups that it was built with stay as they are; where these differ, nothing is changed.
-
-    Args:
-        optimizer: Of parameters of `model`.
-        model: Without a wrapper.
-        groups: Of the checkpoint, as `optimizer_state_by_name` gave them.
-        built: How many groups the optimizer had before a fit added any.
+    Groups that the optimizer was built with stay; if these differ, nothing changes.
 
     Returns:
-        Names of the parameters in groups that were added.
+        Names of the parameters in added groups.
     """
     own, saved = [frozenset(names) for names in _group_names(optimizer, model)], list(groups)
     left = Counter(frozenset(group["params"]) for group in saved)
@@ -139,7 +110,7 @@ def rebuild_groups(
 
 
 def drop_groups(optimizer: torch.optim.Optimizer, first: int) -> None:
-    """Takes the groups from number `first` on, and their state, off an optimizer."""
+    """Remove the groups from number `first` on, with their state."""
     for group in optimizer.param_groups[first:]:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
@@ -149,9 +120,9 @@ def drop_groups(optimizer: torch.optim.Optimizer, first: int) -> None:
 def _keep_types(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Gives state the types that it had, where PyTorch has made it the parameter's: NAdam's mu_product is float32.
+    """Restore dtypes that PyTorch has changed to the parameter's: NAdam's mu_product is float32.
 
-    Not where nothing had the parameter's type: then the model's is another than it was.
+    Not if nothing had the parameter's dtype: then the model's dtype has changed.
     """
     for name, parameter in plain_parameters(model):
         saved = {key: value for key, value in state.get(name, {}).items() if isinstance(value, torch.Tensor)}
@@ -164,7 +135,7 @@ def _keep_types(
 
 
 def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
-    """Returns the names of each group's parameters; one without a name is an error."""
+    """Return the names of each group's parameters; refuse parameters that are not the model's."""
     names = {id(parameter): name for name, parameter in plain_parameters(model)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -179,12 +150,9 @@ def _group_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> li
 
 
 def _names_by_index(groups: Sequence[Mapping[str, Any]], name_groups: Sequence[Sequence[str]]) -> dict[int, str]:
-    """Returns the name behind each of PyTorch's numbers."""
-    return {
-        index: name
-        for group, names in zip(groups, name_groups, strict=True)
-        for index, name in zip(group["params"], names, strict=True)
-    }
+    """Return the name of each of PyTorch's parameter numbers."""
+    indices = [index for group in groups for index in group["params"]]
+    return dict(zip(indices, itertools.chain.from_iterable(name_groups), strict=True))
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +162,7 @@ def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _require_same_parameters(
     name_groups: Sequence[Sequence[str]], state: Mapping[str, object], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuses other parameters, state of parameters in no group, and another grouping, with the names."""
+    """Refuse other parameters, state of parameters in no group, and another grouping."""
     own = {name for names in name_groups for name in names}
     saved = {name for group in groups for name in group["params"]}
     differences = [
@@ -218,7 +186,7 @@ def _require_same_parameters(
 def _require_state(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuses state that an optimizer of PyTorch's cannot have: it would fail in the first step, or in silence."""
+    """Refuse state that PyTorch's optimizers cannot have: the first step would fail, or be wrong."""
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, _OWN_SHAPES):
         return
     shapes = {name: parameter.shape for name, parameter in plain_parameters(model)}
@@ -234,7 +202,7 @@ def _require_state(
 
 
 def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuses hyper-parameters of another optimizer: half of them would silently stay as they are."""
+    """Refuse the hyperparameters of another optimizer."""
     missing = sorted(set(_hyper_parameters(own)) - set(saved))
     if missing:
         raise CheckpointError(
@@ -250,7 +218,7 @@ def _require_same_kind(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
 
 
 def _like(value: Any, own: Any) -> Any:
-    """Returns a hyper-parameter on the device of the present one (a learning rate in a CUDA graph is a tensor)."""
+    """Return a hyperparameter on the device of the present one (a learning rate may be a tensor)."""
     if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
         return value.to(own.device)
     return value

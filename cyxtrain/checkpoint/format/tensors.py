@@ -1,4 +1,4 @@
-"""Tensors as safetensors can store them: each memory once, no overlaps, and only types that every version knows."""
+"""Tensors as safetensors stores them: each memory once, no overlaps, only dtypes that every version has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from cyxtrain.errors import CheckpointError
 from cyxtrain.parallel.consistency.tensor_parts import is_plain, kind_of, parts_of, rebuilt
 
-# Types that some supported version of safetensors lacks are stored as others of the same width, bit for bit.
-# A fixed table: a file must not depend on the version that wrote it.
+# Dtypes that some supported version of safetensors lacks are stored as others of the same width, bit for bit, in files
+# of every version.
 _STAND_INS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -21,11 +21,11 @@ _STAND_INS = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
     torch.float4_e2m1fn_x2: torch.uint8,
-    torch.complex32: torch.float16,  # complex numbers: one more dimension, real and imaginary part
+    torch.complex32: torch.float16,  # complex numbers get another dimension of real and imaginary part
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-# As the safetensors format calls what is stored as it is.
+# names of the safetensors format
 _NAMES_IN_FILES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -46,40 +46,35 @@ _SPARSE_LAYOUTS = {
 }
 _ALIGNMENT_BYTES = 8
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name of a tensor and the tensor; returns it on the CPU, contiguous, in memory that nobody changes."""
 _STAND_IN_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _STAND_INS}
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What a safetensors file cannot say about its tensors, in JSON types."""
+    """What a safetensors file cannot express about its tensors, in JSON types."""
 
+    # all names, in the order of the dictionary; of a sparse tensor, those of its parts
     order: list[str]
-    """All names, in the order of the dictionary that was stored; of a sparse tensor, those of its parts."""
+    # names of tied tensors, each with the name under which its memory is stored
     aliases: dict[str, str]
-    """Names of tied tensors, each with the name under which the memory is stored."""
+    # stored names whose dtype differs from the file's, such as "complex128"
     dtypes: dict[str, str]
-    """Stored names whose type is another one than the file says, such as "complex128"."""
+    # names of sparse tensors, each with its layout, such as "sparse_csr", and shape; parts are named "name#0" and so on
     sparse: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """Names of sparse tensors, each with its layout, such as "sparse_csr", and its shape. Its parts are stored as
-    "name#0" and so on."""
 
 
 def encode_tensors(
     tensors: Mapping[str, torch.Tensor], what: str, copy: Copy | None = None
 ) -> tuple[dict[str, torch.Tensor], TensorLayout]:
-    """Returns tensors to store, and the layout that brings back the given ones.
+    """Return tensors to store, and the layout that restores the given ones.
 
     Tensors with the same memory, shape and strides are stored once. Those that overlap otherwise, or are not
-    contiguous, are copied; all others are not. Sparse ones are stored as their indices and values.
+    contiguous, are copied; no others. Sparse ones are stored as indices and values.
 
     Args:
         tensors: By name, on any device.
-        what: What they belong to, for messages, such as "model".
-        copy: Makes a contiguous copy of each, given its name; None: they are copied only where they must be.
-
-    Raises:
-        CheckpointError: A tensor that a file cannot hold (nested, quantised, on the meta device).
+        what: Their owner, for messages, such as "model".
+        copy: Makes a contiguous copy on the CPU of each, given its name; None: copies only what must be copied.
     """
     stored: dict[str, torch.Tensor] = {}
     sparse = {name: each for name, each in tensors.items() if not is_plain(each) and parts_of(each) is not None}
@@ -101,7 +96,7 @@ def encode_tensors(
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns each name whose tensor is the same memory as an earlier one, with the first name of that memory."""
+    """Return the names whose tensor is the memory of an earlier one, with the first name of that memory."""
     first_names: dict[object, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
@@ -116,7 +111,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def decode_tensors(stored: Mapping[str, torch.Tensor], layout: TensorLayout) -> dict[str, torch.Tensor]:
-    """Returns the tensors that `encode_tensors` was given; tied ones are one object under two names.
+    """Return the tensors that `encode_tensors` was given; tied ones are one object under two names.
 
     Raises:
         KeyError, RuntimeError, TypeError, ValueError: The layout is of another file.
@@ -140,7 +135,7 @@ def _named_parts(name: str, tensor: torch.Tensor, is_sparse: bool) -> list[tuple
 def _with_sparse(
     tensors: Mapping[str, torch.Tensor], sparse: Mapping[str, tuple[str, list[int]]]
 ) -> dict[str, torch.Tensor]:
-    """Returns tensors in which each sparse one stands in the place of its parts."""
+    """Return tensors with each sparse one in place of its parts."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         whole, _, number = name.rpartition("#")
@@ -154,15 +149,12 @@ def _with_sparse(
 
 
 def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Returns the parts of a safetensors file: its header, then the memory of each tensor, which is not copied.
+    """Return the parts of a safetensors file: its header, then the memory of each tensor, without copies on the CPU.
 
-    Not the library's `save`: that makes two copies of everything, and holds Python's lock all the while.
-    Source: the format's description, https://github.com/huggingface/safetensors#format.
-
-    Args:
-        stored: What `encode_tensors` gave; what is on another device is copied to the CPU.
+    The library's `save` makes two copies of everything, and holds Python's lock all the while.
+    Source: https://github.com/huggingface/safetensors#format.
     """
-    # The widest types first: every tensor lies where its type may, and readers can map the file.
+    # The widest dtypes first: every tensor is aligned, so that readers can map the file.
     ordered = sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {}
     parts: list[bytes | memoryview] = []
@@ -179,7 +171,7 @@ def safetensors_parts(stored: Mapping[str, torch.Tensor]) -> list[bytes | memory
 
 
 def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
-    """Returns a tensor without graph, whose memory says all; one that has no such memory is an error."""
+    """Return a tensor without graph, conjugation or negation; refuse what a file cannot hold."""
     if name == "__metadata__":
         raise CheckpointError(f"The {what} has a tensor named '__metadata__', which safetensors reserves: rename it.")
     if not is_plain(tensor):
@@ -191,7 +183,7 @@ def _plain(tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
 
 
 def _own_memory(tensor: torch.Tensor, spans: dict[object, list[tuple[int, int]]]) -> torch.Tensor:
-    """Returns a contiguous tensor that shares no byte with those of before, which `spans` lists by storage."""
+    """Return a contiguous tensor that shares no byte with earlier ones; `spans` lists these by storage."""
     if not tensor.is_contiguous():
         return tensor.contiguous()
     if not tensor.numel():

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.structure import Tree, map_tree, tensors
-from cyxtrain.metrics.loss import Loss, Weighting
+from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.num_items import ARGUMENT, find_rule, may_take_items, names_items, usual_rule
+from cyxtrain.metrics.weighting import Weighting
 from cyxtrain.training.model.forward import ModelCall
 
 ROWS = 8

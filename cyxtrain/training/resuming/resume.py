@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
 from cyxtrain.checkpoint.format.names import plain_parameters
-from cyxtrain.checkpoint.format.validation import check_content, taking_over
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
+from cyxtrain.checkpoint.validation import check_content, taking_over
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.rng import set_generators
 from cyxtrain.environment import process_env
@@ -87,13 +87,13 @@ class Resumed:
                 return  # made between two epochs: the next one begins with generators of its own
             if len(self.ranks) == world_size:
                 set_generators(self.ranks[rank]["generators"], device)
-                totals.go_on_from(tables[rank])
+                totals.restore(tables[rank])
                 totals.metrics.merge([self.ranks[rank].get("metrics", {})])
                 return
             totals.metrics.merge([each.get("metrics", {}) for each in self.ranks[rank::world_size]])
             if rank == 0:
                 # Added up once: which rank has counted what makes no difference to the result but in its last bits.
-                totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
+                totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"Cannot resume from {self.source}: what belongs to rank {rank} is wrong: {error}."
@@ -171,7 +171,7 @@ def _begin_or_go_on(
     if found is None:
         _check_batch_norm(state, run)
         scheduled = run.schedule_steps(run.warmup_steps if state.rates.warms_up_first else 0)
-        _check_schedule(run, state.rates.tried(scheduled), scheduled, run.steps_per_epoch)
+        _check_schedule(run, state.rates.schedule_for(scheduled), scheduled, run.steps_per_epoch)
         _warn_of_warmup(run)
         effective, lengths = run.feed.effective_batch_size, (run.warmup_steps, run.all_steps, scheduled)
         state.begin_fit(run.config, data, effective, lengths, run.initial_epoch)

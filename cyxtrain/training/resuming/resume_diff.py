@@ -48,7 +48,7 @@ def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict
     _, groups = optimizer_state_by_name(state.optimizer, state.trained)
     hidden = _NO_OPTIONS | state.rates.moved_options
     options = []
-    for group, rate in zip(groups, state.rates.given(), strict=True):
+    for group, rate in zip(groups, state.rates.program_rates(), strict=True):
         shown = {name: value for name, value in group.items() if name not in hidden}
         options.append({name: value for name, value in shown.items() if not isinstance(value, torch.Tensor)})
         options[-1]["lr"] = rate

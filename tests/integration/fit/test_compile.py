@@ -330,8 +330,6 @@ def history_of(graphs: Graphs, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["own", "classes", "binary"])
 def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
-    if kind == "binary":
-        pytest.importorskip("torchmetrics")
     with one_process():
         usual = history_of(Graphs(), kind)
         graphs = Graphs()

@@ -145,7 +145,7 @@ def test_what_has_rates_of_its_own_is_not_scaled():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.1], total_steps=100)
 
     with one_process():
-        with pytest.raises(cx.ConfigError, match="OneCycleLR has rates of its own"):
+        with pytest.raises(cx.ConfigError, match="OneCycleLR sets rates itself"):
             trace({"scheduler": one_cycle, "learning_rate_scaling": "sqrt"})
         assert len(trace({"scheduler": one_cycle, "warmup_steps": 2})[0]) == STEPS
         with pytest.raises(cx.ConfigError, match=r"no scheduler 'cosin'. Did you mean 'cosine'"):

@@ -132,8 +132,8 @@ def test_what_is_no_schedule_of_this_optimizer_is_refused():
     model = make_model()
     optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
     for wrong, words in (
-        (schedulers.StepLR(other, 3), "StepLR is of another optimizer"),
-        (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau looks at a number after each epoch"),
+        (schedulers.StepLR(other, 3), "StepLR has another optimizer"),
+        (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau needs a metric at each step"),
         (lambda optimizer: None, "scheduler must be one of torch.optim.lr_scheduler"),
         (3, "scheduler must be one of torch.optim.lr_scheduler"),
     ):
@@ -144,10 +144,10 @@ def test_what_is_no_schedule_of_this_optimizer_is_refused():
 def test_a_cycle_that_ends_before_the_fit_is_refused():
     with one_process():
         trainer = make_trainer("OneCycleLR")
-        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit would end after 15"):
+        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit ends after 15"):
             trainer.fit(INPUTS, TARGETS, **{**SETTINGS, "epochs": 3})
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
-        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit would end after 20"):
+        with pytest.raises(cx.ConfigError, match=r"ends after 10 steps \(.*\), and this fit ends after 20"):
             trainer.fit(INPUTS, TARGETS, **SETTINGS)
 
 
@@ -178,7 +178,7 @@ def test_a_schedule_that_seems_to_count_epochs_is_warned_of(schedule, warns):
     with one_process(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
-    found = [str(each.message) for each in said if "seems to have been built to be stepped once per epoch" in str(each)]
+    found = [str(each.message) for each in said if "seems to have been built for one step per epoch" in str(each)]
     assert len(found) == int(warns)
     assert all("5 times in an epoch" in text and "LearningRateScheduler" in text for text in found)
 
@@ -226,7 +226,7 @@ def test_a_schedule_that_cannot_be_kept_is_refused_before_anything_starts():
     trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd", scheduler=Odd)
     with (
         one_process(),
-        pytest.raises(cx.ConfigError, match="Odd has a state that cannot be kept"),
+        pytest.raises(cx.ConfigError, match="Odd has a state that cannot be saved"),
     ):
         trainer.fit(INPUTS, TARGETS, **SETTINGS)
     assert trainer.epoch == 0

@@ -18,7 +18,7 @@ from rank_processes import rank_server  # noqa: F401 - a fixture
 from torch import nn
 
 import cyxtrain as cx
-from cyxtrain.progress.bars import CellDisplay, CellText
+from cyxtrain.progress.display import CellDisplay, CellText
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

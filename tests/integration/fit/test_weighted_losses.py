@@ -252,5 +252,5 @@ def test_a_loss_that_changes_its_form_is_refused():
         total, count = token_pair(outputs, labels)
         return (total, count) if len(labels) == 8 else total / count
 
-    with one_process(), pytest.raises(cx.ConfigError, match=r"was \(sum, weight\) when it was tried, and is a mean"):
+    with one_process(), pytest.raises(cx.ConfigError, match=r"was \(sum, weight\) in the dry run, and is a mean"):
         cx.DistributedTrainer(Tagger(), sometimes).fit(words, labels, batch_size=8, verbose=False)

@@ -20,7 +20,9 @@ from cyxtrain.checkpoint.checkpoint_file import FORMAT, FORMAT_VERSION, Checkpoi
 from cyxtrain.checkpoint.format.archive import write_archive
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.tensors import encode_tensors, safetensors_parts
+from cyxtrain.checkpoint.validation import HISTORY
 from cyxtrain.errors import CheckpointError
+from cyxtrain.progress.history import TrainingHistory
 
 DTYPES = [
     torch.bool,
@@ -259,7 +261,7 @@ def test_a_flipped_bit_in_an_entry_is_found_and_the_entry_is_named(entry):
     for position in range(start, start + len(content), 7):
         flipped = bytearray(DATA)
         flipped[position] ^= 16
-        with pytest.raises(CheckpointError, match=rf"run/7\.ckpt is damaged, or none: {entry}"):
+        with pytest.raises(CheckpointError, match=rf"run/7\.ckpt is corrupt or is not a checkpoint: {entry}"):
             unpack_checkpoint(bytes(flipped), "run/7.ckpt")
 
 
@@ -356,7 +358,7 @@ def test_the_safetensors_library_reads_what_we_write(dtype):
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"x" * 1000, b"PK\x05\x06" + b"\xff" * 18])
 def test_what_is_no_zip_is_refused(data):
-    with pytest.raises(CheckpointError, match="damaged, or none"):
+    with pytest.raises(CheckpointError, match="corrupt or is not a checkpoint"):
         unpack_checkpoint(data, "nothing")
 
 
@@ -370,3 +372,7 @@ def test_nothing_that_saves_or_loads_can_unpickle():
                 assert (node.module or "").split(".")[0] not in forbidden, file
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert (node.value.id, node.attr) not in {("torch", "load"), ("torch", "save")}, file
+
+
+def test_the_checked_fields_of_a_history_are_its_fields():
+    assert HISTORY.keys() == {field.name for field in dataclasses.fields(TrainingHistory)}

@@ -376,7 +376,7 @@ def test_what_is_not_a_tensor_has_a_limit_when_it_is_written_and_when_it_is_read
     monkeypatch.setattr("cyxtrain.checkpoint.checkpoint_file.STATE_LIMIT_BYTES", 100)
     with pytest.raises(cx.CheckpointError, match=r"state\.json: it has [\d,]+ bytes, and may have 100"):
         make_trainer(scheduler="cosine").load_checkpoint(path)
-    with pytest.raises(cx.CheckpointError, match=r"Beside its tensors the state has .* bytes as JSON, .* at most 100"):
+    with pytest.raises(cx.CheckpointError, match=r"Without its tensors the state has .* bytes as JSON, .* at most 100"):
         make_trainer().save_checkpoint(folder / "mine.ckpt")
 
 
@@ -440,7 +440,7 @@ def test_a_safetensors_file_whose_header_is_too_long_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.write((TERABYTE // 2).to_bytes(8, "little"))
         file.truncate(TERABYTE)
-    with pytest.raises(cx.CheckpointError, match=r"no safetensors file: a file of 1,099,511,627,776 bytes cannot have"):
+    with pytest.raises(cx.CheckpointError, match=r"safetensors file: a file of 1,099,511,627,776 bytes cannot have"):
         cx.load_weights(make_model(), path)
 
 

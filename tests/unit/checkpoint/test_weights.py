@@ -115,13 +115,13 @@ def test_all_differences_are_named_at_once_and_nothing_is_changed(tmp_path):
 
 def test_a_file_of_torch_save_is_refused_with_the_way_to_bring_it_here(tmp_path):
     torch.save(model().state_dict(), tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"is a file of torch.save.* load_state_dict, and keep it with save_wei"):
+    with pytest.raises(CheckpointError, match=r"is a file of torch.save.* load_state_dict, then save it with save_wei"):
         load_weights(model(), tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("function", [save_weights, load_weights])
 def test_what_is_no_model_is_refused(tmp_path, function):
-    with pytest.raises(cx.ConfigError, match=r"_weights takes a torch.nn.Module, got dict: give the model itself"):
+    with pytest.raises(cx.ConfigError, match=r"_weights takes a torch.nn.Module, got dict: pass the model itself"):
         function({}, tmp_path / "w.safetensors")
 
 
@@ -129,7 +129,7 @@ def test_what_is_no_model_is_refused(tmp_path, function):
 def test_what_is_no_weights_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         load_weights(model(), path)
     with pytest.raises(CheckpointError, match="There is no weights"):
         load_weights(model(), tmp_path / "absent")
@@ -165,5 +165,5 @@ def test_the_weights_of_a_checkpoint_load_and_every_byte_of_it_is_checked(tmp_pa
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"best\.ckpt is damaged"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt is corrupt"):
         load_weights(second, path)

@@ -1,4 +1,4 @@
-"""The fused kernel, called by itself, takes the steps that optimizer.step() takes, to the bit, and gives way to it."""
+"""A step that the device may skip takes the bits of optimizer.step(), and changes nothing if it is skipped."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from fitting import make_model, make_rows, seeded
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from cyxtrain.optim.fused_step import FusedStep
+from cyxtrain.optim.optimizer_step import OptimizerStep
 
 OPTIMIZERS = {
     "adam": torch.optim.Adam,
     "adam, weight decay": partial(torch.optim.Adam, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-4),
     "adam, maximize": partial(torch.optim.Adam, maximize=True),
+    "adam, amsgrad": partial(torch.optim.Adam, amsgrad=True),
     "adamw": torch.optim.AdamW,
     "adam, decoupled": partial(torch.optim.Adam, weight_decay=0.1, decoupled_weight_decay=True),
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "sgd, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "sgd, nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
 }
+GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
 
 
 class Trained:
@@ -48,9 +50,11 @@ class Trained:
         return [*(parameter.detach() for parameter in self.model.parameters()), *kept]
 
 
-def is_quick(stepping: FusedStep) -> bool:
-    """Whether the next step is the kernel's alone."""
-    return stepping._prepare is not None and not stepping._is_watched() and bool(stepping._prepared(stepping._prepare))
+def step_without_waiting(step: OptimizerStep, skip: Tensor = GOOD) -> bool:
+    """Take a step that the device may skip, or else a plain one; return whether it was the former."""
+    late = step.unless(skip)
+    (late or step)()
+    return late is not None
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -59,48 +63,53 @@ def is_quick(stepping: FusedStep) -> bool:
 def test_the_bits_are_those_of_the_optimizers_own_step(name, dtype, groups):
     with seeded():
         theirs, ours = (Trained(OPTIMIZERS[name], dtype, groups) for _ in range(2))
-    stepping, quick = FusedStep(ours.optimizer), 0
+    step, late = OptimizerStep(ours.optimizer), 0
     for number in range(6):
         for each in (theirs, ours):
             each.backward()
             each.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)  # as a schedule sets it
-        quick += is_quick(stepping)
         theirs.optimizer.step()
-        stepping()
-    assert quick == (6 if name == "sgd" else 5)  # the first step makes what the optimizer keeps
+        late += step_without_waiting(step)
+        before = [each.clone() for each in ours.everything()]
+        skip = step.unless(BAD)
+        assert skip is not None
+        skip()
+        assert all(map(torch.equal, before, ours.everything()))
+    assert late == (6 if name == "sgd" else 5)  # the first step creates the optimizer's state
     pairs = list(zip(theirs.everything(), ours.everything(), strict=True))
     assert len(pairs) >= 4
     assert all(torch.equal(one, other) for one, other in pairs)
+    assert not hasattr(ours.optimizer, "found_inf")
 
 
-def test_it_gives_way_where_anything_is_unusual():
+def test_the_host_must_know_first_where_a_skipped_step_would_change_something():
     trained = Trained(torch.optim.Adam)
-    stepping = FusedStep(trained.optimizer)
+    step = OptimizerStep(trained.optimizer)
     trained.backward()
-    assert not is_quick(stepping)  # it keeps nothing yet
-    stepping()
+    assert step.unless(GOOD) is None  # there is no state yet
+    step()
     trained.backward()
-    assert is_quick(stepping)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not is_quick(stepping)
+    assert step.unless(GOOD) is not None
     group, first = trained.optimizer.param_groups[0], next(trained.model.parameters())
-    for name, value in (("fused", None), ("amsgrad", True)):
+    for name, value in (("fused", None), ("lr", torch.tensor(0.1))):
         before, group[name] = group[name], value
-        assert not is_quick(stepping)
+        assert step.unless(GOOD) is None
         group[name] = before
-    gradient, first.grad = first.grad, None
-    assert not is_quick(stepping)
-    first.grad = gradient
     kept = trained.optimizer.state.pop(first)
-    assert not is_quick(stepping)
+    assert step.unless(GOOD) is None
+    gradient, first.grad = first.grad, None
+    assert step.unless(GOOD) is not None
+    first.grad = gradient
+    trained.optimizer.state[first] = {"momentum_buffer": None}
+    assert step.unless(GOOD) is None
     trained.optimizer.state[first] = kept
-    assert is_quick(stepping)
+    assert step.unless(GOOD) is not None
 
 
 @pytest.mark.parametrize("where", ["before", "after", "before, of all", "after, of all"])
-def test_a_hook_of_a_step_is_called(where):
+def test_a_hook_sees_each_step_that_is_taken_and_no_other(where):
     trained, called = Trained(partial(torch.optim.SGD, lr=0.1)), []
-    stepping = FusedStep(trained.optimizer)
+    step = OptimizerStep(trained.optimizer)
 
     def hook(*_: Any) -> None:
         called.append(where)
@@ -111,51 +120,45 @@ def test_a_hook_of_a_step_is_called(where):
         "before, of all": register_optimizer_step_pre_hook,
         "after, of all": register_optimizer_step_post_hook,
     }[where]
-    handle = register(hook)
     trained.backward()
-    stepping()
+    handle = register(hook)
+    assert not step_without_waiting(step)
     handle.remove()
-    stepping()
+    assert step_without_waiting(step)
     assert called == [where]
 
 
-def test_a_schedule_is_told_of_each_step(recwarn):
+def test_a_schedule_knows_of_each_step(recwarn):
     trained = Trained(torch.optim.Adam)
     scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
     torch.optim.lr_scheduler.ConstantLR(trained.optimizer)  # two of them
-    stepping = FusedStep(trained.optimizer)
-    trained.optimizer.step()  # without a gradient: as the first step of all
-    trained.optimizer._opt_called = False
+    step = OptimizerStep(trained.optimizer)
+    trained.optimizer.step()  # without a gradient, before the first step
     trained.backward()
-    stepping()
+    step()
     trained.backward()
     trained.optimizer._opt_called = False
-    assert is_quick(stepping)
-    stepping()
+    assert step_without_waiting(step)
     scheduler.step()  # it would warn of steps in the wrong order
     assert not recwarn.list
 
 
 def test_another_step_in_its_place_is_called(monkeypatch):
     trained, called = Trained(partial(torch.optim.SGD, lr=0.1)), []
-    stepping = FusedStep(trained.optimizer)
+    step = OptimizerStep(trained.optimizer)
     trained.backward()
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: called.append(self))
-    stepping()
-    FusedStep(trained.optimizer)()  # also where it was there before
+    assert not step_without_waiting(step)
+    assert not step_without_waiting(OptimizerStep(trained.optimizer))  # also where it was there before
     monkeypatch.undo()
     trained.optimizer.step = lambda: called.append(trained.optimizer)  # type: ignore[method-assign]
-    stepping()
+    assert not step_without_waiting(step)
     assert called == [trained.optimizer] * 3
 
 
-def test_parameters_of_two_dtypes_and_other_optimizers_go_their_own_way():
-    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
-    for optimizer in (torch.optim.Adam(parameters, fused=True), torch.optim.RMSprop(parameters[:1])):
-        stepping = FusedStep(optimizer)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        for _ in range(2):
-            stepping()
-        assert stepping._prepare is None
-        assert not torch.equal(parameters[0].detach(), torch.ones(2))
+def test_optimizers_that_are_not_fused_step_by_themselves():
+    parameter = nn.Parameter(torch.ones(2))
+    step = OptimizerStep(torch.optim.RMSprop([parameter]))
+    parameter.grad = torch.ones_like(parameter)
+    assert [step_without_waiting(step) for _ in range(2)] == [False, False]
+    assert not torch.equal(parameter.detach(), torch.ones(2))

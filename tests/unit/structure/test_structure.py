@@ -61,7 +61,7 @@ INSIDE = {
         "reducer",
         "wrapper",
     ],
-    "checkpoint": ["format files", "checkpoint_file", "weights transport folder", "writer", "manager"],
+    "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer", "manager"],
     "training": [
         "trained",
         "model",
@@ -106,13 +106,10 @@ KNOWN_CYCLES: list[list[str]] = [
     ["cyxtrain.config", "cyxtrain.config.world", "cyxtrain.environment.process_env"],
     ["cyxtrain.ring.group", "cyxtrain.ring.shared_memory.passing", "cyxtrain.ring.shared_memory.segment"],
     ["cyxtrain", "cyxtrain.distributed"],
-    ["cyxtrain.progress.bars", "cyxtrain.progress.display"],
 ]
 KNOWN_UPWARD: set[tuple[str, str]] = {
     ("callbacks.callback", "training.trainer"),
     ("callbacks.rate_callbacks", "training.model.forward"),
-    ("checkpoint.format.validation", "checkpoint.checkpoint_file"),
-    ("checkpoint.format.validation", "progress.history"),
     ("checkpoint.manager", "metrics.sums"),
     ("checkpoint.manager", "training.state"),
     ("environment.process_env", "config"),

@@ -1,6 +1,6 @@
-"""What a checkpoint says of its fit, looked at before anything believes it: checksums only tell that it is as written.
+"""Whether a checkpoint's content is what a fit writes; checksums only tell that it is unchanged.
 
-What is absent is passed over here, as older versions have not written all of it.
+Absent parts are accepted, because older versions did not write all of them.
 """
 
 from __future__ import annotations
@@ -16,44 +16,29 @@ import torch
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
 from cyxtrain.errors import CheckpointError, CyxtrainError, brief
-from cyxtrain.progress.history import TrainingHistory
 
 _Check = Callable[[Any], bool]
 
-_MOST = 10**12
-"""No training has as many epochs, steps or fits."""
-_MOST_OF = {"samples": 10**15, "batches": 10**15, "order": 1 << 64}
-_MOST_RANKS = 10**6
-_NUMBERS = (int, float, torch.Tensor)
+_MAX_COUNT = 10**12
+_MAX_COUNTS = {"samples": 10**15, "batches": 10**15, "order": 1 << 64}
+_MAX_RANKS = 10**6
 
 
 def check_content(state: CheckpointState, source: str) -> None:
-    """Refuses a checkpoint that holds what no fit writes, whatever its model is.
-
-    Args:
-        state: All of it.
-        source: What it is, for messages, such as "checkpoint run/epoch-0003.ckpt".
-
-    Raises:
-        CheckpointError: With the first part that is wrong.
-    """
+    """Refuse a checkpoint that no fit can have written, whatever its model."""
     for what, value, is_right in _parts(state):
         right = False
         with contextlib.suppress(Exception):
             right = is_right(value)
         if not right:
             raise CheckpointError(
-                f"Cannot load {source}: its {what} is {brief(value)}, which is none, or that of another version."
+                f"Cannot load {source}: its {what} is {brief(value)}, which is invalid, or from another version."
             )
 
 
 @contextlib.contextmanager
 def taking_over(source: str) -> Iterator[None]:
-    """Turns whatever the content of a checkpoint makes the code within raise into an error that names the checkpoint.
-
-    Raises:
-        CheckpointError: In place of errors that are not this package's.
-    """
+    """Turn errors that the content of a checkpoint causes into a CheckpointError with the checkpoint's name."""
     try:
         yield
     except (CyxtrainError, MemoryError):
@@ -64,44 +49,43 @@ def taking_over(source: str) -> Iterator[None]:
 
 
 def is_position(value: Any) -> bool:
-    """Returns whether a value may be where in its training a checkpoint was made."""
-    return all(_is_count(each, _MOST_OF.get(name, _MOST)) for name, each in value.items())
+    """Return whether a value may be a checkpoint's position in its training."""
+    return all(_is_count(each, _MAX_COUNTS.get(name, _MAX_COUNT)) for name, each in value.items())
 
 
 def is_run(value: Any) -> bool:
-    """Returns whether a value may be which run a checkpoint is of."""
+    """Return whether a value may be the run that a checkpoint is of."""
     return _has(
         id=_is_text, started=_is_finite, launched=_is_text, trainer=_is_count, data=_is_text, validation=_is_text
     )(value)
 
 
-def same_kinds(saved: Any, own: Any) -> bool:
-    """Returns whether a part of a saved state may take the place of the present one: a number that of a number.
+def is_loss_scale(value: Any) -> bool:
+    """Return whether a value may be the state of a loss scale."""
+    return _is_positive(value.get("scale")) and _is_count(value.get("steps"))
 
-    Args:
-        saved: Of a checkpoint.
-        own: What is there; in the place of None may come anything but a text. Names that are only in one of two
-            dictionaries are passed over, and so is what lists hold; tuples have their length.
-    """
-    if own is None:
-        return not isinstance(saved, str)
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        return all(same_kinds(saved[name], own[name]) for name in own if name in saved)
-    if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
-        return len(own) == len(saved) and all(map(same_kinds, saved, own))
-    numbers = all(isinstance(each, _NUMBERS) and not isinstance(each, bool) for each in (saved, own))
-    return numbers or type(own) is type(saved)
+
+def is_rates(value: Mapping[str, Any]) -> bool:
+    """Return whether a value may be the state of learning rates."""
+    rates = _list_of(_is_finite)
+    return (
+        _is_positive(value.get("factor"))
+        and _is_count(value.get("warmup_steps"))
+        and _is_count(value.get("warm_steps"), value["warmup_steps"] + 1)
+        and rates(value.get("targets"))
+        and _has(made_for=_is_count, first=rates)(value)
+    )
 
 
 def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
-    """Gives what there is to look at: (what it is, the value, whether that is right)."""
+    """Yield (name, value, check) of each part."""
     yield "position", state.position, is_position
     yield "run", state.run, is_run
     yield "history", state.history, _is_history
     yield "config", state.config, _is_config
     yield "arithmetic", state.arithmetic, _dict_of(lambda each: isinstance(each, (str, int, float)))
     yield "versions", state.versions, _dict_of(_is_text)
-    yield "world_size", state.world_size, lambda size: _is_count(size, _MOST_RANKS) and size > 0
+    yield "world_size", state.world_size, lambda size: _is_count(size, _MAX_RANKS) and size > 0
     yield "ranks", state.ranks, _list_of(_RANK)
     yield "number of ranks", len(state.ranks), lambda count: count in (0, state.world_size)
     yield "optimizer", state.optimizer, _dict_of(_OPTIMIZER)
@@ -111,7 +95,7 @@ def _parts(state: CheckpointState) -> Iterator[tuple[str, Any, _Check]]:
             yield name, state.others[name], is_right
     if state.history:
         complete = state.position.get("epoch", 0) - state.position.get("first_epoch", 0)
-        # One more where it was saved at the end of an epoch, before its numbers were complete.
+        # One more if it was saved at the end of an epoch, before the epoch's numbers were complete.
         left = complete - len(state.history.get("epochs", ()))
         yield "position", state.position, lambda _: left in (0, 1)
 
@@ -125,14 +109,14 @@ def _dict_of(is_right: _Check) -> _Check:
 
 
 def _has(**checks: _Check) -> _Check:
-    """Returns a check of a dictionary in which some names have values of a kind, where they are there."""
+    """Return a check of a dictionary whose values have kinds, as far as they are present."""
     return lambda value: (
         isinstance(value, dict) and all(is_right(value[name]) for name, is_right in checks.items() if name in value)
     )
 
 
-def _is_count(value: Any, most: int = _MOST) -> bool:
-    return type(value) is int and 0 <= value < most
+def _is_count(value: Any, limit: int = _MAX_COUNT) -> bool:
+    return type(value) is int and 0 <= value < limit
 
 
 def _is_number(value: Any) -> bool:
@@ -141,6 +125,10 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is float and 0 < value < math.inf
 
 
 def _is_rate(value: Any) -> bool:
@@ -156,10 +144,7 @@ def _is_dict(value: Any) -> bool:
 
 
 def _is_history(value: Any) -> bool:
-    TrainingHistory.from_dict(value)
-    numbers = [each for each in value.values() if not isinstance(each, (list, dict))]
-    lists = [each for each in (*value.values(), *value.get("metrics", {}).values()) if isinstance(each, list)]
-    return all(map(_is_number, numbers)) and all(map(_list_of(_is_number), lists)) and _COUNTS(value)
+    return value.keys() <= HISTORY.keys() and _has(**HISTORY)(value)
 
 
 def _is_config(value: Any) -> bool:
@@ -171,22 +156,23 @@ def _is_config(value: Any) -> bool:
     return True
 
 
-_COUNTS = _has(epochs=_list_of(_is_count), effective_batch_size=_is_count, world_size=_is_count)
-_OPTIMIZER = _has(step=lambda step: isinstance(step, torch.Tensor) or (_is_finite(step) and 0 <= step < _MOST))
-_RANK = _has(generators=_is_dict, sums=_list_of(_list_of(_is_number)), metrics=_is_dict)
+_NUMBERS = _list_of(_is_number)
+HISTORY = {
+    **dict.fromkeys(("train_losses", "train_accuracies", "val_losses", "val_accuracies"), _NUMBERS),
+    **dict.fromkeys(("total_time_seconds", "samples_per_second"), _is_number),
+    **dict.fromkeys(("effective_batch_size", "world_size"), _is_count),
+    "epochs": _list_of(_is_count),
+    "metrics": _dict_of(_NUMBERS),
+}
+"""The fields of `TrainingHistory`."""
+_OPTIMIZER = _has(step=lambda step: isinstance(step, torch.Tensor) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
+_RANK = _has(generators=_is_dict, sums=_list_of(_NUMBERS), metrics=_is_dict)
 _GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))
 _OTHERS = {
     "scheduler": _has(type=_is_text, state=_SCHEDULE),
-    "rates": _has(
-        factor=_is_finite,
-        warmup_steps=_is_count,
-        warm_steps=_is_count,
-        targets=_list_of(_is_finite),
-        made_for=_is_count,
-        first=_list_of(_is_finite),
-    ),
-    "loss_scale": _has(scale=_is_finite, steps=_is_count),
+    "rates": lambda value: _is_dict(value) and (not value or is_rates(value)),
+    "loss_scale": lambda value: _is_dict(value) and (not value or is_loss_scale(value)),
     "compression": _is_dict,
     "trained": _list_of(_is_text),
     "callbacks": _dict_of(_is_dict),
@@ -194,4 +180,3 @@ _OTHERS = {
     "losses": _dict_of(_is_dict),
     "buffers": _dict_of(lambda each: isinstance(each, torch.Tensor)),
 }
-"""Of what else has a state, as far as it is this package's."""

@@ -1,0 +1,128 @@
+"""The loss of a part of a batch as a sum of terms over a weight, so that N ranks equal one.
+
+Mean losses divide by the number of samples, PyTorch's weighted means by the weights of the classes that they saw. A
+rank knows its own sum and weight; the step needs the weight of all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.config.settings import is_number
+from cyxtrain.data.batches.structure import as_tensor
+from cyxtrain.errors import ConfigError
+
+NO_LOSS = (
+    "there is no loss: pass a loss_fn to the trainer, or let the model return a scalar or (sum, weight), an output "
+    "with such a 'loss', or a dictionary of losses."
+)
+
+
+class Weighting(enum.Enum):
+    """What the sum of a batch's terms is divided by."""
+
+    # the number of samples, which every rank knows
+    SAMPLES = "mean over samples"
+    # what the loss itself counts, such as class weights: summed over ranks before backward
+    TERMS = "weighted mean"
+    # nothing: the loss is a sum
+    NOTHING = "sum"
+
+
+@dataclass
+class BatchLoss:
+    """The loss of this rank's part of a batch.
+
+    Attributes:
+        value: What the loss function returned, 0-dim; with a graph while training.
+        terms: `value` times this is the sum of the terms.
+        weight: What that sum is divided by; a tensor if it depends on the data.
+        parts: Other losses of the same rows by name: those that `value` adds up, and numbers that are only reported.
+    """
+
+    value: Tensor
+    terms: Tensor | float
+    weight: Tensor | float
+    parts: Mapping[str, BatchLoss] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over this rank's part; NaN if nothing in it counts."""
+        if isinstance(self.weight, Tensor) and not self.weight.is_cpu:  # without waiting for it
+            return (self.value * self.terms / self.weight).masked_fill(self.weight == 0, math.nan)
+        return self.value * self.terms / self.weight if self.weight else self.value * math.nan
+
+    @functools.cached_property
+    def counts(self) -> bool:
+        """Whether anything in it counts; waits for an accelerator once if the weight depends on the data."""
+        return bool(self.weight)
+
+
+def weighting_of(value: Any) -> Weighting:
+    """Return how a loss is weighted that a function or a model returned."""
+    if not isinstance(value, tuple):
+        return Weighting.SAMPLES
+    if float(value[1]) < 0:
+        raise ConfigError(
+            f"the loss is (sum, weight), and its weight is {float(value[1]):g}: a weight is a count, of rows or "
+            "tokens, and must not be negative. Return the loss of what counts, added up, and how much counts."
+        )
+    return Weighting.TERMS
+
+
+def batch_loss_of(value: Any, rows: int) -> BatchLoss:
+    """Return the loss that a function or a model returned: (sum, weight), a mean over rows, or one per row."""
+    if isinstance(value, tuple):
+        total, weight = value
+        weight = weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
+        return BatchLoss(as_tensor(total).reshape(()), 1, weight)
+    value = as_tensor(value)
+    return BatchLoss(value.mean() if value.dim() else value, rows, rows)
+
+
+def weight_of_classes(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
+    """Return the sum of the weights of a batch's classes, 0-dim; ignored classes weigh nothing."""
+    valid = target != function.ignore_index
+    if function.weight is None:
+        return valid.sum()
+    if target.is_cpu:
+        return function.weight[target[valid]].sum()
+    # Indexing with a mask would wait for an accelerator.
+    of_each = function.weight.take(target.masked_fill(~valid, 0))
+    return of_each.masked_fill_(~valid, 0.0).sum()
+
+
+def models_own(output: Any) -> tuple[Any, dict[str, Any]]:
+    """Return (the model's own loss, its other scalars by name); without a loss, the scalars are losses to be added."""
+    scalars: dict[str, Any] = {}
+    if isinstance(output, Mapping):
+        scalars = {str(name): value for name, value in output.items() if name != "loss" and _is_scalar(value)}
+        own = output.get("loss")
+        if own is None and scalars and "loss" not in output:
+            return None, scalars
+    elif isinstance(output, Tensor) or type(output) is tuple:
+        own = output
+    else:
+        own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1:
+        return own, scalars
+    if isinstance(own, tuple) and _is_scalar(own):
+        return own, scalars
+    raise ConfigError(NO_LOSS)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Return whether a value is one number, or (sum, weight)."""
+    if type(value) is tuple:
+        return len(value) == 2 and all(not isinstance(each, tuple) and _is_scalar(each) for each in value)
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
+    return is_number(value)
