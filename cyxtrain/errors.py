@@ -257,3 +257,8 @@ def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, in one line: the operating system's reason, if it has one."""
+    return str(getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0])

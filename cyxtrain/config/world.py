@@ -151,6 +151,8 @@ class RingOptions:
     communication: str = "auto"
     """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
     auto: in a thread where there are several machines, or cores that are free."""
+    group_name: str = ""
+    """The name of the group, part of what values in the store prove; set by whoever makes the group."""
     devices: str = ""
     """What this rank tells the others of its accelerators while they meet (`cyxtrain.world.devices`)."""
 

@@ -16,16 +16,13 @@ import torch.distributed as dist
 
 from cyxtrain.config import DistributedConfig, RingOptions
 from cyxtrain.doctor import local_checks, pairs, report, store_exchange
-from cyxtrain.doctor.findings import Cause, Pair, View, from_json
+from cyxtrain.doctor.findings import Cause, Pair, View
 from cyxtrain.doctor.machine_facts import this_machine
 from cyxtrain.doctor.pair_schedule import rounds
 from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError, counted
-from cyxtrain.ring.rendezvous.listen import listen, listen_near
-from cyxtrain.ring.rendezvous.rendezvous import Meeting, own_record
-from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
-from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.world.join import forget_store, open_store
+from cyxtrain.ring import Deadline, Listeners, StoreClient, StoreLostError, listen, own_record, parse_record
+from cyxtrain.world.join import forget_store, open_world_store
 
 _KEYS = "/cyxtrain/doctor"
 """Where the store has what `store_exchange.py` lists."""
@@ -68,15 +65,16 @@ def _examine_world(config: DistributedConfig) -> int:
         where = f"{config.master_addr}:{config.master_port}"
         _show([f"{counted(world_size, 'rank')} meet at {where}, within {config.timeout_ms / 1000:g} s", ""])
     store = dist.PrefixStore(
-        _KEYS, open_store(config, None, config.timeout_ms / 1000)
+        _KEYS, open_world_store(config, None, config.timeout_ms / 1000)
     )  # it must find secrets that differ
-    listening = Meeting()
+    listening = None
     try:
-        listening.listener, listening.near = listen(rank, store), listen_near(options.transport)
+        listening = listen(rank, store, options.transport)
         roster = _meet(store, config, listening, options, deadline)
         world = _visit_all(store, config, roster, listening, options)
     finally:
-        listening.close()
+        if listening is not None:
+            listening.close()
         forget_store()
     if world is None:
         return 0
@@ -85,7 +83,7 @@ def _examine_world(config: DistributedConfig) -> int:
 
 
 def _meet(
-    store: dist.Store, config: DistributedConfig, listening: Meeting, options: RingOptions, deadline: Deadline
+    store: dist.Store, config: DistributedConfig, listening: Listeners, options: RingOptions, deadline: Deadline
 ) -> store_exchange.Roster:
     """Says that this rank is there, and returns who else is."""
     rank, world_size = config.rank or 0, config.world_size or 1
@@ -108,7 +106,7 @@ def _visit_all(
     store: dist.Store,
     config: DistributedConfig,
     roster: store_exchange.Roster,
-    listening: Meeting,
+    listening: Listeners,
     options: RingOptions,
 ) -> report.World | None:
     """Tries all pairs of this rank; returns what all ranks have found, on rank 0."""
@@ -166,7 +164,7 @@ def _let_go(board: StoreClient, visits: pairs.StreamPasses, roster: store_exchan
 def _read_pair(board: StoreClient, low: int, high: int) -> Pair:
     keys = (f"view/{low}/{high}", f"view/{high}/{low}")
     texts = [text for text in map(board.get, keys) if text is not None]
-    return Pair(low, high, tuple(from_json(View, text) for text in texts))
+    return Pair(low, high, tuple(parse_record(View, text) for text in texts))
 
 
 def _proof(options: RingOptions, roster: store_exchange.Roster) -> str:

@@ -6,14 +6,9 @@ import dataclasses
 import enum
 import json
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cyxtrain.doctor.machine_facts import Machine
-from cyxtrain.errors import printable
-from cyxtrain.ring.rendezvous.record import RankRecord, made, not_ours
-from cyxtrain.ring.wire.frames import FrameError, json_object
-
-_Kind = TypeVar("_Kind")
+from cyxtrain.ring import RankRecord
 
 
 class Cause(str, enum.Enum):
@@ -110,18 +105,3 @@ class Pair:
 def to_json(found: View | Machine) -> str:
     """Returns it as text for the store."""
     return json.dumps(dataclasses.asdict(found))
-
-
-def from_json(kind: type[_Kind], text: bytes) -> _Kind:
-    """Reads what a rank has written.
-
-    Raises:
-        RendezvousError: It is something else.
-    """
-    try:
-        facts = json_object(text)
-        shown = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        value: _Kind = made(kind, shown)
-    except (FrameError, ValueError, TypeError, KeyError) as error:
-        raise not_ours(error) from None
-    return value

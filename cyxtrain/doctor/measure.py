@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring import Deadline
 
 _QUESTION = struct.Struct(">cQ")
 _TIMES = struct.Struct(">dd")

@@ -15,15 +15,24 @@ import time
 from cyxtrain.doctor import measure
 from cyxtrain.doctor.findings import Arrival, Cause, View, to_json
 from cyxtrain.doctor.pair_schedule import partner, rounds
-from cyxtrain.doctor.store_exchange import Roster, wait_for
-from cyxtrain.ring.monitoring.process_state import State, state_of
-from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.dial import ClosedError, call_once, socket_address
-from cyxtrain.ring.rendezvous.handshake import Claim, HandshakeError, RefusedError, Role
-from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.rendezvous.store_client import StoreClient
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
-from cyxtrain.ring.wire.link import Deadline, watch_over
+from cyxtrain.doctor.store_exchange import Roster
+from cyxtrain.environment.processes import State, state_of
+from cyxtrain.ring import (
+    Acceptor,
+    ClosedError,
+    Deadline,
+    HandshakeError,
+    Hello,
+    Listeners,
+    PeerMemory,
+    RefusedError,
+    Role,
+    StoreClient,
+    dial_once,
+    poll_until,
+    socket_address,
+    watch_over,
+)
 
 CONNECT_SECONDS = 5.0
 """For both ways of a pair together."""
@@ -48,11 +57,11 @@ class Reception:
         run: What rank 0 calls this meeting.
     """
 
-    def __init__(self, rank: int, listening: Meeting, key: bytes, run: str) -> None:
+    def __init__(self, rank: int, listening: Listeners, key: bytes, run: str) -> None:
         self._run = run
         self._selector = selectors.DefaultSelector()
         self._here: dict[tuple[int, Role], socket.socket] = {}
-        listeners = [listener for listener in (listening.listener, listening.near) if listener is not None]
+        listeners = [listener for listener in (listening.tcp, listening.unix) if listener is not None]
         self._door = Acceptor(listeners, f"rank {rank}", key, self._judge, self._admit, self._selector)
 
     def serve(self, seconds: float) -> None:
@@ -77,10 +86,10 @@ class Reception:
         self._here.clear()
         self._selector.close()
 
-    def _judge(self, claim: Claim) -> str:
+    def _judge(self, claim: Hello) -> str:
         return "" if claim.run == self._run else "it belongs to another run"
 
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
+    def _admit(self, claim: Hello, sock: socket.socket) -> None:
         before = self._here.pop((claim.rank, claim.role), None)
         if before is not None:
             before.close()
@@ -99,7 +108,7 @@ class StreamPasses:
     """
 
     def __init__(
-        self, board: StoreClient, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Meeting
+        self, board: StoreClient, rank: int, roster: Roster, arrivals: dict[int, Arrival], listening: Listeners
     ) -> None:
         self._board = board
         self._rank = rank
@@ -151,7 +160,7 @@ class StreamPasses:
                     pulse, silence = now, Deadline(_SILENT_SECONDS)
             return cause is not Cause.NONE or silence.passed()
 
-        wait_for(is_decided, deadline)
+        poll_until(is_decided, deadline)
         return cause if cause is not Cause.NONE or self._board.has(key) else Cause.ABSENT
 
     def _serve(self, seconds: float = 0.0) -> None:
@@ -197,10 +206,10 @@ class StreamPasses:
     def _call(self, peer: int, role: Role, deadline: Deadline) -> tuple[socket.socket | None, Cause, str]:
         """Returns (connection or None, why there is none, the same in words)."""
         entry = self._arrivals[peer].entry
-        claim = Claim(self._run, 0, role, self._rank, self._roster.world_size, checksums=False, to_rank=peer)
-        address = socket_address(entry, near=role is Role.MESSAGES)
+        claim = Hello(self._run, 0, role, self._rank, self._roster.world_size, checksums=False, to_rank=peer)
+        address = socket_address(entry, unix=role is Role.MESSAGES)
         try:
-            return call_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
+            return dial_once(address, claim, self._key, deadline, self._serve), Cause.NONE, ""
         except (RefusedError, HandshakeError) as error:
             return None, Cause.STRANGER, f"what answers there is not this rank ({error})"
         except ClosedError:

@@ -11,7 +11,7 @@ from cyxtrain.doctor.findings import Arrival, Cause, Pair, View
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import counted
 from cyxtrain.progress.tables import aligned, duration, rate, truncated, wrapped
-from cyxtrain.ring.rendezvous.record import misfit
+from cyxtrain.ring import why_incompatible
 
 _SHOWN_PAIRS = 28
 """As many as 8 ranks have; of more only what stands out is shown."""
@@ -230,7 +230,7 @@ def _missing(world: World) -> list[str]:
 def _misfits(world: World) -> list[str]:
     """Returns why ranks that reach each other cannot join."""
     first = world.arrivals[0].entry
-    reasons = [misfit(rank, arrival.entry, 0, first) for rank, arrival in world.arrivals.items()]
+    reasons = [why_incompatible(rank, arrival.entry, 0, first) for rank, arrival in world.arrivals.items()]
     found = [reason for reason in reasons if reason]
     found += [
         f"rank {rank} knows another secret than rank 0. Set CYXTRAIN_SECRET to the same value on every rank."

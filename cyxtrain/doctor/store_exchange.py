@@ -17,18 +17,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cyxtrain.config import DistributedConfig
-from cyxtrain.doctor.findings import Arrival, from_json, to_json
+from cyxtrain.doctor.findings import Arrival, to_json
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.membership import naps
-from cyxtrain.ring.rendezvous.record import RankRecord, not_ours
-from cyxtrain.ring.rendezvous.store_client import StoreClient
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring import Deadline, RankRecord, StoreClient, foreign_value, parse_record, poll_until
 
 _ANSWER_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
@@ -91,7 +86,7 @@ def await_all(board: StoreClient, world_size: int, deadline: Deadline) -> list[i
         here.update(rank for rank in range(world_size) if rank not in here and board.has(f"entry/{rank}"))
         return len(here) == world_size
 
-    wait_for(all_are_here, deadline)
+    poll_until(all_are_here, deadline)
     return sorted(here)
 
 
@@ -106,7 +101,7 @@ def hear_roster(board: StoreClient, rank: int, world_size: int, deadline: Deadli
     Raises:
         RendezvousError: Rank 0 says nothing, or does without this rank.
     """
-    if not wait_for(lambda: board.has("roster"), deadline):
+    if not poll_until(lambda: board.has("roster"), deadline):
         raise RendezvousError(
             f"rank {rank} came, and rank 0 did not, within the time that ranks wait for each other. Was it started? "
             "Look at its output; timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long to wait.",
@@ -116,7 +111,7 @@ def hear_roster(board: StoreClient, rank: int, world_size: int, deadline: Deadli
         roster = Roster(*json.loads(board.get("roster") or b""))
         bytes.fromhex(roster.token)
     except (ValueError, TypeError) as error:
-        raise not_ours(error) from None
+        raise foreign_value(error) from None
     if rank not in roster.ranks and roster.world_size != world_size:
         raise RendezvousError(
             f"rank {rank} was started for a world of {world_size}, rank 0 for a world of {roster.world_size}. Start "
@@ -141,7 +136,7 @@ def read_arrivals(board: StoreClient, ranks: list[int]) -> dict[int, Arrival]:
     return {
         rank: Arrival(
             RankRecord.from_json(board.get(f"entry/{rank}") or b""),
-            from_json(Machine, board.get(f"machine/{rank}") or b""),
+            parse_record(Machine, board.get(f"machine/{rank}") or b""),
         )
         for rank in ranks
     }
@@ -150,13 +145,3 @@ def read_arrivals(board: StoreClient, ranks: list[int]) -> dict[int, Arrival]:
 def others_patience(config: DistributedConfig) -> Deadline:
     """Returns until when the ranks that rank 0 waits for wait for its word."""
     return Deadline(config.timeout_ms / 1000 + _GRACE_SECONDS)
-
-
-def wait_for(condition: Callable[[], bool], deadline: Deadline) -> bool:
-    """Waits until something is so; returns False where it is not at the deadline."""
-    lasting = naps()
-    while not condition():
-        if deadline.passed():
-            return False
-        time.sleep(min(next(lasting), deadline.left()))
-    return True

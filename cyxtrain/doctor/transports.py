@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -10,8 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from cyxtrain.ring.rendezvous.listen import listen_near
-from cyxtrain.ring.shared_memory import peer_read
+from cyxtrain.ring import PeerMemory, listen_unix, open_to_reading
 
 _SECONDS = 20.0
 _WORD = b"here"
@@ -57,7 +57,7 @@ def try_ways() -> list[Way]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listener.setblocking(False)
-        near = listen_near("auto")
+        near = listen_unix("auto")
         name = ""
         if near is not None:
             stack.enter_context(near)
@@ -73,7 +73,7 @@ def try_ways() -> list[Way]:
 
 def _ask_child(name: str, port: int) -> dict[str, str]:
     """Returns what the second process found, by way; "error" alone where it could not be asked."""
-    facts = [peer_read.__file__, os.getpid(), peer_read.open_to_reading(), name, port, _WORD.decode()]
+    facts = [inspect.getfile(PeerMemory), os.getpid(), open_to_reading(), name, port, _WORD.decode()]
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(facts)]
     try:
         done = subprocess.run(

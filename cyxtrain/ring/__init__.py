@@ -1,13 +1,57 @@
 """The CPU backend: a `torch.distributed` process group named "ring". It knows nothing of training.
 
-Ranks meet: meeting/ (host tells processes of one machine apart). They talk: link (over TCP, Unix sockets, or the
-memory of the other), frames, algorithms (who sends what to whom), routes (which of them), mesh and transfers (which do
-so), reducing and combining (arithmetic), mailbox (messages), courier (beside the caller). Beside that they watch:
-watching/. They are a group: connections, group, siblings, tensors, staging; ready (small sums) and shared (gradients in
-common memory) are its short ways. PyTorch sees: backend, with registered (from 2.14 on) or naming (before), over the
-operations of process_group; work, arguments, uncompiled.
+This is its public interface; nothing outside of this folder imports the modules inside. `rendezvous/` connects the
+ranks, `wire/` and `shared_memory/` move data, `schedules/` says who sends what to whom, and `monitoring/` notices ranks
+that die or stall. A group holds these together: `group`, `connections`, `collective_thread`, and, for PyTorch,
+`backend` with `process_group` and `work`.
 """
 
 from cyxtrain.ring.backend import RingProcessGroup, register
+from cyxtrain.ring.rendezvous.accept import Acceptor
+from cyxtrain.ring.rendezvous.dial import ClosedError, dial_once, socket_address
+from cyxtrain.ring.rendezvous.group_registry import WORLD_GROUPS
+from cyxtrain.ring.rendezvous.handshake import HandshakeError, Hello, RefusedError, Role
+from cyxtrain.ring.rendezvous.key_values import KeyValueStore
+from cyxtrain.ring.rendezvous.listen import Listeners, listen, listen_unix
+from cyxtrain.ring.rendezvous.membership import await_all_ranks
+from cyxtrain.ring.rendezvous.pytorch_store import reach_tcp_store, share_tcp_store
+from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, parse_record, why_incompatible
+from cyxtrain.ring.rendezvous.rendezvous import own_record
+from cyxtrain.ring.rendezvous.store import open_store
+from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError, poll_until
+from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
+from cyxtrain.ring.wire.link import Deadline, watch_over
 
-__all__ = ["RingProcessGroup", "register"]
+__all__ = [
+    "WORLD_GROUPS",
+    "Acceptor",
+    "ClosedError",
+    "Deadline",
+    "HandshakeError",
+    "Hello",
+    "KeyValueStore",
+    "Listeners",
+    "PeerMemory",
+    "RankRecord",
+    "RefusedError",
+    "RingProcessGroup",
+    "Role",
+    "StoreClient",
+    "StoreLostError",
+    "await_all_ranks",
+    "dial_once",
+    "foreign_value",
+    "listen",
+    "listen_unix",
+    "open_store",
+    "open_to_reading",
+    "own_record",
+    "parse_record",
+    "poll_until",
+    "reach_tcp_store",
+    "register",
+    "share_tcp_store",
+    "socket_address",
+    "watch_over",
+    "why_incompatible",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing.util
 import sys
 import weakref
@@ -15,8 +16,8 @@ from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, process_env, torch_compat
 from cyxtrain.ring.dynamo_skip import skip_dynamo
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
+from cyxtrain.ring.rendezvous.group_registry import WORLD_GROUPS, GroupRegistry
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
@@ -27,8 +28,6 @@ else:
     from cyxtrain.ring.legacy_backend import NamedGroup as PyTorchGroup  # type: ignore[assignment]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-TORCHS_WORLD = GroupRegistry()
-"""The groups that PyTorch makes: it has one world in a process."""
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
@@ -107,6 +106,7 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
     """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
     if isinstance(ready, RingProcessGroup):
         return ready
+    settings = dataclasses.replace(process_env.ring_options(), group_name=options.group_id)
     names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
     return RingProcessGroup(
         options.store,
@@ -114,8 +114,8 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
         options.group_size,
         options.timeout,
         names=names,
-        options=process_env.ring_options(),
-        siblings=TORCHS_WORLD,
+        options=settings,
+        siblings=WORLD_GROUPS,
     )
 
 

@@ -12,17 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from cyxtrain.environment.cpu import count_usable_cores
 from cyxtrain.errors import CyxtrainError
 
 _log = logging.getLogger("cyxtrain.ring")
-
-
-def room_for_ranks() -> int:
-    """Returns how many ranks like this one its machine can run with a core free for each."""
-    return count_usable_cores() // (torch.get_num_threads() + 1)
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:

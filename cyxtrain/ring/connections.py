@@ -11,7 +11,7 @@ from cyxtrain.ring.collective_thread import is_worth_it
 from cyxtrain.ring.monitoring.heartbeat import Heartbeat
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
-from cyxtrain.ring.rendezvous.rendezvous import Meeting
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory
 from cyxtrain.ring.wire.executor import Executor
@@ -34,14 +34,14 @@ class Connections:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: RendezvousResult,
         rank: int,
         names: Sequence[int],
         options: RingOptions,
         describe: Callable[[], str],
     ) -> None:
         assert meeting.checksums is not None
-        assert meeting.door is not None
+        assert meeting.acceptor is not None
         assert meeting.selector is not None
         self.meeting = meeting
         self.scratch = Scratch(SEGMENT_BYTES)
@@ -61,7 +61,7 @@ class Connections:
         stop = functools.partial(_stop, links)
         sums = meeting.checksums
         self.watch = PeerMonitor(
-            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe, sums
+            names[rank], controls, pulse, meeting.acceptor, meeting.selector, shortest_seconds, stop, describe, sums
         )
         of_data = sums if options.checksums else None
         self.mailbox = Mailbox(self.message_links, self.watch, of_data)
@@ -98,13 +98,13 @@ def _stop(links: Iterable[Link]) -> None:
         link.stop()
 
 
-def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
+def _link(meeting: RendezvousResult, rank: int, peer: int, name: int) -> Link:
     """Returns the link for collectives; what one of two ranks offers is what the other reads."""
     memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
     return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
 
 
-def _routes(meeting: Meeting, rank: int) -> AlgorithmSelector:
+def _routes(meeting: RendezvousResult, rank: int) -> AlgorithmSelector:
     machines = [entry.machine for entry in meeting.table]
     ranks, cores = range(len(machines)), min(entry.cores for entry in meeting.table)
     are_together = len(set(machines)) == 1

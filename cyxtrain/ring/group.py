@@ -21,8 +21,8 @@ from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError
 from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
 from cyxtrain.ring.monitoring.activity import CurrentActivity
-from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.rendezvous.rendezvous import meet
+from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
+from cyxtrain.ring.rendezvous.rendezvous import rendezvous
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Span, Step, even_spans
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
@@ -106,7 +106,7 @@ class Group:
         self._made_at = time.monotonic()
         self._doing = CurrentActivity()
         options = options or RingOptions()
-        meeting = meet(store, rank, self._names, join_timeout.total_seconds(), options, generation, self._siblings)
+        meeting = rendezvous(store, rank, self._names, join_timeout, options, generation, self._siblings)
         try:
             self._ring = (
                 None if world_size == 1 else Connections(meeting, rank, self._names, options, self._doing.describe)

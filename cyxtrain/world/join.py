@@ -16,16 +16,17 @@ from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.environment import process_env, torch_compat
 from cyxtrain.environment.cpu import cgroup_quota
 from cyxtrain.errors import BackendUnavailableError, ConfigError, RendezvousError, warn
-from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.backend import TORCHS_WORLD
-from cyxtrain.ring.rendezvous import pytorch_store
-from cyxtrain.ring.rendezvous.key_values import Connection, KeyValueServer, KeyValueStore
-from cyxtrain.ring.rendezvous.listen import own_address
-from cyxtrain.ring.rendezvous.membership import Membership
-from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.store import reach_store, serve_store
-from cyxtrain.ring.rendezvous.store_client import StoreLostError, root_of
-from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring import (
+    WORLD_GROUPS,
+    Deadline,
+    KeyValueStore,
+    RingProcessGroup,
+    StoreLostError,
+    await_all_ranks,
+    open_store,
+    reach_tcp_store,
+    share_tcp_store,
+)
 from cyxtrain.world import devices
 from cyxtrain.world.devices import Seen
 
@@ -35,10 +36,6 @@ _lives: Counter[tuple[str, int]] = Counter()
 A world of one has no store, and does not count: other ranks may be new processes."""
 _store: KeyValueStore | None = None
 """The store that this process serves, as rank 0, or has reached. C++, which uses it, keeps no Python object alive."""
-_server: KeyValueServer | Connection | None = None
-"""What is behind it."""
-_PYTORCHS_STORE = "pytorch/store"
-"""Where rank 0 tells the address of a store of PyTorch's."""
 
 
 @dataclass
@@ -81,7 +78,7 @@ def join(config: DistributedConfig) -> Joined:
         _require_backend(BackendType.parse(config.backend), config)
     seen = devices.look(config)
     # What cannot be is refused before anything starts.
-    options = replace(process_env.ring_options(), devices=seen.to_text())
+    options = replace(process_env.ring_options(), devices=seen.to_text(), group_name=_life_name(config))
     while True:
         store = _store_of_this_life(config, options, deadline)
         try:
@@ -106,61 +103,52 @@ def join(config: DistributedConfig) -> Joined:
     return joined
 
 
-def open_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
-    """Opens the store as rank 0, or reaches it; torchrun's agent keeps one for all.
-
-    Args:
-        config: Complete, of a world of several.
-        secret: What members know; None: there is none.
-        seconds: Until it gives up.
+def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
+    """Open the store as rank 0, or reach it; torchrun's agent keeps one for all.
 
     Raises:
         RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
     """
-    global _store, _server
+    global _store
     rank, world_size = config.rank or 0, config.world_size or 1
     address, port = config.master_addr, config.master_port
     prefix = process_env.agent_store_prefix(config)
     if prefix is not None:
-        return dist.PrefixStore(prefix, pytorch_store.reach_store(rank, address, port, world_size, seconds))
-    if rank == 0:
-        _server = serve_store(address, port, world_size, secret, seconds)
-        _store = KeyValueStore(_server.values.answer, address, timedelta(seconds=seconds), _server.unproven)
-    else:
-        _server = reach_store(rank, address, port, world_size, secret, seconds)
-        _store = KeyValueStore(_server.ask, address, timedelta(seconds=seconds))
+        return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
+    _store = open_store(rank, address, port, world_size, secret, seconds)
     return _store
 
 
 def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
-    place = (config.master_addr, config.master_port)
-    is_same = _store is not None and _store.host == config.master_addr
-    if is_same and isinstance(_server, Connection) and not _server.await_end(deadline.left()):
+    if _store is not None and _store.host == config.master_addr and not _store.await_end(deadline.left()):
         raise RendezvousError(
             f"rank 0 is still in the world that this process has left, and has its port at {config.master_addr}. To "
             "begin a new world, every rank must leave the old one first (cyxtrain.finalize()).",
             rank=0,
         )
     forget_store()
-    return dist.PrefixStore(
-        f"/cyxtrain/{_lives[place] + 1}", open_store(config, options.secret_bytes, _left(deadline).total_seconds())
-    )
+    store = open_world_store(config, options.secret_bytes, _left(deadline).total_seconds())
+    return dist.PrefixStore(_life_name(config), store)
+
+
+def _life_name(config: DistributedConfig) -> str:
+    return f"/cyxtrain/{_lives[config.master_addr, config.master_port] + 1}"
 
 
 def forget_store() -> None:
-    """Closes the store that was used last: that of rank 0 frees its port, and its end tells the other ranks."""
-    global _store, _server
-    if _server is not None:
-        _server.close()
-    _store = _server = None
+    """Close the store that was used last: that of rank 0 frees its port, and its end tells the other ranks."""
+    global _store
+    if _store is not None:
+        _store.close()
+    _store = None
 
 
 def forget_parent() -> None:
-    """Lets go, in a forked child, of what its parent has joined: the child joins as a new process does."""
-    if isinstance(_server, KeyValueServer):
-        _server.abandon()
+    """Let go, in a forked child, of what its parent has joined: the child joins as a new process does."""
+    if _store is not None:
+        _store.source.abandon()
     forget_store()
     _lives.clear()
 
@@ -175,7 +163,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
     # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
     # a rank that tries again would look for the others in another place.
     ring = RingProcessGroup(
-        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=TORCHS_WORLD
+        store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=WORLD_GROUPS
     )
     try:
         told = ring.told or [("", options.devices)]
@@ -187,7 +175,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
             dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
             return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
         devices.check_nccl(seen)
-        group["store"] = store = _pytorchs_store(store, config, deadline)
+        group["store"] = store = share_tcp_store(store, rank, world_size, deadline)
         _make_nccl(group, config, deadline)
         beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
         return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
@@ -209,49 +197,16 @@ def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadl
 
 
 def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
-    """Makes Gloo's group the default one; returns its store."""
+    """Make Gloo's group the default one; return its store."""
     rank, world_size = config.rank or 0, config.world_size or 1
-    roll = Membership(
-        dist.PrefixStore("roll", store),
-        rank,
-        range(world_size),
-        deadline,
-        waits_for_next_store=options.comes_again,
-        secret=options.secret_bytes,
-    )
-    with roll.taking_part():  # says which ranks are missing; our own ring does so by itself
-        roll.answer(RankRecord(world_size))
-        roll.table()
-    store = _pytorchs_store(store, config, deadline)
+    await_all_ranks(dist.PrefixStore("roll", store), rank, world_size, deadline, options)
+    store = share_tcp_store(store, rank, world_size, deadline)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_left(deadline))
     except RuntimeError as error:
         raise _not_joined("gloo", config, error) from error
     torch_compat.set_timeout(timedelta(milliseconds=config.collective_timeout_ms))
     return store
-
-
-def _pytorchs_store(store: dist.Store, config: DistributedConfig, deadline: Deadline) -> dist.Store:
-    """Returns a store of PyTorch's, which NCCL and Gloo ask from threads of C++. All ranks call it.
-
-    Once all are connected to it nobody else gets there.
-    """
-    ours = root_of(store)
-    if not isinstance(ours, KeyValueStore):
-        return store  # torchrun's agent has one; alone none is needed
-    rank, seconds = config.rank or 0, max(deadline.left(), 0.001)
-    ours.set_timeout(timedelta(seconds=seconds))
-    if rank == 0:
-        served, listener = pytorch_store.host_store(own_address(config.master_addr), seconds)
-        store.set(_PYTORCHS_STORE, f"{served.host} {served.port}")
-    else:
-        host, port = store.get(_PYTORCHS_STORE).decode().split()
-        served = pytorch_store.reach_store(rank, host, int(port), config.world_size or 1, seconds)
-    store.set(f"{_PYTORCHS_STORE}/{rank}", "connected")
-    store.wait([f"{_PYTORCHS_STORE}/{other}" for other in range(config.world_size or 1)])
-    if rank == 0:
-        pytorch_store.close_to_newcomers(listener)
-    return served
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:

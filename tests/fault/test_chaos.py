@@ -225,7 +225,7 @@ def test_a_flipped_bit_of_what_ranks_decide_by_is_found():
     fault = Fault(Flip(8 * (flow.handshake - 20)), 1, 0, "collectives")  # its last field; behind it are 8 bytes of sum
     found = run_world(2, everything, Plan((fault,))).errors[0]
     assert isinstance(found, DamagedFrameError)
-    assert (found.rank, "in the agreement on how to talk" in str(found)) == (1, True)
+    assert (found.rank, "in the comparison of records" in str(found)) == (1, True)
 
 
 @pytest.mark.nightly

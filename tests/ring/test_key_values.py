@@ -23,8 +23,8 @@ import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous import pytorch_store
 from cyxtrain.ring.rendezvous import store as store_module
-from cyxtrain.ring.rendezvous.handshake import Claim
-from cyxtrain.ring.rendezvous.key_values import KeyValues, KeyValueStore
+from cyxtrain.ring.rendezvous.handshake import Hello
+from cyxtrain.ring.rendezvous.key_values import KeyValues
 from cyxtrain.ring.rendezvous.store import reach_store, serve_store
 from cyxtrain.world import runtime
 
@@ -47,19 +47,20 @@ def store_of_rank_0(secret=SECRET):
     """Gives (server, port, the store as rank 0 has it, a function that connects as another rank)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = serve_store("127.0.0.1", port, 2, secret, 5.0)
-    connections = []
+    own = serve_store("127.0.0.1", port, 2, secret, 5.0)
+    own.set_timeout(SECONDS)
+    joined = []
 
     def join(rank=1, known=secret, seconds=5.0):
-        connections.append(reach_store(rank, "127.0.0.1", port, 2, known, seconds))
-        return KeyValueStore(connections[-1].ask, "127.0.0.1", SECONDS)
+        joined.append(reach_store(rank, "127.0.0.1", port, 2, known, seconds))
+        joined[-1].set_timeout(SECONDS)
+        return joined[-1]
 
     try:
-        yield server, port, KeyValueStore(server.values.answer, "127.0.0.1", SECONDS), join
+        yield own.source, port, own, join
     finally:
-        for connection in connections:
-            connection.close()
-        server.close()
+        for store in (*joined, own):
+            store.close()
 
 
 @pytest.fixture(params=["rank 0", "rank 1"])
@@ -140,9 +141,9 @@ def test_a_member_that_says_what_is_no_question_is_sent_away_alone():
         where = server._listener.getsockname()
         bad, good = reach_store(1, *where, 2, SECRET, 5.0), join()
         for words in (struct.pack(">I", 2**32 - 1), struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{{{"):
-            say(bad._socket, words)
-            bad._socket.settimeout(10)
-            assert hear_all(bad._socket) == b""
+            say(bad.source._socket, words)
+            bad.source._socket.settimeout(10)
+            assert hear_all(bad.source._socket) == b""
             bad.close()
             bad = reach_store(1, *where, 2, SECRET, 5.0)
         bad.close()
@@ -186,7 +187,7 @@ def test_what_one_member_asks_ends_the_store_for_nobody(question):
     with store_of_rank_0() as (_, _, own, join):
         for _ in range(5):
             own.append("long", "x" * (1 << 20))
-        assert isinstance(error_of(lambda: join()._ask(question)), ValueError)
+        assert isinstance(error_of(lambda: join().source.ask(question, 5.0)), ValueError)
         own.set("key", "value")
         assert join().get("key") == b"value"
 
@@ -194,7 +195,7 @@ def test_what_one_member_asks_ends_the_store_for_nobody(question):
 def test_who_asks_and_does_not_read_the_answers_is_not_read():
     with store_of_rank_0() as (_, _, own, join):
         own.set("key", "x" * (1 << 20))
-        lazy = join()._ask.__self__._socket
+        lazy = join().source._socket
         question = b'{"do": "get", "keys": ["key"]}'
         lazy.settimeout(0.2)
         sent = 0
@@ -208,7 +209,7 @@ def test_who_asks_and_does_not_read_the_answers_is_not_read():
 def test_questions_that_come_together_are_all_answered_when_the_answers_are_read():
     with store_of_rank_0() as (_, _, own, join):
         own.set("key", "x" * (1 << 20))
-        sock = join()._ask.__self__._socket
+        sock = join().source._socket
         question = b'{"do": "get", "keys": ["key"]}'
         say(sock, (struct.pack(">I", len(question)) + question) * 20)
         sock.shutdown(socket.SHUT_WR)
@@ -262,12 +263,12 @@ def test_a_stranger_costs_rank_0_little_memory(secret):
     for number in range(600):  # more than may wait at a time
         with contextlib.suppress(OSError), connect(("127.0.0.1", port)) as sock:
             say(sock, [*WORDS.values(), HELLO][number % (len(WORDS) + 1)])
-    with contextlib.suppress(RendezvousError, RuntimeError, ValueError):
-        connection = reach_store(1, "127.0.0.1", port, 2, None, 0.5)
-        stranger = KeyValueStore(connection.ask, "127.0.0.1", SECONDS)
-        with contextlib.closing(connection):
-            for number in range(10_000):
-                stranger.set(f"key {number}", "x" * 100_000)
+    with (
+        contextlib.suppress(RendezvousError, RuntimeError, ValueError),
+        contextlib.closing(reach_store(1, "127.0.0.1", port, 2, None, 0.5)) as stranger,
+    ):
+        for number in range(10_000):
+            stranger.set(f"key {number}", "x" * 100_000)
     assert rss_bytes(process.pid) - before < 50 << 20
     here.send("enough")
     assert here.recv() == b"kept"
@@ -278,12 +279,11 @@ def test_a_stranger_costs_rank_0_little_memory(secret):
 def test_its_end_is_noticed_after_the_port_is_free():
     with store_of_rank_0() as (server, port, _, join):
         other = join()
-        connection = other._ask.__self__
-        assert not connection.await_end(0.05)
+        assert not other.await_end(0.05)
         found = []
 
         def await_end():
-            found.append(connection.await_end(10.0))
+            found.append(other.await_end(10.0))
             found.append(error_of(lambda: serve_store("127.0.0.1", port, 2, SECRET, 1.0).close()))
 
         waiting = threading.Thread(target=await_end)
@@ -318,7 +318,7 @@ def test_a_rank_outside_of_rank_0s_world_hears_so_and_connections_of_one_rank_ar
 
 
 def test_a_rank_of_another_version_hears_so(monkeypatch):
-    monkeypatch.setattr(store_module, "Claim", functools.partial(Claim, protocol=3))
+    monkeypatch.setattr(store_module, "Hello", functools.partial(Hello, protocol=3))
     with store_of_rank_0() as (_, _, _, join):
         assert "rank 1 speaks version 3 of the ring's protocol" in str(error_of(join))
 
@@ -332,7 +332,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a 
 @pytest.mark.usefixtures("pipe_of_pytorchs_stores")
 def test_a_store_of_pytorchs_that_is_closed_to_newcomers_serves_those_who_are_there():
     served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
-    member = pytorch_store.reach_store(1, "127.0.0.1", served.port, 2, 5.0)
+    member = pytorch_store.reach_tcp_store(1, "127.0.0.1", served.port, 2, 5.0)
     pytorch_store.close_to_newcomers(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", served.port), 0.3)

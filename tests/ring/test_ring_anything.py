@@ -12,16 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strangers import CLAIM, KEY, WORDS, body
 
+from cyxtrain.environment.processes import Process
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.monitoring.process_state import Process
-from cyxtrain.ring.rendezvous.handshake import Caller, HandshakeError, Listener, message, take_message
+from cyxtrain.ring.rendezvous.handshake import HandshakeClient, HandshakeError, HandshakeServer, message, take_message
 from cyxtrain.ring.rendezvous.record import RankRecord
 
 BY_DAY = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None)
 
 
-HELLO = json.loads(body(Caller(CLAIM, KEY).hello()))
+HELLO = json.loads(body(HandshakeClient(CLAIM, KEY).hello()))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -47,7 +47,7 @@ def mutated(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def _hello() -> bytes:
-    return body(Caller(CLAIM, KEY).hello())
+    return body(HandshakeClient(CLAIM, KEY).hello())
 
 
 def _like(data: bytes) -> st.SearchStrategy[bytes]:
@@ -56,7 +56,7 @@ def _like(data: bytes) -> st.SearchStrategy[bytes]:
     return st.binary(max_size=300) | JSON | NESTED | mutated(data) | changed_facts
 
 
-ANSWER = body(Listener(KEY).answer(_hello()))
+ANSWER = body(HandshakeServer(KEY).answer(_hello()))
 VERDICT = json.dumps({"refused": "", "proof": "00" * 32}).encode()
 
 
@@ -73,21 +73,21 @@ def check_take_message(parts: list[bytes]) -> None:
 
 
 def check_listener(hello: bytes, proof: bytes) -> None:
-    listener = Listener(KEY)
+    listener = HandshakeServer(KEY)
     with contextlib.suppress(HandshakeError):
         body(listener.answer(hello))
-        assert listener.claim is not None
-    listener = Listener(KEY)
+        assert listener.hello is not None
+    listener = HandshakeServer(KEY)
     listener.answer(_hello())
     with pytest.raises(HandshakeError):
         listener.check(proof)
 
 
 def check_caller(answer: bytes, verdict: bytes) -> None:
-    caller = Caller(CLAIM, KEY)
+    caller = HandshakeClient(CLAIM, KEY)
     with contextlib.suppress(HandshakeError):
         body(caller.prove(answer))
-    caller = Caller(CLAIM, KEY)
+    caller = HandshakeClient(CLAIM, KEY)
     caller.prove(ANSWER)
     with pytest.raises(HandshakeError):
         caller.conclude(verdict)

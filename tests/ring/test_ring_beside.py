@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -16,7 +17,8 @@ from worlds import run_threads, wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring import collective_thread
+from cyxtrain.ring import collective_thread, listen
+from cyxtrain.ring.rendezvous import rendezvous
 
 BESIDE = RingOptions(communication="thread")
 INLINE = RingOptions(communication="inline")
@@ -248,9 +250,10 @@ def test_a_thread_is_taken_where_cores_are_free_or_the_network_is_slow(wanted, m
 
 @pytest.mark.parametrize(("cores", "threads", "room"), [(2, 1, 1), (4, 1, 2), (4, 3, 1), (2, 2, 0)])
 def test_room_counts_a_free_core_for_each_rank(cores, threads, room, monkeypatch):
-    monkeypatch.setattr(collective_thread, "count_usable_cores", lambda: cores)
+    monkeypatch.setattr(rendezvous, "count_usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert collective_thread.room_for_ranks() == room
+    with contextlib.closing(listen(0, dist.HashStore(), "tcp")) as listeners:
+        assert rendezvous.own_record(0, 2, listeners, RingOptions()).room == room
 
 
 def test_a_callback_that_fails_does_not_end_the_thread_that_others_wait_for(caplog):

@@ -72,10 +72,10 @@ def test_a_secret_that_is_no_text_lets_in_who_knows_it_and_shows_itself_nowhere(
 
 
 def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch):
-    def broken(name, address):
+    def broken(name, *rest):
         if name == 1:
             raise ValueError("what is nobody's business")
-        return listen(name, address)
+        return listen(name, *rest)
 
     def rank_main(rank):
         start = time.monotonic()
@@ -97,21 +97,21 @@ def test_of_an_error_that_is_not_ours_the_others_hear_the_name_only(monkeypatch)
 def test_a_rank_that_ends_when_all_have_met_is_not_missed(monkeypatch):
     """It may have left in peace: whoever has not noticed yet that all have met looks once more."""
 
-    def all_met(self):
-        found = really_all_met(self)
+    def all_connected(self):
+        found = really_all_connected(self)
         if self._rank == 0 and not looked:
-            wait_until(lambda: really_all_met(self))
+            wait_until(lambda: really_all_connected(self))
             return False
         return found
 
-    def look(self):
-        if self._rank == 0 and really_all_met(self):
+    def check(self):
+        if self._rank == 0 and really_all_connected(self):
             looked.append("a process has ended")
-            raise RendezvousError("rank 1 is lost: its process ended while the ranks were meeting", rank=1)
+            raise RendezvousError("rank 1 is lost: its process ended during rendezvous", rank=1)
 
-    looked, really_all_met = [], Membership.all_met
-    monkeypatch.setattr(Membership, "all_met", all_met)
-    monkeypatch.setattr(Membership, "look", look)
+    looked, really_all_connected = [], Membership.all_connected
+    monkeypatch.setattr(Membership, "all_connected", all_connected)
+    monkeypatch.setattr(Membership, "check", check)
     run_threads(2, lambda group: group.barrier())
     assert looked
 
@@ -127,13 +127,13 @@ def test_ranks_that_are_not_connected_with_all_others_are_named():
     rolls = [Membership(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
     for roll in rolls:
         roll.claim()
-    rolls[0].met()
-    assert rolls[2].unmet() == [7, 9]
-    assert not rolls[0].all_met()
-    rolls[1].met()
-    rolls[2].met()
-    assert rolls[0].unmet() == []
-    assert rolls[0].all_met()
+    rolls[0].report_connected()
+    assert rolls[2].unconnected() == [7, 9]
+    assert not rolls[0].all_connected()
+    rolls[1].report_connected()
+    rolls[2].report_connected()
+    assert rolls[0].unconnected() == []
+    assert rolls[0].all_connected()
 
 
 @pytest.mark.parametrize("lives", [1, 3])
@@ -142,27 +142,27 @@ def test_who_fails_before_all_have_met_ends_it_for_all_and_who_fails_afterwards_
         rolls = [Membership(store, rank, range(3), Deadline(5.0)) for rank in range(3)]
         for roll in rolls:
             roll.claim()
-            roll.answer(RankRecord(3))
+            roll.register(RankRecord(3))
         return rolls
 
-    failure = RendezvousError("rank 7 is lost: its process ended while the ranks were meeting", rank=7)
+    failure = RendezvousError("rank 7 is lost: its process ended during rendezvous", rank=7)
     store = dist.HashStore()
     for _ in range(lives):
         rolls = meet_again(store)
         for roll in rolls:
-            roll.met()
-        assert all(roll.all_met() for roll in rolls)
-        assert not rolls[2].tell(failure)
+            roll.report_connected()
+        assert all(roll.all_connected() for roll in rolls)
+        assert not rolls[2].report_failure(failure)
         for roll in rolls:
-            roll.look()
+            roll.check()
     rolls = meet_again(store)
-    rolls[1].met()
-    rolls[2].met()
-    assert rolls[1].tell(failure)
-    rolls[0].met()
+    rolls[1].report_connected()
+    rolls[2].report_connected()
+    assert rolls[1].report_failure(failure)
+    rolls[0].report_connected()
     for roll in rolls:
-        assert str(error_of(roll.all_met)).startswith("rank 7 is lost")
-        assert str(error_of(roll.look)).startswith("rank 7 is lost")
+        assert str(error_of(roll.all_connected)).startswith("rank 7 is lost")
+        assert str(error_of(roll.check)).startswith("rank 7 is lost")
 
 
 def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch, caplog):

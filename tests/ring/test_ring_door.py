@@ -20,7 +20,15 @@ from strangers import CLAIM, HELLO, UNFINISHED, WORDS, connect, hear_all, say
 
 from cyxtrain.ring.rendezvous import accept as door_module
 from cyxtrain.ring.rendezvous.accept import Acceptor, SparseLog
-from cyxtrain.ring.rendezvous.handshake import MAX_BYTES, Caller, Claim, NoProofError, RefusedError, Role, take_message
+from cyxtrain.ring.rendezvous.handshake import (
+    MAX_BYTES,
+    HandshakeClient,
+    Hello,
+    NoProofError,
+    RefusedError,
+    Role,
+    take_message,
+)
 
 KEY = b"the secret of this run"
 HANDSHAKE_SECONDS = 5.0
@@ -34,14 +42,14 @@ class House:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
-        self.members: dict[Claim, socket.socket] = {}
+        self.members: dict[Hello, socket.socket] = {}
         self.refusals: dict[int, str] = {}
         self.door = Acceptor([self.listener], "rank 0", KEY, self._judge, self._admit, self.selector)
 
-    def _judge(self, claim: Claim) -> str:
+    def _judge(self, claim: Hello) -> str:
         return self.refusals.get(claim.rank, "")
 
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
+    def _admit(self, claim: Hello, sock: socket.socket) -> None:
         self.members[claim] = sock
 
     @property
@@ -86,9 +94,9 @@ def guests() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def shake(house: House, guest: socket.socket, claim: Claim = CLAIM, key: bytes = KEY) -> None:
+def shake(house: House, guest: socket.socket, claim: Hello = CLAIM, key: bytes = KEY) -> None:
     """A whole handshake, the door turned in between."""
-    caller, received = Caller(claim, key), bytearray()
+    caller, received = HandshakeClient(claim, key), bytearray()
     guest.sendall(caller.hello())
     house.settle()
     received += guest.recv(MAX_BYTES)
@@ -118,7 +126,7 @@ def test_a_member_is_handed_over_with_what_it_said_of_itself(house, guests):
 def test_a_member_that_speaks_one_byte_at_a_time_is_let_in(house, guests):
     guest = guests.enter_context(connect(house.address))
     guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    caller, received = Caller(CLAIM, KEY), bytearray()
+    caller, received = HandshakeClient(CLAIM, KEY), bytearray()
 
     def drip(data):
         for byte in data:
@@ -160,7 +168,7 @@ def test_who_says_no_hello_hears_not_one_byte(house, guests, name):
 def test_who_does_not_know_the_secret_hears_our_hello_and_nothing_more(house, guests):
     for _ in range(3):
         guest = guests.enter_context(connect(house.address))
-        caller, received = Caller(CLAIM, b"another secret"), bytearray()
+        caller, received = HandshakeClient(CLAIM, b"another secret"), bytearray()
         say(guest, caller.hello())
         house.settle()
         received += guest.recv(MAX_BYTES)
@@ -221,7 +229,7 @@ def test_who_is_slow_has_five_seconds(house, guests, name):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_proof_that_came_in_time_counts_also_where_nobody_read_it_then(house, guests, monkeypatch, whole):
     guest = guests.enter_context(connect(house.address))
-    caller, received = Caller(CLAIM, KEY), bytearray()
+    caller, received = HandshakeClient(CLAIM, KEY), bytearray()
     guest.sendall(caller.hello())
     house.settle()
     received += guest.recv(MAX_BYTES)

@@ -72,7 +72,7 @@ def test_of_a_store_in_a_file_the_default_route_is_taken(tmp_path):
 def test_where_it_cannot_listen_its_rank_and_address_are_said(monkeypatch):
     monkeypatch.setattr(listen, "own_address", lambda host: "192.0.2.1")  # nobody's
     with pytest.raises(RendezvousError, match=r"rank 3 cannot listen at 192\.0\.2\.1 \(.+\)") as caught:
-        listen.listen(3, dist.HashStore())
+        listen.listen(3, dist.HashStore(), "tcp")
     assert caught.value.rank == 3
 
 
@@ -95,7 +95,7 @@ def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="a packet filter of Linux")
 def test_a_store_of_pytorchs_that_is_closed_to_newcomers_keeps_its_members():
     served, listener = pytorch_store.host_store("127.0.0.1", 10.0)
-    member = pytorch_store.reach_store(1, "127.0.0.1", served.port, 2, 10.0)
+    member = pytorch_store.reach_tcp_store(1, "127.0.0.1", served.port, 2, 10.0)
     pytorch_store.close_to_newcomers(listener)
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", served.port), timeout=0.2)

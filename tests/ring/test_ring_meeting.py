@@ -18,10 +18,10 @@ from ring_values import error_of
 from worlds import join_threads, run_threads
 
 from cyxtrain.config import RingOptions
+from cyxtrain.environment.processes import this_process
 from cyxtrain.errors import PeerLostError, RendezvousError
-from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.monitoring.process_state import this_process
 from cyxtrain.ring.rendezvous import rendezvous
+from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreLostError
@@ -37,12 +37,12 @@ def reduce_once(group):
 @contextlib.contextmanager
 def two_ranks(store, options):
     """Two ranks that have met, and that reduce after what is done meanwhile."""
-    met, done = threading.Barrier(3), threading.Event()
+    report_connected, done = threading.Barrier(3), threading.Event()
 
     def rank_main(rank):
         group = meet(store, rank, 2, options=options)
         try:
-            met.wait(10)
+            report_connected.wait(10)
             done.wait(10)
             reduce_once(group)
         finally:
@@ -50,7 +50,7 @@ def two_ranks(store, options):
 
     with ThreadPoolExecutor(2) as ranks:
         futures = [ranks.submit(rank_main, rank) for rank in range(2)]
-        met.wait(10)
+        report_connected.wait(10)
         try:
             yield
         finally:
@@ -66,7 +66,7 @@ def test_ranks_that_do_not_come_are_named_at_the_deadline():
     for error, seconds in meet_all(dist.HashStore(), [0, 2], 4, 0.4):
         assert isinstance(error, RendezvousError)
         assert str(error).startswith(
-            "rank 1, rank 3 of a world of 4 did not come before the deadline: joining timed out after 0.4 s"
+            "rank 1, rank 3 of a world of 4 did not join before the deadline: joining timed out after 0.4 s"
         )
         assert "DISTRIBUTED_TIMEOUT_MS" in str(error)
         assert error.rank == 1
@@ -100,7 +100,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
     gone = replace(this_process("127.0.0.1"), started=1)
     store.set("1/entry/1", RankRecord(3, gone, "127.0.0.1", 1).to_json())
     [(error, seconds)] = meet_all(store, [0], 3)
-    assert str(error).startswith("rank 1 is lost: its process ended while the ranks were meeting")
+    assert str(error).startswith("rank 1 is lost: its process ended during rendezvous")
     assert error.rank == 1
     assert seconds < 1.0
 
@@ -201,13 +201,13 @@ def test_rank_0_leaves_with_the_store_when_the_one_that_it_refuses_has_read_why(
     rolls = [Membership(store, rank, range(2), Deadline(5.0)) for rank in range(2)]
     for rank, roll in enumerate(rolls):
         roll.claim()
-        roll.answer(RankRecord(2 + rank))
-    refused = error_of(rolls[0].table)
-    ending_group_on_error = threading.Thread(target=rolls[0].tell, args=(refused,))
+        roll.register(RankRecord(2 + rank))
+    refused = error_of(rolls[0].await_all)
+    ending_group_on_error = threading.Thread(target=rolls[0].report_failure, args=(refused,))
     ending_group_on_error.start()
     ending_group_on_error.join(0.1)
     assert ending_group_on_error.is_alive()
-    assert "a world of 3" in str(error_of(rolls[1].look))
+    assert "a world of 3" in str(error_of(rolls[1].check))
     ending_group_on_error.join(5.0)
     assert not ending_group_on_error.is_alive()
 

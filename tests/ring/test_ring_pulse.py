@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cyxtrain.environment.processes import Process, State
 from cyxtrain.errors import PeerLostError, PeerSilentError
 from cyxtrain.ring.monitoring import heartbeat as pulse_module
 from cyxtrain.ring.monitoring.heartbeat import GONE_SECONDS, STOPPED_SECONDS, Heartbeat
-from cyxtrain.ring.monitoring.process_state import Process, State
 
 OWN = Process("here", 1, 10)
 THERE = {1: Process("elsewhere", 2, 20), 2: Process("", 3, 30)}

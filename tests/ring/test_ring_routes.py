@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lockstep import Lockstep, Way, own
 
+from cyxtrain.environment.processes import Process
 from cyxtrain.ring import connections
-from cyxtrain.ring.monitoring.process_state import Process
 from cyxtrain.ring.rendezvous.record import RankRecord
-from cyxtrain.ring.rendezvous.rendezvous import Meeting
+from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
 from cyxtrain.ring.schedules.selector import FEW_BYTES, AlgorithmSelector, few
 from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
@@ -39,7 +39,7 @@ def routes_of(places, unread=(), cores=64):
         {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
         for rank in ranks
     ]
-    return [connections._routes(Meeting(table=table, readers=readers), rank) for rank in ranks]
+    return [connections._routes(RendezvousResult(table=table, readers=readers), rank) for rank in ranks]
 
 
 def way_of(routes, item_bytes):

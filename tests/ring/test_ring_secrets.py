@@ -21,7 +21,7 @@ from worlds import wait_until
 
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.handshake import HandshakeError, Listener, RefusedError, take_message
+from cyxtrain.ring.rendezvous.handshake import HandshakeError, HandshakeServer, RefusedError, take_message
 from cyxtrain.ring.rendezvous.record import RankRecord
 
 RUN = "5f" * 16
@@ -65,7 +65,7 @@ def test_a_secret_on_one_rank_only_is_said_at_once_where_it_is_not_and_at_the_de
         assert "CYXTRAIN_SECRET" in str(error)
         assert seconds < 0.6 + LATE
     assert f"rank {knows} was started with a secret and rank {1 - knows} without" in str(found[1 - knows][0])
-    assert f"Somebody came as rank {1 - knows} and did not know the secret" in str(found[knows][0])
+    assert f"A process that claimed to be rank {1 - knows} did not know the secret" in str(found[knows][0])
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -73,12 +73,12 @@ def test_different_secrets_are_said_in_the_log_at_once_and_on_all_sides_at_the_d
     options = {f"r{rank}": SECRET for rank in range(3)} | {f"r{odd}": RingOptions(secret="another one")}
     for rank, (error, seconds) in enumerate(meet_all(dist.HashStore(), [0, 1, 2], 3, 0.6, **options)):
         other = odd if rank != odd else min({0, 1, 2} - {odd})
-        assert f"Somebody came as rank {other} and did not know the secret of this run" in str(error)
+        assert f"A process that claimed to be rank {other} did not know the secret of this run" in str(error)
         assert "CYXTRAIN_SECRET is set on rank " in str(error)
         assert "and must be the same on every rank" in str(error)
         assert "another one" not in str(error)
         assert seconds < 0.6 + LATE
-    assert f"somebody without the secret of this run has written at 1/entry/{odd}" in caplog.text
+    assert f"ignores a value at 1/entry/{odd} of the store that was written without the secret" in caplog.text
 
 
 def test_who_comes_as_a_missing_rank_without_the_secret_is_part_of_the_cause():
@@ -86,7 +86,7 @@ def test_who_comes_as_a_missing_rank_without_the_secret_is_part_of_the_cause():
     with rank_0, connect(rank_0.address) as sock, pytest.raises(HandshakeError):
         shake_hands(sock, replace(CLAIM, run=rank_0.entry.run), b"another secret")
     assert "rank 1 did not connect to rank 0" in str(rank_0.error)
-    assert "somebody came as rank 1 and did not know the secret" in str(rank_0.error)
+    assert "a process that claimed to be rank 1 did not know the secret" in str(rank_0.error)
 
 
 # --- strangers at the door of rank 0, which waits for rank 1 --------------------------------------------------------
@@ -130,8 +130,8 @@ class Waiting:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"run": RUN}, "it belongs to another run, or to an earlier life of this one, than rank 0"),
-        ({"generation": 1}, "it belongs to another run, or to an earlier life of this one, than rank 0"),
+        ({"run": RUN}, "it belongs to another run than rank 0, or to an earlier life of this one"),
+        ({"generation": 1}, "it belongs to another run than rank 0, or to an earlier life of this one"),
         ({"rank": 2}, "there is no rank 2 in a world of 2"),
         ({"rank": 0}, "rank 0 is taken"),
     ],
@@ -222,7 +222,7 @@ def test_a_listener_of_another_program_is_not_taken_for_a_rank():
 
 def test_a_listener_that_does_not_know_the_secret_is_not_taken_for_a_rank():
     def answer(sock):
-        listener, received = Listener(b"another secret"), bytearray(sock.recv(4096))
+        listener, received = HandshakeServer(b"another secret"), bytearray(sock.recv(4096))
         say(sock, listener.answer(take_message(received)))
         sock.recv(4096)
         say(sock, listener.verdict())
@@ -284,7 +284,9 @@ def test_secrets_that_differ_are_said_by_all_processes_at_the_deadline(tmp_path,
         if secrets[rank] != secrets[0]:
             assert f"or rank {rank} and rank 0 were started with different secrets" in message
         else:
-            assert f"Somebody came as rank {len(secrets) - 1} and did not know the secret of this run" in message
+            assert (
+                f"A process that claimed to be rank {len(secrets) - 1} did not know the secret of this run" in message
+            )
         assert seconds < 1.5 + LATE
 
 

@@ -96,7 +96,7 @@ def _tell_port(folder: Folder, rank: int) -> None:
 
     def listen_and_tell(*args: Any) -> Any:
         listener = listen(*args)
-        folder.tell(f"port{rank}", str(listener.getsockname()[1]))
+        folder.tell(f"port{rank}", str(listener.tcp.getsockname()[1]))
         return listener
 
     rendezvous.listen = listen_and_tell
@@ -118,14 +118,14 @@ def _tell_what_is_said(folder: Folder, rank: int) -> None:
 
 def _hold_back(folder: Folder) -> None:
     """The others open their doors and wait, for as long as strangers want."""
-    gather = rendezvous._Members.gather
+    gather = rendezvous._Connector.connect_all
 
     def gather_when_allowed(*args: Any) -> None:
         folder.tell("all are here")
         folder.hear("gather")
         gather(*args)
 
-    rendezvous._Members.gather = gather_when_allowed  # type: ignore[method-assign]
+    rendezvous._Connector.connect_all = gather_when_allowed  # type: ignore[method-assign]
 
 
 def _train(folder: Folder) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from datetime import timedelta
 from worlds import join_threads
 
 from cyxtrain.config import RingOptions
+from cyxtrain.environment.processes import Process
 from cyxtrain.errors import RendezvousError
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.monitoring.process_state import Process
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline

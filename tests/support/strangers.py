@@ -8,13 +8,21 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cyxtrain.ring.rendezvous.handshake import Caller, Claim, HandshakeError, Role, message, place_of, take_message
+from cyxtrain.ring.rendezvous.handshake import (
+    HandshakeClient,
+    HandshakeError,
+    Hello,
+    Role,
+    message,
+    place_of,
+    take_message,
+)
 
 Address = tuple[str, int]
 SECONDS = 10.0
 KEY = b"the secret of this run"
-CLAIM = Claim(run="00" * 16, generation=0, role=Role.CONTROL, rank=1, world_size=2, checksums=False)
-HELLO = Caller(CLAIM, b"").hello()
+CLAIM = Hello(run="00" * 16, generation=0, role=Role.CONTROL, rank=1, world_size=2, checksums=False)
+HELLO = HandshakeClient(CLAIM, b"").hello()
 
 WORDS = {
     "garbage": bytes(range(256)) * 16,
@@ -65,14 +73,14 @@ def hear_all(sock: socket.socket) -> bytes:
     return received
 
 
-def shake_hands(sock: socket.socket, claim: Claim, key: bytes) -> None:
+def shake_hands(sock: socket.socket, claim: Hello, key: bytes) -> None:
     """Does a caller's part of the handshake.
 
     Raises:
         HandshakeError: As `Caller`; also where the other side closes the connection.
         RefusedError: The other side says why.
     """
-    caller, received = Caller(replace(claim, to_place=place_of(sock.getpeername())), key), bytearray()
+    caller, received = HandshakeClient(replace(claim, to_place=place_of(sock.getpeername())), key), bytearray()
     say(sock, caller.hello())
     say(sock, caller.prove(_hear(sock, received)))
     caller.conclude(_hear(sock, received))

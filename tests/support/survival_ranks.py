@@ -164,20 +164,20 @@ def suffer_and_note(folder: str, suffer: Callable[[Any], None], what: Any) -> No
 
 def join_and_be_killed(folder: str, victim: int, step: int) -> Facts:
     """One rank is killed at a step of its handshakes: after the roll call, before its last connection is made."""
-    gather = rendezvous._Members.gather
+    gather = rendezvous._Connector.connect_all
 
-    def gather_and_be_killed(members: Any, roll: Any) -> None:
+    def connect_and_be_killed(connector: Any) -> None:
         steps = itertools.count()
         for owner, names in (
-            (handshake.Caller, ("hello", "prove", "conclude")),
-            (handshake.Listener, ("answer", "check", "verdict")),
+            (handshake.HandshakeClient, ("hello", "prove", "conclude")),
+            (handshake.HandshakeServer, ("answer", "check", "verdict")),
         ):
             for name in names:
                 setattr(owner, name, _dying(folder, getattr(owner, name), steps, step))
-        gather(members, roll)
+        gather(connector)
 
     if int(os.environ["RANK"]) == victim:
-        rendezvous._Members.gather = gather_and_be_killed  # type: ignore[method-assign]
+        rendezvous._Connector.connect_all = connect_and_be_killed  # type: ignore[method-assign]
     try:
         cx.init()
         cx.barrier()

@@ -5,8 +5,8 @@ No sockets and no threads: it is told what happened, and when.
 
 from __future__ import annotations
 
+from cyxtrain.environment.processes import Process, State, state_of
 from cyxtrain.errors import CyxtrainError, PeerLostError, PeerSilentError
-from cyxtrain.ring.monitoring.process_state import Process, State, state_of
 
 STOPPED_SECONDS = 4.0
 """How long a rank on this machine may be stopped. Looked at every second, a stop of three is let pass and one of six

@@ -1,4 +1,4 @@
-"""Calls a rank that listens: connects, proves who we are, and hears whether we may come in."""
+"""Connect to a listening rank and authenticate."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cyxtrain.errors import RendezvousError
+from cyxtrain.errors import RendezvousError, reason_of
 from cyxtrain.ring.rendezvous.handshake import (
     MAX_BYTES,
-    Caller,
-    Claim,
+    HandshakeClient,
     HandshakeError,
+    Hello,
     RefusedError,
     place_of,
     take_message,
 )
-from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, Membership
+from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS
 from cyxtrain.ring.wire.link import Deadline, Poller
 
 _EXPLAIN_SECONDS = 0.1
-"""How long a rank that was sent away waits for the cause, which comes by way of the store."""
+"""How long a rank that was rejected waits for the cause, which arrives at the store."""
 _PROOFS = 3
-"""How often it proves in vain that it knows the secret."""
-_KNOCK_SECONDS = 1.0
+"""Rejected proofs after which a rank reports that the secrets differ."""
+_NOTIFY_SECONDS = 1.0
 
 
 class ClosedError(Exception):
@@ -44,41 +45,41 @@ class ClosedError(Exception):
         self.proven = proven
 
 
-def call(
-    entry: RankRecord, peer: int, who: str, claim: Claim, key: bytes, roll: Membership, *, near: bool = False
+def dial(
+    record: RankRecord, peer: int, who: str, hello: Hello, key: bytes, membership: Membership, *, unix: bool = False
 ) -> socket.socket:
-    """Connects to a rank.
+    """Connect to a rank.
 
     Args:
-        entry: Where it listens.
-        peer: How errors call it.
-        who: How errors call us: "rank 3".
-        claim: What we say of ourselves.
-        key: The run's secret.
-        roll: Says why the meeting failed, and when to give up.
-        near: Whether to try its Unix socket first.
+        record: Where it listens.
+        peer: Its rank in the world, for errors.
+        who: For errors, this rank: "rank 3".
+        hello: What we send first.
+        key: The secret of the run.
+        membership: Knows why the rendezvous failed, and its deadline.
+        unix: Whether to try its Unix socket first.
 
     Raises:
-        RendezvousError: It cannot be reached, or does not let us in.
+        RendezvousError: It cannot be reached, or refuses us.
     """
-    disbelieved = 0
+    rejected = 0
     while True:
-        where = f"rank {peer} at {entry.unix if near else f'{entry.host}:{entry.port}'}"
+        where = f"rank {peer} at {record.unix if unix else f'{record.host}:{record.port}'}"
         try:
-            return call_once(socket_address(entry, near=near), claim, key, roll.deadline, roll.look)
+            return dial_once(socket_address(record, unix=unix), hello, key, membership.deadline, membership.check)
         except RefusedError as refused:
             raise RendezvousError(f"{where} refused {who}: {refused}.", rank=peer) from None
         except ClosedError as closed:
-            _hear_why(roll)
-            # Who was sent away before it could prove itself, or when its proof came late, had bad luck: it tries again.
-            disbelieved += closed.proven
-            if disbelieved == _PROOFS:
+            _await_cause(membership)
+            # Closed before it had our proof, or when the proof was late: bad luck, try again.
+            rejected += closed.proven
+            if rejected == _PROOFS:
                 raise RendezvousError(
-                    f"{where} did not believe {who}: they were most likely started with different secrets. Set "
-                    f"CYXTRAIN_SECRET to the same value on every rank; else look at the output of rank {peer}.",
+                    f"{where} rejected the proof of {who}: the two were most likely started with different secrets. "
+                    f"Set CYXTRAIN_SECRET to the same value on every rank, or look at the output of rank {peer}.",
                     rank=peer,
                 ) from None
-            if roll.deadline.passed():
+            if membership.deadline.passed():
                 raise RendezvousError(f"{where} closes every connection of {who}.", rank=peer) from None
         except HandshakeError as error:
             raise RendezvousError(
@@ -87,51 +88,51 @@ def call(
                 rank=peer,
             ) from None
         except OSError as error:
-            if near and entry.transport == "auto":
-                near = False  # they share a kernel, and not a network: two containers, say
+            if unix and record.transport == "auto":
+                unix = False  # they share a kernel but not a network namespace: two containers, say
                 continue
-            _hear_why(roll)
+            _await_cause(membership)
             raise RendezvousError(
-                f"{who} cannot reach {where} ({_reason(error)}). Has rank {peer} ended? Across machines, firewalls "
+                f"{who} cannot reach {where} ({reason_of(error)}). Has rank {peer} ended? Across machines, firewalls "
                 "must allow TCP between all ranks.",
                 rank=peer,
             ) from None
 
 
-def knock(entry: RankRecord, claim: Claim, key: bytes) -> None:
-    """Lets a rank know that somebody came as it: it refuses us, and its log says so. Harmless where it has gone."""
+def notify_duplicate(record: RankRecord, hello: Hello, key: bytes) -> None:
+    """Connect to the process that already is this rank, so that its log reports a duplicate."""
     with contextlib.suppress(OSError, HandshakeError, RefusedError, ClosedError):
-        call_once(socket_address(entry, near=False), claim, key, Deadline(_KNOCK_SECONDS), lambda: None).close()
+        dial_once(socket_address(record, unix=False), hello, key, Deadline(_NOTIFY_SECONDS), lambda: None).close()
 
 
-def socket_address(entry: RankRecord, *, near: bool) -> tuple[int, Any]:
-    """Returns the family and the address of the socket at which a rank listens."""
-    if near:
-        return socket.AF_UNIX, unix_address(entry.unix)
-    return socket.AF_INET6 if ":" in entry.host else socket.AF_INET, (entry.host, entry.port)
+def socket_address(record: RankRecord, *, unix: bool) -> tuple[int, Any]:
+    """Return the family and the address of the socket at which a rank listens."""
+    if unix:
+        return socket.AF_UNIX, unix_address(record.unix)
+    return socket.AF_INET6 if ":" in record.host else socket.AF_INET, (record.host, record.port)
 
 
 def unix_address(name: str) -> str:
-    """Returns the address of an abstract Unix socket, whose name people write with "@": it has no file."""
+    """Return the address of an abstract Unix socket written as "@name"."""
     return "\0" + name.removeprefix("@")
 
 
-def call_once(
-    address: tuple[int, Any], claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]
+def dial_once(
+    address: tuple[int, Any], hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]
 ) -> socket.socket:
-    """Connects, and proves who we are.
+    """Connect and authenticate, in one try.
 
     Args:
-        address: As `socket_address` gives it.
-        claim: What we say of ourselves.
-        key: The run's secret.
+        address: From `socket_address`.
+        hello: What we send first.
+        key: The secret of the run.
         deadline: When to give up.
-        look: Called again and again while it waits.
+        poll: Called again and again while this waits.
 
     Raises:
-        RefusedError: It knows the secret, and does not let us in.
+        RefusedError: The other side knows the secret and refuses us.
         ClosedError: It closed the connection.
-        HandshakeError: What answers there is no rank.
+        HandshakeError: It is no rank.
         OSError: It cannot be reached.
     """
     sock = socket.socket(address[0], socket.SOCK_STREAM)
@@ -140,44 +141,44 @@ def call_once(
         code = sock.connect_ex(address[1])
         if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
             raise OSError(code, os.strerror(code))
-        _wait(sock, deadline, look, writing=True)
+        _wait(sock, deadline, poll, writing=True)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
-        introduce(sock, replace(claim, to_place=place_of(address[1])), key, deadline, look)
+        authenticate(sock, replace(hello, to_place=place_of(address[1])), key, deadline, poll)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def introduce(sock: socket.socket, claim: Claim, key: bytes, deadline: Deadline, look: Callable[[], None]) -> None:
-    """Proves on a new connection who we are, and that the other side knows the secret.
+def authenticate(sock: socket.socket, hello: Hello, key: bytes, deadline: Deadline, poll: Callable[[], None]) -> None:
+    """Do the client's part of a handshake on a connected, non-blocking socket, which stays open on errors.
 
-    Args and errors are those of `call_once`; `sock` is connected and non-blocking, and stays open where it fails.
+    Args and errors are those of `dial_once`.
     """
-    caller = Caller(claim, key)
+    client = HandshakeClient(hello, key)
     received = bytearray()
-    _send(sock, caller.hello(), proven=False)
-    answer = _hear(sock, received, deadline, look, proven=False)
-    _send(sock, caller.prove(answer), proven=True)
-    caller.conclude(_hear(sock, received, deadline, look, proven=True))
+    _send(sock, client.hello(), proven=False)
+    answer = _receive(sock, received, deadline, poll, proven=False)
+    _send(sock, client.prove(answer), proven=True)
+    client.conclude(_receive(sock, received, deadline, poll, proven=True))
 
 
 def _send(sock: socket.socket, data: bytes, *, proven: bool) -> None:
-    """Sends a short message into an empty buffer, where it cannot block."""
+    """Send a short message into an empty buffer, where it cannot block."""
     try:
         sock.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
         raise ClosedError(proven) from None
 
 
-def _hear(
-    sock: socket.socket, received: bytearray, deadline: Deadline, look: Callable[[], None], *, proven: bool
+def _receive(
+    sock: socket.socket, received: bytearray, deadline: Deadline, poll: Callable[[], None], *, proven: bool
 ) -> bytes:
-    """Returns the body of the next message."""
+    """Return the body of the next message."""
     while (body := take_message(received)) is None:
-        _wait(sock, deadline, look)
+        _wait(sock, deadline, poll)
         try:
             part = sock.recv(MAX_BYTES)
         except BlockingIOError:
@@ -190,23 +191,19 @@ def _hear(
     return body
 
 
-def _wait(sock: socket.socket, deadline: Deadline, look: Callable[[], None], *, writing: bool = False) -> None:
-    """Waits until a socket is ready; looks meanwhile whether the meeting has failed."""
+def _wait(sock: socket.socket, deadline: Deadline, poll: Callable[[], None], *, writing: bool = False) -> None:
+    """Wait until a socket is ready."""
     poller = Poller()
     readers, writers = ([], [sock]) if writing else ([sock], [])
-    while not poller.wait(readers, writers, deadline, LOOK_SECONDS):
-        look()
+    while not poller.wait(readers, writers, deadline, POLL_SECONDS):
+        poll()
         if deadline.passed():
             raise TimeoutError(errno.ETIMEDOUT, "timed out: no answer before the deadline")
 
 
-def _hear_why(roll: Membership) -> None:
-    """Gives whoever knows why the meeting fails a moment to say so."""
-    patience = Deadline(min(_EXPLAIN_SECONDS, roll.deadline.left()))
+def _await_cause(membership: Membership) -> None:
+    """Give the rank that knows why the rendezvous fails a moment to report it."""
+    patience = Deadline(min(_EXPLAIN_SECONDS, membership.deadline.left()))
     while not patience.passed():
-        roll.look()
-        time.sleep(LOOK_SECONDS)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+        membership.check()
+        time.sleep(POLL_SECONDS)

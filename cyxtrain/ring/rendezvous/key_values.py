@@ -1,11 +1,9 @@
-"""A key-value store for the members of one run: rank 0 serves it, and every connection proves the secret first.
+"""The store of a run: rank 0 serves keys and values, and every connection authenticates first.
 
-PyTorch's TCPStore believes everybody who reaches its port, keeps whatever it is sent, and shows it to all. Here a
-connection begins with the handshake of `handshake.py`, so that only members read and write; the memory that they can
-take is bounded.
-
-A question and its answer are frames of a length (u32, big-endian) and a JSON object; values are bytes, one character
-each.
+PyTorch's TCPStore trusts everybody who reaches its port, keeps whatever it is sent, and shows it to all. Here a
+connection begins with the handshake of `handshake.py`, so that only members read and write, and the memory that they
+can take is bounded. A request and its answer are a length (u32, big-endian) and a JSON object; values are bytes, one
+character each.
 """
 
 from __future__ import annotations
@@ -16,55 +14,51 @@ import json
 import os
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from cyxtrain.errors import reason_of
 from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.handshake import Claim
+from cyxtrain.ring.rendezvous.handshake import Hello, take_message
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
 from cyxtrain.ring.wire.link import Deadline
 
-_LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_VALUES_BYTES = 16 << 20
 """Of all keys and values together, as Python keeps them."""
 _SLOT_BYTES = 100
-"""Of a dict for each key, about."""
+"""Of a dict, per key, about."""
 _MAX_CONNECTIONS = 8
-"""Of one rank at a time: one, and those of ranks of before that end."""
+"""Of one rank at a time: one, and those of its earlier processes that are about to end."""
 _READ_BYTES = 1 << 16
 _TICK_SECONDS = 1.0
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.05
 
-Ask = Callable[[dict[str, Any]], Any]
-"""Answers a question: in the process of rank 0 directly, in others over a connection."""
-
 
 class KeyValues:
-    """Keys and their values, with the operations of PyTorch's stores; each is atomic."""
+    """Keys and values, with the operations of PyTorch's stores; each is atomic."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._size = 0
         self._lock = threading.Lock()
 
-    def answer(self, question: dict[str, Any]) -> Any:
-        """Returns the answer to a question.
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Return the answer to a request.
 
         Raises:
-            ValueError: It is none of these operations, or the store is full.
+            ValueError: It is no such operation, or the store is full.
         """
-        operation, keys = question.get("do"), question.get("keys")
+        operation, keys = request.get("do"), request.get("keys")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise ValueError("a question without keys")
+            raise ValueError("a request without keys")
         with self._lock:
             if operation == "check":
                 return all(key in self._values for key in keys)
@@ -77,12 +71,12 @@ class KeyValues:
             if operation == "delete":
                 return self._delete(key)
             if operation == "add":
-                return int(self._put(key, b"%d" % (int(before or b"0") + int(question["number"]))))
-            value = _bytes(question["value"])
+                return int(self._put(key, b"%d" % (int(before or b"0") + int(request["number"]))))
+            value = _bytes(request["value"])
             if operation == "append":
                 return _text(self._put(key, (before or b"") + value))
             if operation == "compare_set":
-                expected = _bytes(question["expected"])
+                expected = _bytes(request["expected"])
                 if before != expected and (before is not None or expected):
                     return _text(expected if before is None else before)
             elif operation != "set":
@@ -107,7 +101,7 @@ class KeyValues:
 
 
 class KeyValueServer:
-    """Serves keys to the members of one run, in a thread of rank 0 that sleeps until somebody asks.
+    """Serves keys to the members of one run, in a thread of rank 0 that sleeps until a request arrives.
 
     Cost: a thread, a connection per rank, at most 16 MiB of values, and twice 4 MiB for each connection.
 
@@ -124,32 +118,35 @@ class KeyValueServer:
         self._world_size = world_size
         self._members: dict[socket.socket, _Member] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake, woken = socket.socketpair()
-        self._woken = woken
-        self._selector.register(woken, selectors.EVENT_READ)
-        self._door = Acceptor([listener], "the store of rank 0", key, self._judge, self._admit, self._selector)
-        self._ends = False
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._acceptor = Acceptor([listener], "the store of rank 0", key, self._authorize, self._accept, self._selector)
+        self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="cyxtrain-store-server", daemon=True)
         self._thread.start()
 
     @property
     def unproven(self) -> Counter[int]:
-        """For each rank, how many claimed to be it and did not know the secret."""
-        return self._door.unproven
+        """By rank, how many clients claimed to be it without knowing the secret."""
+        return self._acceptor.unproven
+
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Return the answer to a request of this process."""
+        return self.values.answer(request)
 
     def close(self) -> None:
-        """Frees the port, then ends all connections, which tells the members; harmless twice."""
-        if self._ends:
+        """Free the port, then end all connections, which tells the members; harmless twice."""
+        if self._is_closed:
             return
-        self._ends = True
+        self._is_closed = True
         self._wake.send(b"x")
         self._thread.join()
         self._close_files()
 
     def abandon(self) -> None:
-        """Closes the files in a forked child, which has no such thread: the parent must not notice."""
-        self._ends = True
-        self._door.abandon()
+        """Close the files in a forked child, which has no such thread: the parent must not notice."""
+        self._is_closed = True
+        self._acceptor.abandon()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -159,39 +156,39 @@ class KeyValueServer:
         self._selector.close()
 
     def _serve(self) -> None:
-        while not self._ends:
+        while not self._is_closed:
             for found, _ in self._selector.select(_TICK_SECONDS):
                 if found.data is not None:
                     found.data()
-            self._door.expire(time.monotonic())
+            self._acceptor.expire(time.monotonic())
         self._listener.close()
-        self._door.close()
+        self._acceptor.close()
 
-    def _judge(self, claim: Claim) -> str:
-        if claim.protocol != PROTOCOL_VERSION:
+    def _authorize(self, hello: Hello) -> str:
+        if hello.protocol != PROTOCOL_VERSION:
             return (
-                f"rank {claim.rank} speaks version {claim.protocol} of the ring's protocol, rank 0 version "
+                f"rank {hello.rank} speaks version {hello.protocol} of the ring's protocol, rank 0 version "
                 f"{PROTOCOL_VERSION}. Install the same version of cyxtrain everywhere"
             )
-        if claim.rank >= self._world_size:
+        if hello.rank >= self._world_size:
             return (
-                f"it was started for a world of {claim.world_size}, rank 0 for a world of {self._world_size}. Start "
+                f"it was started for a world of {hello.world_size}, rank 0 for a world of {self._world_size}. Start "
                 "all ranks with the same WORLD_SIZE"
             )
-        if Counter(member.rank for member in self._members.values())[claim.rank] >= _MAX_CONNECTIONS:
-            return f"too many processes have joined as rank {claim.rank}"
+        if Counter(member.rank for member in self._members.values())[hello.rank] >= _MAX_CONNECTIONS:
+            return f"too many processes have joined as rank {hello.rank}"
         return ""
 
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
-        member = _Member(claim.rank, sock, self.values)
+    def _accept(self, hello: Hello, sock: socket.socket) -> None:
+        member = _Member(hello.rank, sock, self.values)
         self._members[sock] = member
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._attend(member))
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._serve_member(member))
 
-    def _attend(self, member: _Member) -> None:
-        """Reads questions and writes answers, as far as the socket lets us; whoever does not read is not read."""
+    def _serve_member(self, member: _Member) -> None:
+        """Read requests and write answers as far as the socket allows; a member that does not read is not read."""
         try:
-            events = selectors.EVENT_WRITE if member.attend() else selectors.EVENT_READ
-            self._selector.modify(member.sock, events, lambda: self._attend(member))
+            events = selectors.EVENT_WRITE if member.serve() else selectors.EVENT_READ
+            self._selector.modify(member.sock, events, lambda: self._serve_member(member))
         except (OSError, FrameError):
             self._selector.unregister(member.sock)
             del self._members[member.sock]
@@ -199,21 +196,21 @@ class KeyValueServer:
 
 
 class _Member:
-    """A member's connection, on the side of rank 0."""
+    """The server's end of a member's connection."""
 
     def __init__(self, rank: int, sock: socket.socket, values: KeyValues) -> None:
         self.rank = rank
         self.sock = sock
         self._values = values
-        self._heard = bytearray()
+        self._received = bytearray()
         self._answers = bytearray()
 
-    def attend(self) -> bool:
-        """Reads what has come, and answers what is whole; returns whether an answer waits until the member reads.
+    def serve(self) -> bool:
+        """Read what has arrived and answer complete requests; return whether an answer waits for the member to read.
 
         Raises:
             OSError: The connection has ended.
-            FrameError: What came is no question.
+            FrameError: A request is malformed.
         """
         if self._answer_all():
             return True
@@ -221,67 +218,62 @@ class _Member:
             part = self.sock.recv(_READ_BYTES)
             if not part:
                 raise ConnectionError("it has left")
-            self._heard += part
+            self._received += part
         return self._answer_all()
 
     def _answer_all(self) -> bool:
-        while not self._write() and (body := _take(self._heard)) is not None:
-            self._answers += self._answer(json_object(body))
+        while not self._write() and (body := take_message(self._received, b"", _MAX_FRAME_BYTES)) is not None:
+            try:
+                self._answers += _frame({"answer": self._values.answer(json_object(body))})
+            except FrameError:
+                raise
+            except Exception as error:  # no request may end the thread that serves all
+                self._answers += _frame({"error": f"{type(error).__name__}: {error}"})
         return bool(self._answers)
 
     def _write(self) -> bool:
-        """Writes what fits; returns whether something is left."""
+        """Write what fits; return whether something is left."""
         with contextlib.suppress(BlockingIOError):
             del self._answers[: self.sock.send(self._answers)]
         return bool(self._answers)
 
-    def _answer(self, question: dict[str, Any]) -> bytes:
-        try:
-            return _frame({"answer": self._values.answer(question)})
-        except Exception as error:  # nothing that a member says may end the thread that serves all
-            return _frame({"error": f"{type(error).__name__}: {error}"})
-
 
 class Connection:
-    """A member's connection to the store, on the side of the member.
+    """A member's end of its connection to the store; `sock` is authenticated, and owned from now on."""
 
-    Args:
-        sock: After its handshake; owned from now on.
-        seconds: How long to wait for an answer; rank 0 gives it at once.
-    """
+    unproven: ClassVar[Mapping[int, int]] = {}
 
-    def __init__(self, sock: socket.socket, seconds: float) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._seconds = seconds
         self._lock = threading.Lock()
 
-    def ask(self, question: dict[str, Any]) -> Any:
-        """Asks, and waits for the answer.
+    def ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Send a request and wait for the answer.
 
         Raises:
-            dist.DistNetworkError: The connection has ended, or there is no answer in time.
+            dist.DistNetworkError: The connection has ended, or there is no answer in time (caused by a TimeoutError).
             ValueError: The store refuses.
         """
         with self._lock:
             try:
-                self._socket.settimeout(self._seconds)
-                self._socket.sendall(_frame(question))
+                self._socket.settimeout(max(seconds, 0.001))
+                self._socket.sendall(_frame(request))
                 received = bytearray()
-                while (body := _take(received)) is None:
+                while (body := take_message(received, b"", _MAX_FRAME_BYTES)) is None:
                     part = self._socket.recv(_READ_BYTES)
                     if not part:
                         raise ConnectionError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
                     received += part
                 found = json_object(body)
             except (OSError, FrameError) as error:
-                self._socket.close()  # an answer that comes later must not be taken for that to another question
-                raise dist.DistNetworkError(f"the store of rank 0: {_reason(error)}") from None
+                self._socket.close()  # a late answer must not be taken for that to the next request
+                raise dist.DistNetworkError(f"the store of rank 0: {reason_of(error)}") from error
         if "error" in found:
             raise ValueError(found["error"])
         return found["answer"]
 
     def await_end(self, seconds: float) -> bool:
-        """Waits until rank 0 has closed the store; returns whether it has."""
+        """Wait until rank 0 has closed the store; return whether it has."""
         deadline = Deadline(seconds)
         with self._lock, contextlib.suppress(OSError):
             self._socket.settimeout(max(deadline.left(), 0.001))
@@ -289,72 +281,89 @@ class Connection:
         return self._socket.fileno() < 0 or not deadline.passed()
 
     def close(self) -> None:
-        """Closes it; harmless twice."""
+        """Close it; harmless twice."""
         self._socket.close()
+
+    abandon = close
 
 
 class KeyValueStore(dist.Store):
-    """The store as PyTorch takes it.
+    """The store of a run as a `torch.distributed.Store`.
 
-    `get` and `wait` ask again and again until the keys are there, so that other threads can ask meanwhile.
+    `get` and `wait` poll, so that other threads can use the store meanwhile.
 
     Args:
-        ask: Answers questions.
+        source: What answers requests: the server in rank 0, a connection elsewhere; owned from now on.
         host: Host name or address of rank 0.
         timeout: Of `get` and `wait`, until `set_timeout`.
-        unproven: For each rank, how many claimed to be it and did not know the secret; rank 0 alone knows.
+
+    Attributes:
+        answer_seconds: How long to wait for one answer, which rank 0 gives at once.
     """
 
-    timeout: timedelta  # a property of PyTorch's that its stubs do not know
+    timeout: timedelta  # a property of PyTorch's that its stubs lack
 
-    def __init__(self, ask: Ask, host: str, timeout: timedelta, unproven: Mapping[int, int] | None = None) -> None:
+    def __init__(self, source: KeyValueServer | Connection, host: str, timeout: timedelta) -> None:
         super().__init__()
-        self.unproven = {} if unproven is None else unproven
         self.set_timeout(timeout)
+        self.answer_seconds = timeout.total_seconds()
         self.host = host
-        self._ask = ask
+        self.source = source
+
+    @property
+    def unproven(self) -> Mapping[int, int]:
+        """By rank, how many clients claimed to be it without knowing the secret; known on rank 0."""
+        return self.source.unproven
+
+    def await_end(self, seconds: float) -> bool:
+        """Wait until rank 0 has closed the store, which on rank 0 is up to the caller; return whether it has."""
+        return not isinstance(self.source, Connection) or self.source.await_end(seconds)
+
+    def close(self) -> None:
+        """Close the store: that of rank 0 frees its port, and its end tells the other ranks. Harmless twice."""
+        self.source.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Sets the value of a key."""
-        self._do("set", key, value=_text(value))
+        """Set the value of a key."""
+        self._ask("set", key, value=_text(value))
 
     def get(self, key: str) -> bytes:
-        """Waits for a key, and returns its value."""
-        found = self._do("get", key)
+        """Wait for a key, and return its value."""
+        found = self._ask("get", key)
         if found is None:
             self.wait([key])
-            found = self._do("get", key)
+            found = self._ask("get", key)
         return _bytes(found or "")
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Sets the value of a key that has the expected one, "" for none; returns the value that it has then."""
-        return _bytes(self._do("compare_set", key, expected=_text(expected_value), value=_text(desired_value)))
+        """Set the value of a key if it has the expected one ("": none); return the value that it has then."""
+        return _bytes(self._ask("compare_set", key, expected=_text(expected_value), value=_text(desired_value)))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, and returns it."""
-        return int(self._do("add", key, number=amount))
+        """Add to a number, and return it."""
+        return int(self._ask("add", key, number=amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Appends to the value of a key."""
-        self._do("append", key, value=_text(value))
+        """Append to the value of a key."""
+        self._ask("append", key, value=_text(value))
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are there."""
-        return bool(self._ask({"do": "check", "keys": [*keys]}))
+        """Return whether all keys exist."""
+        return bool(self._ask("check", *keys))
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; returns whether it was there."""
-        return bool(self._do("delete", key))
+        """Delete a key; return whether it existed."""
+        return bool(self._ask("delete", key))
 
     def num_keys(self) -> int:
-        """Returns how many keys there are."""
-        return int(self._ask({"do": "count", "keys": []}))
+        """Return the number of keys."""
+        return int(self._ask("count"))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            dist.DistStoreError: They are not within the timeout.
+            dist.DistStoreError: They do not within the timeout.
         """
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
         deadline, nap = Deadline(seconds), _SHORTEST_NAP_SECONDS
@@ -365,50 +374,31 @@ class KeyValueStore(dist.Store):
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Waits for keys, and returns their values."""
+        """Wait for keys, and return their values."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Sets values of keys."""
+        """Set the values of keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def clone(self) -> KeyValueStore:
-        """Returns this store, which many threads can use."""
+        """Return this store, which many threads can use."""
         return self
 
     # PyTorch's C++ looks for these two under its own names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
-    def _do(self, operation: str, key: str, **fields: Any) -> Any:
-        return self._ask({"do": operation, "keys": [key], **fields})
+    def _ask(self, operation: str, *keys: str, **fields: Any) -> Any:
+        return self.source.ask({"do": operation, "keys": [*keys], **fields}, self.answer_seconds)
 
 
 def _frame(facts: dict[str, Any]) -> bytes:
     body = json.dumps(facts, ensure_ascii=False).encode()
     if len(body) > _MAX_FRAME_BYTES:
         raise ValueError(f"the store of rank 0 takes values of at most {_MAX_FRAME_BYTES >> 21} MiB")
-    return _LENGTH.pack(len(body)) + body
-
-
-def _take(received: bytearray) -> bytes | None:
-    """Takes the first frame's body out of what has been heard; None where it is not whole yet.
-
-    Raises:
-        FrameError: It announces one that is too long.
-    """
-    if len(received) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack_from(received)
-    if length > _MAX_FRAME_BYTES:
-        raise FrameError(f"it announced {length} bytes")
-    end = _LENGTH.size + length
-    if len(received) < end:
-        return None
-    body = bytes(received[_LENGTH.size : end])
-    del received[:end]
-    return body
+    return len(body).to_bytes(4, "big") + body
 
 
 def _size(key: str, value: bytes) -> int:
@@ -421,7 +411,3 @@ def _text(value: str | bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return text.encode("latin-1")
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,10 +1,12 @@
-"""Where a rank listens: at the address of this machine that others reach, and at a Unix socket for ranks of it."""
+"""The sockets at which a rank listens: TCP for all ranks, and a Unix socket for those of its machine."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
+from dataclasses import dataclass
 
 from torch.distributed import FileStore, Store, TCPStore
 
@@ -13,20 +15,45 @@ from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.rendezvous.store_client import root_of
 
 _BACKLOG = 1024
-"""Connections that wait while this rank does something else; where they overflow, TCP itself is slow to try again."""
+"""If it overflows, TCP itself is slow to retry."""
 _DEFAULT_ROUTE = "192.0.2.1"
-"""An address of nobody's (RFC 5737): the way to it is the way to everybody."""
+"""An address that nobody has (RFC 5737): the route to it is the default route."""
 
 
-def listen(name: int, store: Store) -> socket.socket:
-    """Returns a TCP socket at which others reach this rank.
+@dataclass
+class Listeners:
+    """The listening sockets of a rank, non-blocking."""
+
+    tcp: socket.socket
+    unix: socket.socket | None = None
+
+    @property
+    def unix_name(self) -> str:
+        """The name of the abstract Unix socket as "@name"; empty if there is none."""
+        return "" if self.unix is None else os.fsdecode(self.unix.getsockname()).replace("\0", "@")
+
+    def close_unix(self) -> None:
+        """Close the Unix socket, once all ranks have connected."""
+        if self.unix is not None:
+            self.unix.close()
+            self.unix = None
+
+    def close(self) -> None:
+        """Close both; harmless twice."""
+        self.close_unix()
+        self.tcp.close()
+
+
+def listen(rank: int, store: Store, transport: str) -> Listeners:
+    """Listen where other ranks can reach this one.
 
     Args:
-        name: How errors call this rank.
-        store: At which the ranks meet.
+        rank: For errors: its rank in the world.
+        store: Where the ranks meet.
+        transport: As CYXTRAIN_TRANSPORT; "tcp" needs no Unix socket.
 
     Raises:
-        RendezvousError: It cannot listen there.
+        RendezvousError: The address of this machine cannot be bound.
     """
     address = own_address(_store_host(store))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -34,20 +61,20 @@ def listen(name: int, store: Store) -> socket.socket:
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise RendezvousError(
-            f"rank {name} cannot listen at {address} ({error.strerror or error}), where others would reach it.",
-            rank=name,
+            f"rank {rank} cannot listen at {address} ({error.strerror or error}), where others would reach it.",
+            rank=rank,
         ) from error
     listener.setblocking(False)
-    return listener
+    return Listeners(listener, listen_unix(transport))
 
 
-def listen_near(transport: str) -> socket.socket | None:
-    """Returns a Unix socket for the other ranks of this machine; None where there is none, or none is wanted."""
+def listen_unix(transport: str) -> socket.socket | None:
+    """Listen at a Unix socket for the ranks of this machine; None if there is none or none is needed."""
     if transport == "tcp" or sys.platform != "linux":  # elsewhere such sockets leave files, and have small buffers
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(f"\0cyxtrain-{secrets.token_hex(8)}")  # abstract: no file can be left behind
+        listener.bind(f"\0cyxtrain-{secrets.token_hex(8)}")  # abstract: leaves no file behind
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError:
@@ -57,7 +84,7 @@ def listen_near(transport: str) -> socket.socket | None:
 
 
 def _store_host(store: Store) -> str:
-    """Returns the host of the store's server; this machine for stores that have none."""
+    """Return the host of the store's server; this machine for stores without one."""
     store = root_of(store)
     if isinstance(store, FileStore):  # on a disk that machines share
         return _DEFAULT_ROUTE
@@ -65,13 +92,13 @@ def _store_host(store: Store) -> str:
 
 
 def own_address(store_host: str) -> str:
-    """Returns the address of this machine that others can reach: the one it uses towards the store.
+    """Return the address of this machine that others can reach: the one it uses towards the store.
 
     No packet is sent: connecting a UDP socket only asks the routing table.
     """
     if store_host in ("localhost", "::1") or store_host.startswith("127."):
         return "127.0.0.1"
-    # Many systems give their own host name a loopback address, useless to others: then the default route's is taken.
+    # Many systems give their own host name a loopback address, useless to others: then use the default route.
     for target in (store_host, _DEFAULT_ROUTE):
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]

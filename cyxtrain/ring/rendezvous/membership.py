@@ -1,7 +1,6 @@
-"""Which ranks are here, as they say at the store that they share; and if one fails while all meet, why.
+"""Which ranks have joined, and why joining failed if it did: all of it at the store that the ranks share.
 
-It asks the store again and again instead of waiting there: whoever waits in PyTorch's client cannot be told of a
-failure meanwhile.
+It polls the store instead of waiting there: a rank that waits in PyTorch's client cannot be told of a failure.
 """
 
 from __future__ import annotations
@@ -13,32 +12,35 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed import Store
 
+from cyxtrain.config import RingOptions
+from cyxtrain.environment.processes import State, state_of
 from cyxtrain.errors import CyxtrainError, RendezvousError, error_from_facts, reported
-from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.monitoring.process_state import State, state_of
-from cyxtrain.ring.rendezvous.record import RankRecord, misfit, not_ours
-from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError, root_of
+from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
+from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, why_incompatible
+from cyxtrain.ring.rendezvous.store_client import (
+    POLL_SECONDS,
+    StoreClient,
+    StoreLostError,
+    backoff,
+    poll_until,
+    root_of,
+)
 from cyxtrain.ring.wire.frames import FrameError, json_object
 from cyxtrain.ring.wire.link import Deadline
 
-LOOK_SECONDS = 0.05
-"""How often a rank that waits looks whether the meeting has failed."""
-_SHORTEST_NAP_SECONDS = 0.001
-_HEARERS_SECONDS = 0.3
-"""For how long the end of a store waits for those who want to know why, and these for who says so."""
-
-_CHECK_WRITTEN_SECONDS = 0.5
-"""How often a rank that waits looks whether what it has written is still there."""
-
-_MET = b"all have met"
+_READERS_SECONDS = 0.3
+"""How long the end of a store waits for ranks to read or report the cause."""
+_REWRITE_SECONDS = 0.5
+"""How often a waiting rank checks that what it has written is still there."""
+_ALL_CONNECTED = b"all have met"
 
 
 class RankTakenError(RendezvousError):
     """Another process is this rank.
 
     Attributes:
-        holder: What it said of itself; None where it did not say.
-        first: What its rank 0 said of itself.
+        holder: Its record, if it has written one.
+        first: The record of its rank 0.
     """
 
     holder: RankRecord | None = None
@@ -46,23 +48,20 @@ class RankTakenError(RendezvousError):
 
 
 class Membership:
-    """One rank's part in a roll call.
-
-    Ranks may meet at the same store again, each as often as the others.
+    """One rank's view of a group that forms; groups may form at the same store again and again.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
         rank: This rank.
-        names: By rank, how errors call it: its rank in the world.
-        deadline: When to give up; the first rank that gives up ends it for all.
-        siblings: The other groups of the same world; None: there are none.
-        waits_for_next_store: Whether a launcher has started this rank again. Where another process is this rank, it is
-            the one of before, and rank 0's of before has the store: both are about to end.
-        secret: Of the run; None: there is none.
+        names: By rank, what errors call it: its rank in the world.
+        deadline: When to give up; the first rank that gives up ends joining for all.
+        options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
+            is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.
+        registry: The other groups of the same world; None: there are none.
         generation: Of the group.
 
     Attributes:
-        board: The store.
+        store: The client of the store.
     """
 
     def __init__(
@@ -71,52 +70,51 @@ class Membership:
         rank: int,
         names: Sequence[int],
         deadline: Deadline,
-        siblings: GroupRegistry | None = None,
-        *,
-        waits_for_next_store: bool = False,
-        secret: bytes | None = None,
+        options: RingOptions | None = None,
+        registry: GroupRegistry | None = None,
         generation: int = 0,
     ) -> None:
+        options = options or RingOptions()
         self.deadline = deadline
-        group = f"{generation} {' '.join(map(str, names))}"
-        self.board = StoreClient(store, f"rank {names[rank]}", deadline, secret, group)
+        group = f"{generation} {' '.join(map(str, names))}{options.group_name and f' {options.group_name}'}"
+        self.store = StoreClient(store, f"rank {names[rank]}", deadline, options.secret_bytes, group)
         self._rank = rank
         self._names = names
         self._unproven: Mapping[int, int] = getattr(root_of(store), "unproven", {})
-        self._siblings = siblings or GroupRegistry()
-        self._has_secret = secret is not None
-        self._waits = waits_for_next_store
+        self._registry = registry or GroupRegistry()
+        self._options = options
         self._life = 0
-        self._told = False
+        """How often this rank has claimed its place at this store; part of every key."""
+        self._has_reported = False
         self._own = RankRecord(len(names))
-        self._here: dict[int, RankRecord] = {}
+        self._records: dict[int, RankRecord] = {}
         self._written: dict[str, str] = {}
-        self._check_written = Deadline(0.0)
+        self._rewrite_deadline = Deadline(0.0)
 
     @contextlib.contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Takes this rank as `claim` does, tells the others if what follows fails, and lets go of the store."""
+    def joining(self) -> Iterator[None]:
+        """Claim this rank, report to the others what fails within, and release the store."""
+        name = self._names[self._rank]
         try:
             self.claim()
             yield
         except CyxtrainError as error:
             # Rank 0 may have left, and the store with it, because another group lost a rank.
-            loss = self._siblings.await_loss(_HEARERS_SECONDS) if self.board.lost else None
+            loss = self._registry.await_loss(_READERS_SECONDS) if self.store.lost else None
             if loss is not None:
                 raise loss.again() from error
-            self.tell(error)
+            self.report_failure(error)
             raise
         except BaseException as error:  # Ctrl-C, say: the others must not wait
-            # Only its name: the text of an error can hold what is nobody's business.
-            name = self._names[self._rank]
+            # Only its name: the text of a foreign error may hold private data.
             reason = f"rank {name} cannot join: {type(error).__name__}. Look at its output."
-            self.tell(RendezvousError(reason, rank=name))
+            self.report_failure(RendezvousError(reason, rank=name))
             raise
         finally:
-            self.board.close()
+            self.store.close()
 
     def claim(self) -> None:
-        """Takes this rank: from now on the others can be told of a failure.
+        """Claim this rank: from now on the others can be told of a failure.
 
         Raises:
             RankTakenError: Another process is this rank.
@@ -127,250 +125,234 @@ class Membership:
             if self.deadline.passed():
                 name = self._names[self._rank]
                 raise RendezvousError(
-                    f"rank {name} could not take its place at the store within {self.deadline.seconds:g} s: somebody "
-                    "writes there all the time. Choose another MASTER_PORT, the same on every rank.",
+                    f"rank {name} could not claim its place at the store within {self.deadline.seconds:g} s: another "
+                    "program keeps writing there. Choose another MASTER_PORT, the same on every rank.",
                     rank=name,
                 )
-            before = self.board.get(key)
-            last, holder = _life_of(before)
+            before = self.store.get(key)
+            last, holder = _parse_claim(before)
             if last and holder != token:
                 error = self._taken(last)
-                self._await_end_of_store()
+                while self._options.comes_again and not self.deadline.passed():
+                    self.store.has("claims/0")  # raises StoreLostError when the previous rank 0 has ended
+                    time.sleep(POLL_SECONDS)
                 raise error
-            if self.board.replace(key, before, f"{last + 1} {token}"):
+            if self.store.replace(key, before, f"{last + 1} {token}"):
                 self._life = last + 1
-        if self._life > 2:  # nobody is in the meeting before the last any more, and the store may live for ever
+        if self._life > 2:  # nobody reads what is older than the last life, and the store may exist for ever
             for kind in ("entry", "met", "heard"):
-                self.board.delete(f"{self._life - 2}/{kind}/{self._rank}")
+                self.store.delete(f"{self._life - 2}/{kind}/{self._rank}")
             if self._rank == 0:
-                self.board.delete(f"{self._life - 2}/verdict")
+                self.store.delete(f"{self._life - 2}/verdict")
 
-    def answer(self, entry: RankRecord) -> None:
-        """Says that this rank is here.
+    def register(self, record: RankRecord) -> None:
+        """Write the record of this rank for the others to read."""
+        self._own = record
+        self._write(self._record_key(self._rank), record.to_json())
 
-        Raises:
-            StoreLostError: The store has gone.
-        """
-        self._own = entry
-        self._write(self._entry_key(self._rank), entry.to_json())
-
-    def table(self) -> list[RankRecord]:
-        """Waits until all ranks have answered, and returns what they said, by rank.
+    def await_all(self) -> list[RankRecord]:
+        """Wait until all ranks have registered; return their records, by rank.
 
         Raises:
-            RendezvousError: Ranks are missing at the deadline, or do not fit together; or one of them has failed.
+            RendezvousError: Ranks are missing at the deadline, or are incompatible; or one of them has failed.
         """
-        nap_seconds = naps()
-        while True:
-            self.look()
-            self._read_entries()
-            if len(self._here) == len(self._names):
-                return [self._here[rank] for rank in range(len(self._names))]
+        for seconds in backoff():
+            self.check()
+            self._read_records()
+            if len(self._records) == len(self._names):
+                break
             if self.deadline.passed():
                 raise self._missing()
-            time.sleep(next(nap_seconds))
+            time.sleep(seconds)
+        return [self._records[rank] for rank in range(len(self._names))]
 
-    def look(self) -> None:
-        """Looks whether the meeting has failed.
+    def check(self) -> None:
+        """Raise the error because of which joining has failed, if it has.
 
         Raises:
-            RendezvousError: Another rank has said why it failed, or its process has ended.
+            RendezvousError: Another rank has reported why it failed, or its process has ended.
             PeerLostError, PeerSilentError: Another group of this world has lost a rank.
         """
-        with self._reaching_the_store():
-            verdict = self.board.get(self._key("verdict"))
+        with self._store_of_rank_0():
+            verdict = self.store.get(self._key("verdict"))
             if verdict is not None:
-                self._hear(verdict)
-            self._write_again()
-        loss = self._siblings.loss(time.monotonic())
+                self._apply(verdict)
+            self._rewrite()
+        loss = self._registry.loss(time.monotonic())
         if loss is not None:
             raise loss.again()
-        for rank, entry in self._here.items():
-            if state_of(entry.process, self._own.process) is State.GONE:
+        for rank, record in self._records.items():
+            if state_of(record.process, self._own.process) is State.GONE:
                 raise ended(self._names[rank])
 
-    def tell(self, error: CyxtrainError) -> bool:
-        """Tells all ranks that this one cannot join, and why; the first to do so is believed.
+    def report_failure(self, error: CyxtrainError) -> bool:
+        """Report why this rank cannot join; the first report counts.
 
         Returns:
-            Whether the meeting has failed; False: all had met before, and whoever ends since may do so.
+            Whether joining has failed; False: all had connected before, and a rank may end.
         """
-        if self._told:
+        if self._has_reported:
             return True
-        self._told = True
+        self._has_reported = True
         name = self._names[self._rank]
         facts = error.to_facts() | {"type": RendezvousError.__name__, "message": reported(error, name)}
-        if not self._life or self.board.lost:  # the others will notice that by themselves
+        if not self._life or self.store.lost:  # the others will notice by themselves
             return True
         with contextlib.suppress(RendezvousError):
-            if self.board.set_first(self._key("verdict"), json.dumps(facts)) == _MET:
+            if self.store.set_first(self._key("verdict"), json.dumps(facts)) == _ALL_CONNECTED:
                 return False
             if name == 0:
-                self._await_hearers()
+                self._await_readers()
         return True
 
-    def met(self) -> None:
-        """Says that this rank is connected with all others."""
-        with self._reaching_the_store():
+    def report_connected(self) -> None:
+        """Report that this rank is connected to all others."""
+        with self._store_of_rank_0():
             self._write(self._key(f"met/{self._rank}"), "yes")
 
-    def all_met(self) -> bool:
-        """Returns whether all ranks are connected with all others: on every rank, or on none.
+    def all_connected(self) -> bool:
+        """Return whether all ranks are connected to all others: every rank gets the same answer in the end.
 
         Raises:
-            RendezvousError: A rank that was connected has failed before all were.
+            RendezvousError: A rank has failed before all were connected.
         """
-        with self._reaching_the_store():
-            # A rank that has seen it may have left, and cannot write again what somebody deletes.
-            if self.board.get(self._key("verdict")) == _MET:
+        with self._store_of_rank_0():
+            # A rank that has read it may have left, and cannot write again what another program deletes.
+            if self.store.get(self._key("verdict")) == _ALL_CONNECTED:
                 return True
-            if not self.board.has(*(self._key(f"met/{rank}") for rank in range(len(self._names)))):
+            if not self.store.has(*(self._key(f"met/{rank}") for rank in range(len(self._names)))):
                 return False
-            self._hear(self.board.set_first(self._key("verdict"), _MET.decode()))
+            self._apply(self.store.set_first(self._key("verdict"), _ALL_CONNECTED.decode()))
             return True
 
-    def unmet(self) -> list[int]:
-        """Returns which ranks, by name, are not connected with all others."""
-        with self._reaching_the_store():
-            return [name for rank, name in enumerate(self._names) if not self.board.has(self._key(f"met/{rank}"))]
+    def unconnected(self) -> list[int]:
+        """Return which ranks, by name, have not reported that they are connected."""
+        with self._store_of_rank_0():
+            return [name for rank, name in enumerate(self._names) if not self.store.has(self._key(f"met/{rank}"))]
 
-    def _await_hearers(self) -> None:
-        """The store may end with rank 0: the others shall read there first why."""
-        # Also those whose entry this rank has not read, or was the cause.
-        others = sum(self.board.has(self._entry_key(rank)) for rank in range(1, len(self._names)))
-        patience = Deadline(_HEARERS_SECONDS)
+    def _await_readers(self) -> None:
+        """Let the other ranks read the cause before the store ends with rank 0."""
         ranks = range(1, len(self._names))
-        while not patience.passed() and sum(self.board.has(self._key(f"heard/{rank}")) for rank in ranks) < others:
-            time.sleep(_SHORTEST_NAP_SECONDS)
+        # Also those whose record this rank has not read, or that is the cause.
+        others = sum(self.store.has(self._record_key(rank)) for rank in ranks)
+        patience = Deadline(_READERS_SECONDS)
+        poll_until(lambda: sum(self.store.has(self._key(f"heard/{rank}")) for rank in ranks) >= others, patience)
 
-    def _hear(self, verdict: bytes) -> None:
-        """Raises the failure of the meeting, if that is its verdict."""
-        if verdict != _MET:
-            self.board.set(self._key(f"heard/{self._rank}"), "yes")
-            raise _failure(verdict)
+    def _apply(self, verdict: bytes) -> None:
+        """Raise the failure of joining, if that is the verdict."""
+        if verdict == _ALL_CONNECTED:
+            return
+        self.store.set(self._key(f"heard/{self._rank}"), "yes")
+        try:
+            raise error_from_facts(json_object(verdict))
+        except FrameError as error:
+            raise foreign_value(error) from None
 
     def _key(self, name: str) -> str:
         return f"{self._life}/{name}"
 
-    def _entry_key(self, rank: int) -> str:
+    def _record_key(self, rank: int) -> str:
         return self._key(f"entry/{rank}")
 
-    def _read_entries(self) -> None:
-        with self._reaching_the_store():
+    def _read_records(self) -> None:
+        with self._store_of_rank_0():
             for rank in range(len(self._names)):
-                entry = None if rank in self._here else self._entry_of(rank)
-                if entry is not None:
-                    self._check_fits(self._names[rank], entry)
-                    self._here[rank] = entry
+                record = None if rank in self._records else self._record_of(rank)
+                if record is not None:
+                    reason = why_incompatible(self._names[rank], record, self._names[self._rank], self._own)
+                    if reason:
+                        raise RendezvousError(reason, rank=self._names[rank])
+                    self._records[rank] = record
 
-    def _entry_of(self, rank: int) -> RankRecord | None:
-        """Returns what a rank has said of itself; None: nothing yet."""
-        text = self.board.get(self._entry_key(rank))
+    def _record_of(self, rank: int) -> RankRecord | None:
+        text = self.store.get(self._record_key(rank))
         return None if text is None else RankRecord.from_json(text)
-
-    def _check_fits(self, name: int, entry: RankRecord) -> None:
-        reason = misfit(name, entry, self._names[self._rank], self._own)
-        if reason:
-            raise RendezvousError(reason, rank=name)
 
     def _write(self, key: str, value: str) -> None:
         self._written[key] = value
-        self.board.set(key, value)
+        self.store.set(key, value)
 
-    def _write_again(self) -> None:
-        """Writes again what somebody has deleted or replaced: at a store of PyTorch's anybody can."""
-        if not self._check_written.passed():
+    def _rewrite(self) -> None:
+        """Write again what another program has deleted or replaced: anybody can at a store of PyTorch."""
+        if not self._rewrite_deadline.passed():
             return
-        self._check_written = Deadline(_CHECK_WRITTEN_SECONDS)
+        self._rewrite_deadline = Deadline(_REWRITE_SECONDS)
         for key, value in self._written.items():
-            if self.board.get(key) != value.encode():
-                self.board.set(key, value)
+            if self.store.get(key) != value.encode():
+                self.store.set(key, value)
 
     def _taken(self, life: int) -> RankTakenError:
-        """Returns the error for a rank that another process is; this process itself may come again."""
-        self._life = life  # the meeting of that other process, in which this one has no say
-        holder, first = self._entry_of(self._rank), self._entry_of(0)
+        """Return the error for a rank that another process is; this process itself may claim it again."""
+        self._life = life  # of the group of that process
+        holder, first = self._record_of(self._rank), self._record_of(0)
         self._life = 0
         name = self._names[self._rank]
         who = "another process" if holder is None or not holder.host else f"another process at {holder.host}"
         pid = "" if holder is None or not holder.process.pid else f" (pid {holder.process.pid})"
         error = RankTakenError(
-            f"rank {name} is taken: {who}{pid} has joined as rank {name} already, and is not disturbed. Give every "
-            "process a RANK of its own; where that one is left from an earlier run, end it and start all ranks anew.",
+            f"rank {name} is taken: {who}{pid} has joined as rank {name} already, and keeps its place. Give every "
+            "process its own RANK; if that process is left from an earlier run, end it and start all ranks again.",
             rank=name,
         )
         error.holder, error.first = holder, first
         return error
 
-    def _await_end_of_store(self) -> None:
-        """Waits until the store has gone, where that is to be expected; at most until the deadline.
-
-        Raises:
-            StoreLostError: It has.
-        """
-        while self._waits and not self.deadline.passed():
-            self.board.has("claims/0")
-            time.sleep(LOOK_SECONDS)
-
     def _missing(self) -> RendezvousError:
-        missing = [rank for rank in range(len(self._names)) if rank not in self._here]
+        missing = [rank for rank in range(len(self._names)) if rank not in self._records]
         names = ", ".join(f"rank {self._names[rank]}" for rank in missing)
         unproven = [
             self._names[rank]
             for rank in missing
-            if self._unproven.get(rank) or self._entry_key(rank) in self.board.forged
+            if self._unproven.get(rank) or self._record_key(rank) in self.store.forged
         ]
+        is_set = "is not" if self._options.secret is None else "is"
         hint = (
-            f"Somebody came as rank {unproven[0]} and did not know the secret of this run: CYXTRAIN_SECRET "
-            f"{'is' if self._has_secret else 'is not'} set on rank {self._names[self._rank]}, and must be the same on "
-            "every rank; no other run may use this MASTER_PORT."
+            f"A process that claimed to be rank {unproven[0]} did not know the secret of this run: CYXTRAIN_SECRET "
+            f"{is_set} set on rank {self._names[self._rank]}, and must be the same on every rank; no other run may "
+            "use this MASTER_PORT."
             if unproven
             else f"Look at the output of {names}, or start it, with the MASTER_ADDR and MASTER_PORT of the others; "
             "timeout_ms (DISTRIBUTED_TIMEOUT_MS) sets how long they wait."
         )
         return RendezvousError(
-            f"{names} of a world of {len(self._names)} did not come before the deadline: joining timed out after "
+            f"{names} of a world of {len(self._names)} did not join before the deadline: joining timed out after "
             f"{self.deadline.seconds:.3g} s. {hint}",
             rank=self._names[missing[0]],
         )
 
     @contextlib.contextmanager
-    def _reaching_the_store(self) -> Iterator[None]:
-        """Where rank 0 was here in this very meeting, no other store will open in the place of one that has gone."""
+    def _store_of_rank_0(self) -> Iterator[None]:
+        """Once rank 0 has registered in this life, no other store will replace one that is lost."""
         try:
             yield
         except StoreLostError as error:
-            if 0 not in self._here:
+            if 0 not in self._records:
                 raise
             raise RendezvousError(str(error), rank=0) from error
 
 
-def naps() -> Iterator[float]:
-    """Yields for how many seconds to wait before the next look: what is late already may be late for long."""
-    seconds = _SHORTEST_NAP_SECONDS
-    while True:
-        yield seconds
-        seconds = min(2 * seconds, LOOK_SECONDS)
+def await_all_ranks(store: Store, rank: int, world_size: int, deadline: Deadline, options: RingOptions) -> None:
+    """Wait until all ranks of a world are there; for backends whose own errors do not name the missing ranks.
+
+    Raises:
+        RendezvousError: With the ranks that are missing at the deadline.
+    """
+    membership = Membership(store, rank, range(world_size), deadline, options)
+    with membership.joining():
+        membership.register(RankRecord(world_size))
+        membership.await_all()
 
 
 def ended(name: int) -> RendezvousError:
-    """Returns the error for a rank that has ended without a word while the ranks were meeting."""
+    """Return the error for a rank whose process has ended during rendezvous."""
     return RendezvousError(
-        f"rank {name} is lost: its process ended while the ranks were meeting (killed, or out of memory?). "
+        f"rank {name} is lost: its process ended during rendezvous (killed, or out of memory?). "
         f"Look at the output of rank {name}, and start all ranks again.",
         rank=name,
     )
 
 
-def _life_of(claim: bytes | None) -> tuple[int, str]:
-    """Returns (how often a process has claimed a rank, its token); 0 times: nobody has."""
+def _parse_claim(claim: bytes | None) -> tuple[int, str]:
+    """Return (how often processes have claimed a rank, the token of the last); 0 times: never."""
     life, _, token = (claim or b"0").decode("ascii", "replace").partition(" ")
     return (int(life), token) if life.isdecimal() else (0, "")
-
-
-def _failure(text: bytes) -> CyxtrainError:
-    """Returns the error that a rank has told."""
-    try:
-        return error_from_facts(json_object(text))
-    except FrameError as error:
-        return not_ours(error)

@@ -1,7 +1,7 @@
-"""PyTorch's TCP store, where PyTorch needs one: for NCCL and Gloo, and where torchrun's agent keeps it.
+"""PyTorch's TCPStore, for backends that need one (NCCL, Gloo) and for torchrun, whose agent keeps it.
 
-PyTorch's client hides why it cannot connect, and waits for ever where something else answers on the port: here errors
-have the true cause, within the deadline. Its server believes everybody: it is closed to newcomers once all have come.
+PyTorch's client hides why it cannot connect, and waits for ever if another program answers on the port: here errors
+have the true cause, within the deadline. Its server trusts everybody: it is closed once all ranks are connected.
 """
 
 from __future__ import annotations
@@ -14,26 +14,52 @@ import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
-from cyxtrain.ring.rendezvous.store import RETRY_SECONDS, await_listener, not_ours, not_reached
-from cyxtrain.ring.rendezvous.store_client import first_line
+from cyxtrain.errors import reason_of
+from cyxtrain.ring.rendezvous.key_values import KeyValueStore
+from cyxtrain.ring.rendezvous.listen import own_address
+from cyxtrain.ring.rendezvous.store import RETRY_SECONDS, await_listener, foreign_service, not_reached
+from cyxtrain.ring.rendezvous.store_client import root_of
 from cyxtrain.ring.wire.link import Deadline
 
 _SO_ATTACH_FILTER = 26
 _BPF_RETURN = 0x06  # "return 0 bytes of the packet": drop it
+_KEY = "pytorch/store"
+"""Where rank 0 writes the address."""
+
+
+def share_tcp_store(store: Store, rank: int, world_size: int, deadline: Deadline) -> Store:
+    """Return a store of PyTorch that all ranks share, for threads of C++. All ranks call it.
+
+    Once all are connected nobody else gets in.
+
+    Args:
+        store: That of the run; returned as it is if it is PyTorch's already.
+        rank: This rank.
+        world_size: How many ranks there are.
+        deadline: When to give up.
+    """
+    ours = root_of(store)
+    if not isinstance(ours, KeyValueStore):
+        return store
+    seconds = max(deadline.left(), 0.001)
+    ours.set_timeout(timedelta(seconds=seconds))
+    if rank == 0:
+        shared, listener = host_store(own_address(ours.host), seconds)
+        store.set(_KEY, f"{shared.host} {shared.port}")
+    else:
+        host, port = store.get(_KEY).decode().split()
+        shared = reach_tcp_store(rank, host, int(port), world_size, seconds)
+    store.set(f"{_KEY}/{rank}", "connected")
+    store.wait([f"{_KEY}/{other}" for other in range(world_size)])
+    if rank == 0:
+        close_to_newcomers(listener)
+    return shared
 
 
 def host_store(host: str, timeout_seconds: float) -> tuple[TCPStore, socket.socket]:
-    """Opens a store of PyTorch's on this machine, at a port that the system chooses.
-
-    Args:
-        host: Address at which the other ranks reach this one.
-        timeout_seconds: Of each access.
-
-    Returns:
-        The store, and its listening socket, for `close_to_newcomers`.
-    """
+    """Open a store of PyTorch at a free port of this machine; return it and its listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=1024)
     port, timeout = int(listener.getsockname()[1]), timedelta(seconds=timeout_seconds)
@@ -43,9 +69,9 @@ def host_store(host: str, timeout_seconds: float) -> tuple[TCPStore, socket.sock
 
 
 def close_to_newcomers(listener: socket.socket) -> None:
-    """Lets nobody else connect to a listening socket: the kernel drops whatever reaches it, before PyTorch sees it.
+    """Let nobody else connect: the kernel drops what reaches the listening socket, and keeps open connections.
 
-    Connections that stand are not touched. Linux only (SO_ATTACH_FILTER, socket(7)); elsewhere the port stays open.
+    Linux only (SO_ATTACH_FILTER, socket(7)); elsewhere the port stays open.
     """
     with listener, contextlib.suppress(OSError, AttributeError):
         nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
@@ -53,15 +79,8 @@ def close_to_newcomers(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-def reach_store(rank: int, address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
-    """Connects to the store of rank 0, which may start later.
-
-    Args:
-        rank: This rank, for the error.
-        address: Host name or address of rank 0.
-        port: Its port.
-        world_size: How many ranks there are.
-        timeout_seconds: Until it gives up.
+def reach_tcp_store(rank: int, address: str, port: int, world_size: int, timeout_seconds: float) -> TCPStore:
+    """Connect to a store of PyTorch, which may open later.
 
     Raises:
         RendezvousError: The true cause, and how often it was tried.
@@ -75,12 +94,12 @@ def reach_store(rank: int, address: str, port: int, world_size: int, timeout_sec
         if isinstance(opened, TCPStore):
             return opened
         if deadline.left() <= RETRY_SECONDS:
-            raise not_ours(rank, f"{address}:{port}", "" if opened is None else first_line(opened))
-        time.sleep(RETRY_SECONDS)  # the store of a life before may be closing
+            raise foreign_service(rank, f"{address}:{port}", "" if opened is None else reason_of(opened))
+        time.sleep(RETRY_SECONDS)  # the previous store may be closing
 
 
 def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TCPStore | Exception | None:
-    """Returns PyTorch's client, or why there is none; None where what listens there says nothing."""
+    """Return PyTorch's client, or why there is none; None if the listener does not answer."""
     opened: list[TCPStore | Exception] = []
 
     def connect() -> None:
@@ -90,7 +109,7 @@ def _connect(address: str, port: int, world_size: int, deadline: Deadline) -> TC
         except Exception as error:
             opened.append(error)
 
-    # PyTorch's client never gives up where a silent stranger listens: it waits in a thread that we can leave.
+    # PyTorch's client never gives up on a silent listener: it waits in a thread that can be left behind.
     thread = threading.Thread(target=connect, name="cyxtrain-store", daemon=True)
     thread.start()
     thread.join(max(deadline.left(), 0.1) + 0.2)

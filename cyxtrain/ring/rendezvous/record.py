@@ -1,4 +1,4 @@
-"""What a rank says of itself where ranks meet, and whether two of them fit together."""
+"""The record that each rank writes to the store, and whether two ranks are compatible."""
 
 from __future__ import annotations
 
@@ -8,94 +8,83 @@ import json
 import os
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.monitoring.process_state import Process
+from cyxtrain.environment.processes import Process
+from cyxtrain.errors import RendezvousError, printable
 from cyxtrain.ring.wire.frames import PROTOCOL_VERSION, FrameError, json_object
 
+_Record = TypeVar("_Record")
 _IMPORTED = secrets.token_hex(8)
 _NO_PROCESS = Process("", 0, 0)
 
 
 def _token() -> str:
-    """Returns what no other process has; forked ones have our memory, and a number of their own."""
+    """Return what no other process has; forked ones share our memory, and have their own pid."""
     return f"{_IMPORTED}-{os.getpid()}"
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank says of itself at the store, for the others to read.
-
-    Attributes:
-        world_size: How many ranks it looks for.
-        process: Which it is, on its machine.
-        host: Address at which it listens; empty where it does not.
-        port: TCP port at which it listens.
-        unix: Abstract Unix socket at which it listens too, for ranks of its machine, as "@name"; empty: none.
-        memory: What ranks of its machine need to try to read its memory; empty where they shall not.
-        transport: What it was told to use, as CYXTRAIN_TRANSPORT.
-        room: How many ranks like it its machine can run with a core free for each.
-        cores: On how many cores it may run.
-        has_secret: Whether it knows one from its environment.
-        checksums: Whether its frames carry checksums.
-        heartbeat_timeout_seconds: How long it lets others say nothing.
-        devices: What it sees of accelerators, as text.
-        run: Rank 0 only: the name of this meeting, in hexadecimal.
-        key: Rank 0 only, where it has no secret: the one that it made, in hexadecimal.
-        protocol: The version that it speaks.
-        token: Tells processes apart, also over machines.
-    """
+    """How a rank can be reached, and the settings that ranks must have in common."""
 
     world_size: int
     process: Process = _NO_PROCESS
     host: str = ""
+    """Address at which it listens; empty if it does not."""
     port: int = 0
     unix: str = ""
+    """Abstract Unix socket at which it listens too, for ranks of its machine, as "@name"; empty: none."""
     memory: str = ""
+    """What ranks of its machine need to try to read its memory; empty if they must not."""
     transport: str = "auto"
     room: int = 0
+    """How many ranks like it its machine can run with a core free for each."""
     cores: int = 0
     has_secret: bool = False
     checksums: bool = False
     heartbeat_timeout_seconds: float = 30.0
     devices: str = ""
+    """The accelerators that it sees, as text."""
     run: str = ""
+    """Rank 0 only: the name of this rendezvous, in hexadecimal."""
     key: str = dataclasses.field(default="", repr=False)
+    """Rank 0 only, and only without CYXTRAIN_SECRET: the secret that it made, in hexadecimal."""
     protocol: int = PROTOCOL_VERSION
     token: str = dataclasses.field(default_factory=_token)
+    """Tells processes apart, also across machines."""
 
     @property
     def machine(self) -> str:
-        """What ranks of one machine have in common."""
+        """The same for ranks of one machine."""
         return self.process.machine or self.host
 
     def to_json(self) -> str:
-        """Returns the entry as text."""
+        """Return the record as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankRecord:
-        """Reads an entry; of one of another protocol only what this one knows.
+        """Read a record; from another version of the protocol, only the fields that this one knows.
 
         Raises:
-            RendezvousError: It is none.
+            RendezvousError: It is no record of a rank.
         """
         try:
             facts = json_object(text.encode() if isinstance(text, str) else text)
-            entry: RankRecord = made(cls, facts | {"process": made(Process, facts["process"])})
-            for field in dataclasses.fields(entry):
-                _check_range(field.name, getattr(entry, field.name))
-            if not 0 <= entry.process.pid < 2**31:
-                raise ValueError("a pid that cannot be")
-            if not (entry.host.isascii() and entry.host.isprintable()):
-                raise ValueError("a host that cannot be")
-            if entry.host:
-                ipaddress.ip_address(entry.host)  # a name could lead anywhere
-            bytes.fromhex(entry.run + entry.key)
+            record = _from_facts(cls, facts | {"process": _from_facts(Process, facts["process"])})
+            for field in dataclasses.fields(record):
+                _check_range(field.name, getattr(record, field.name))
+            if not 0 <= record.process.pid < 2**31:
+                raise ValueError("an invalid pid")
+            if not (record.host.isascii() and record.host.isprintable()):
+                raise ValueError("an invalid host")
+            if record.host:
+                ipaddress.ip_address(record.host)  # a name could lead anywhere
+            bytes.fromhex(record.run + record.key)
         except (FrameError, ValueError, TypeError, KeyError) as error:
-            raise not_ours(error) from None
-        return entry
+            raise foreign_value(error) from None
+        return record
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -103,51 +92,57 @@ _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 2**16 - 1),
     "room": (0, 2**20),
     "cores": (0, 2**20),
-    "heartbeat_timeout_seconds": (0.01, 1e9),  # others beat as often as it wants to hear
+    "heartbeat_timeout_seconds": (0.01, 1e9),  # others send heartbeats as often as it wants them
     "protocol": (0, 2**32),
 }
 _MAX_CHARACTERS = 4096
 
 
 def _check_range(name: str, value: object) -> None:
-    """Refuses a value that no rank can have written.
-
-    Raises:
-        ValueError: With its name.
-    """
     if isinstance(value, str) and not (len(value) <= _MAX_CHARACTERS and value.isprintable()):
-        raise ValueError(f"its {name} is too long, or no text")
+        raise ValueError(f"its {name} is too long, or not printable")
     if name in _RANGES:
         lowest, highest = _RANGES[name]
         if not (isinstance(value, (int, float)) and lowest <= value <= highest):
-            raise ValueError(f"a {name} that cannot be")
+            raise ValueError(f"an invalid {name}")
 
 
-def made(kind: type[Any], facts: dict[str, Any]) -> Any:
-    """Returns a dataclass with those facts that it knows; its fields are of plain types.
+def parse_record(kind: type[_Record], text: bytes) -> _Record:
+    """Read a dataclass with fields of plain types that a rank has written as JSON; text becomes printable.
 
     Raises:
-        TypeError: One is missing, or of another type.
+        RendezvousError: It is something else.
     """
-    fields = dataclasses.fields(kind)
+    try:
+        facts = json_object(text)
+        return _from_facts(
+            kind, {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        )
+    except (FrameError, ValueError, TypeError, KeyError) as error:
+        raise foreign_value(error) from None
+
+
+def _from_facts(kind: type[_Record], facts: dict[str, Any]) -> _Record:
+    """Return a dataclass with those facts that it knows, after a check of their types."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     made = kind(**{field.name: facts[field.name] for field in fields if field.name in facts})
     for field in fields:
         found = type(getattr(made, field.name)).__name__
         if found != field.type and (found, field.type) != ("int", "float"):
-            raise TypeError(f"its {field.name} is none")
+            raise TypeError(f"its {field.name} has the wrong type")
     return made
 
 
-def not_ours(error: Exception) -> RendezvousError:
-    """Returns the error for what no rank can have written."""
+def foreign_value(error: Exception) -> RendezvousError:
+    """Return the error for a value in the store that no rank can have written."""
     return RendezvousError(
         f"the store at which the ranks meet holds what no rank has written ({error!r}). Does another program "
         "use it? Choose another MASTER_PORT, the same on every rank."
     )
 
 
-def misfit(name: int, theirs: RankRecord, own_name: int, ours: RankRecord) -> str:
-    """Returns why two ranks cannot be in one group; "" where they can."""
+def why_incompatible(name: int, theirs: RankRecord, own_name: int, ours: RankRecord) -> str:
+    """Return why two ranks cannot be in one group; "" if they can."""
     if theirs.protocol != ours.protocol:
         return (
             f"rank {name} speaks version {theirs.protocol} of the ring's protocol, rank {own_name} version "

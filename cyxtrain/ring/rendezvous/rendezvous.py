@@ -1,11 +1,10 @@
-"""Ranks find each other through the store, and connect every pair.
+"""Ranks find each other through the store, and every pair connects.
 
-Each rank listens on a port of its own, says where at the store, waits until all have, connects to the lower ranks
-and is connected to by the higher ones: three connections a pair, for collectives, for messages, and for what is
-said beside them; each begins with a handshake. Table and listener are kept: survivors can meet again when the store
-has died, and strangers hear why they are not let in.
+Each rank listens on its own port, writes its address to the store, waits until all have, connects to the lower ranks
+and accepts the higher ones: three connections per pair, for collectives, messages and control, each authenticated.
+Addresses and listener are kept, so that ranks can meet again after the store has ended, and strangers are refused.
 
-Whoever fails says why at the store, where all others look while they wait: they fail with it, and with its cause.
+A rank that fails reports the cause at the store, where all others look while they wait: they fail with the same cause.
 
 Cost per rank: three sockets to each other rank and one to listen; one key at the store, and one to read per rank.
 """
@@ -13,7 +12,6 @@ Cost per rank: three sockets to each other rank and one to listen; one key at th
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
 import socket
@@ -21,22 +19,24 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
+import torch
 from torch.distributed import Store
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment.cpu import count_usable_cores
+from cyxtrain.environment.processes import this_process
 from cyxtrain.errors import CyxtrainError, RendezvousError
-from cyxtrain.ring.collective_thread import room_for_ranks
-from cyxtrain.ring.monitoring.group_registry import GroupRegistry
-from cyxtrain.ring.monitoring.process_state import this_process
 from cyxtrain.ring.rendezvous.accept import Acceptor
-from cyxtrain.ring.rendezvous.dial import call, knock
-from cyxtrain.ring.rendezvous.handshake import PAIRED, Claim, Role
-from cyxtrain.ring.rendezvous.listen import listen, listen_near
-from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, Membership, RankTakenError, ended, naps
-from cyxtrain.ring.rendezvous.record import RankRecord, misfit
-from cyxtrain.ring.rendezvous.table_check import agree
+from cyxtrain.ring.rendezvous.dial import dial, notify_duplicate
+from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
+from cyxtrain.ring.rendezvous.handshake import PEER_ROLES, Hello, Role
+from cyxtrain.ring.rendezvous.listen import Listeners, listen
+from cyxtrain.ring.rendezvous.membership import Membership, RankTakenError, ended
+from cyxtrain.ring.rendezvous.record import RankRecord, why_incompatible
+from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS, backoff
+from cyxtrain.ring.rendezvous.table_check import compare_tables
 from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.link import Deadline
@@ -50,327 +50,303 @@ _NO_SECRET = (
 
 
 @dataclass
-class Meeting:
-    """What a rank has after it met the others.
-
-    Attributes:
-        table: What each rank said of itself, by rank; empty in a world of one.
-        listener: Our own; None in a world of one.
-        near: The Unix socket for ranks of this machine, while they meet; None: there is none.
-        door: Lets nobody else in at the listener.
-        selector: Waits for the listener and its strangers; the data of each socket is the function to call.
-        sockets: For each role, the connection to each other rank.
-        readers: Whose memory each rank can read, by rank.
-        checksums: Of what travels between the ranks, once they have proven who they are; None: not yet.
-    """
+class RendezvousResult:
+    """The records and connections that a rank has after rendezvous; empty in a world of one."""
 
     table: list[RankRecord] = field(default_factory=list)
-    listener: socket.socket | None = None
-    near: socket.socket | None = None
-    door: Acceptor | None = None
+    listeners: Listeners | None = None
+    acceptor: Acceptor | None = None
+    """Refuses everybody else at the listener."""
     selector: selectors.BaseSelector | None = None
-    sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PAIRED})
+    """Waits for the listener and its strangers; the data of each socket is the function to call."""
+    sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
     readers: list[set[int]] = field(default_factory=list)
+    """By rank, whose memory it can read."""
     checksums: Checksums | None = None
 
     def close(self) -> None:
-        """Closes every socket; harmless twice."""
-        if self.door is not None:
-            self.door.close()
-            self.door = None  # it asks the members, who hold this meeting: nothing is left for Python to collect
+        """Close every socket; harmless twice."""
+        if self.acceptor is not None:
+            self.acceptor.close()
+            self.acceptor = None  # it refers to the connector, which refers to this: leave no reference cycle
         self._close_files()
 
     def abandon(self) -> None:
-        """Closes every socket in a forked child: its parent, which shares them, must not notice."""
-        if self.door is not None:
-            self.door.abandon()
+        """Close every socket in a forked child, unnoticed by its parent, which shares them."""
+        if self.acceptor is not None:
+            self.acceptor.abandon()
         self._close_files()
 
-    def leave_near(self) -> None:
-        """Closes the Unix socket: all who shall come have come. Harmless twice, and where there is none."""
-        if self.near is not None:
-            self.near.close()
-            self.near = None
-
     def _close_files(self) -> None:
-        self.leave_near()
         for connected in self.sockets.values():
             for sock in connected.values():
                 sock.close()
-        if self.listener is not None:
-            self.listener.close()
+        if self.listeners is not None:
+            self.listeners.close()
         if self.selector is not None:
             self.selector.close()
 
 
-def meet(
+def rendezvous(
     store: Store,
     rank: int,
     names: Sequence[int],
-    timeout_seconds: float,
+    timeout: timedelta,
     options: RingOptions,
     generation: int = 0,
-    siblings: GroupRegistry | None = None,
-) -> Meeting:
-    """Connects this rank with all others.
+    registry: GroupRegistry | None = None,
+) -> RendezvousResult:
+    """Connect this rank with all others.
 
     Args:
-        store: Shared by all ranks. Ranks may meet there again, each as often as the others.
+        store: Shared by all ranks, which may meet there again and again.
         rank: This rank.
-        names: By rank, how errors call it: its rank in the world.
-        timeout_seconds: Until it gives up.
+        names: By rank, what errors call it: its rank in the world.
+        timeout: Until it gives up.
         options: Secret, transport, and what the ranks must have in common.
-        generation: Of the group that is made.
-        siblings: The other groups of the same world; None: there are none.
+        generation: Of the group.
+        registry: The other groups of the same world; None: there are none.
 
     Raises:
-        RendezvousError: Ranks are missing at the deadline (they are named), a rank is there twice or has ended,
-            ranks do not fit together, do not know the same secret, or cannot reach each other.
+        RendezvousError: Ranks are missing at the deadline (with their names), a rank exists twice or has ended, ranks
+            are incompatible, do not know the same secret, or cannot reach each other.
         PeerLostError, PeerSilentError: Another group of this world has lost a rank.
     """
-    meeting = Meeting()
+    result = RendezvousResult()
     if len(names) == 1:
-        return meeting  # a world of one binds no port
-    deadline = Deadline(timeout_seconds)
-    roll = Membership(
-        store,
-        rank,
-        names,
-        deadline,
-        siblings,
-        waits_for_next_store=options.comes_again,
-        secret=options.secret_bytes,
-        generation=generation,
-    )
-    claim = Claim("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
+        return result  # a world of one binds no port
+    membership = Membership(store, rank, names, Deadline(timeout.total_seconds()), options, registry, generation)
+    hello = Hello("", generation, Role.CONTROL, rank, len(names), options.checksums)  # rank 0 names the run
     try:
-        with roll.taking_part():
-            meeting.listener = listen(names[rank], store)
-            meeting.near = listen_near(options.transport)
-            roll.answer(own_record(rank, len(names), meeting, options))
-            meeting.table = roll.table()
-            _Members(meeting, names, options, replace(claim, run=meeting.table[0].run)).gather(roll)
+        with membership.joining():
+            result.listeners = listen(names[rank], store, options.transport)
+            membership.register(own_record(rank, len(names), result.listeners, options))
+            result.table = membership.await_all()
+            own = replace(hello, run=result.table[0].run)
+            _Connector(result, names, options, own, membership).connect_all()
     except RankTakenError as taken:
         if taken.holder is not None and taken.first is not None:
-            knock(taken.holder, replace(claim, run=taken.first.run, to_rank=rank), _key(options, taken.first))
+            own = replace(hello, run=taken.first.run, to_rank=rank)
+            notify_duplicate(taken.holder, own, _key(options, taken.first))
         raise RendezvousError(str(taken), rank=taken.rank) from None
     except BaseException:
-        meeting.close()
+        result.close()
         raise
-    return meeting
+    return result
 
 
-class _Members:
-    """Connects one rank with all others, once all of them listen.
+class _Connector:
+    """Connects one rank with all others, once all of them listen."""
 
-    Args:
-        meeting: With table and listener; gets the rest.
-        names: By rank, how errors call it.
-        options: With the secret.
-        own: What this rank says of itself.
-    """
-
-    def __init__(self, meeting: Meeting, names: Sequence[int], options: RingOptions, own: Claim) -> None:
+    def __init__(
+        self,
+        result: RendezvousResult,
+        names: Sequence[int],
+        options: RingOptions,
+        own: Hello,
+        membership: Membership,
+    ) -> None:
         if options.secret is None and own.rank == 0:
-            # Explicit: it is about no line of anybody's, and is said once in a process.
+            # Explicit: it is about no line of the user's, and appears once per process.
             warnings.warn_explicit(_NO_SECRET, UserWarning, "cyxtrain", 1, registry=_warned)
-        self._key = _key(options, meeting.table[0])
-        self._checksums = meeting.checksums = Checksums(self._key, own.run)
-        self._meeting = meeting
+        assert result.listeners is not None
+        self._key = _key(options, result.table[0])
+        self._checksums = result.checksums = Checksums(self._key, own.run)
+        self._selector = result.selector = selectors.DefaultSelector()
+        self._listeners = result.listeners
+        self._result = result
         self._rank = own.rank
         self._names = names
         self._own = own
-        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in PAIRED}
+        self._membership = membership
+        self._awaited = {(other, role) for other in range(own.rank + 1, len(names)) for role in PEER_ROLES}
         self._failure: RendezvousError | None = None
+        listening = [sock for sock in (self._listeners.tcp, self._listeners.unix) if sock is not None]
+        name = f"rank {names[own.rank]}"
+        result.acceptor = Acceptor(listening, name, self._key, self._authorize, self._accept, self._selector)
 
-    def gather(self, roll: Membership) -> None:
-        """Opens the door to the higher ranks, connects to the lower ones, and waits until all are here."""
-        meeting = self._meeting
-        assert meeting.listener is not None
-        meeting.selector = selectors.DefaultSelector()
-        name = f"rank {self._names[self._rank]}"
-        listeners = [listener for listener in (meeting.listener, meeting.near) if listener is not None]
-        meeting.door = Acceptor(listeners, name, self._key, self._judge, self._admit, meeting.selector)
+    @property
+    def _acceptor(self) -> Acceptor:
+        """That of the result alone, which drops it when it is closed: it refers to this object."""
+        assert self._result.acceptor is not None
+        return self._result.acceptor
+
+    def connect_all(self) -> None:
+        """Connect to the lower ranks, accept the higher ones, and wait until all ranks are connected."""
+        result = self._result
         for peer in range(self._rank):
-            for role in PAIRED:
-                meeting.sockets[role][peer] = self._call(peer, role, roll)
+            for role in PEER_ROLES:
+                result.sockets[role][peer] = self._dial(peer, role)
         for peer in range(self._rank):
-            self._notice_end_of(peer)
+            self._watch_for_end(peer)
         while self._awaited:
-            self._wait(LOOK_SECONDS, roll)
-        reads = self._await_the_others(roll)
-        sockets = meeting.sockets[Role.COLLECTIVES]
-        meeting.readers = agree(self._rank, self._names, meeting.table, reads, sockets, self._checksums, roll.deadline)
-        if meeting.near is not None:
-            meeting.door.leave(meeting.near)
-            meeting.leave_near()
-        for sock in meeting.sockets[Role.CONTROL].values():
+            self._wait(POLL_SECONDS)
+        readable = self._await_others()
+        sockets = result.sockets[Role.COLLECTIVES]
+        result.readers = compare_tables(
+            self._rank, self._names, result.table, readable, sockets, self._checksums, self._membership.deadline
+        )
+        if self._listeners.unix is not None:
+            self._acceptor.remove(self._listeners.unix)
+            self._listeners.close_unix()
+        for sock in result.sockets[Role.CONTROL].values():
             with contextlib.suppress(KeyError):
-                meeting.selector.unregister(sock)
+                self._selector.unregister(sock)
 
-    def _await_the_others(self, roll: Membership) -> list[int]:
-        """Waits until all are connected with all: if one ends before, who is done must not leave with the cause.
+    def _await_others(self) -> list[int]:
+        """Wait until all ranks are connected, so that all of them get the cause if one fails before.
 
         Returns:
-            Whose memory this rank can read.
+            The ranks whose memory this one can read.
         """
-        reads: list[int] = []
+        readable: list[int] = []
+        membership = self._membership
         try:
-            nap_seconds = naps()
             try:
-                reads = self._readable()
-                roll.met()
-                while not roll.all_met():
-                    self._wait(next(nap_seconds), roll)
+                readable = self._find_readable()
+                membership.report_connected()
+                pauses = backoff()
+                while not membership.all_connected():
+                    self._wait(next(pauses))
             except CyxtrainError as error:
-                if roll.tell(error):
+                if membership.report_failure(error):
                     raise
         except CyxtrainError:
-            # Else all connections of this rank stand: the watch will hear what has happened.
-            if not roll.board.lost:
+            # If the store is lost, all connections of this rank exist: the monitor will receive what has happened.
+            if not membership.store.lost:
                 raise
-        return reads
+        return readable
 
-    def _readable(self) -> list[int]:
-        """Returns whose memory this rank can read.
+    def _find_readable(self) -> list[int]:
+        """Return the ranks whose memory this one can read.
 
         Raises:
-            RendezvousError: CYXTRAIN_TRANSPORT asks for that, and the kernel does not let us.
+            RendezvousError: CYXTRAIN_TRANSPORT=cma, and the kernel does not allow it.
         """
-        table, own = self._meeting.table, self._meeting.table[self._rank]
+        table, own = self._result.table, self._result.table[self._rank]
         readable = []
-        for peer, entry in enumerate(table):
-            if peer == self._rank or entry.machine != own.machine or own.transport not in ("auto", "cma"):
+        for peer, record in enumerate(table):
+            if peer == self._rank or record.machine != own.machine or own.transport not in ("auto", "cma"):
                 continue
-            linked = self._meeting.sockets[Role.COLLECTIVES][peer].family not in (socket.AF_INET, socket.AF_INET6)
-            if linked and PeerMemory(entry.process.pid).can_be_read(entry.memory):
+            family = self._result.sockets[Role.COLLECTIVES][peer].family
+            is_unix = family not in (socket.AF_INET, socket.AF_INET6)
+            if is_unix and PeerMemory(record.process.pid).can_be_read(record.memory):
                 readable.append(peer)
             elif own.transport == "cma":
                 raise RendezvousError(
                     f"CYXTRAIN_TRANSPORT=cma, and rank {self._names[self._rank]} cannot read the memory of rank "
                     f"{self._names[peer]}: both must be processes of the same user, and containers must allow ptrace. "
-                    "Leave CYXTRAIN_TRANSPORT away: then the ring takes what there is.",
+                    "Unset CYXTRAIN_TRANSPORT: then the ring uses the fastest transport that works.",
                     rank=self._names[peer],
                 )
         return readable
 
-    def _wait(self, seconds: float, roll: Membership) -> None:
-        """Serves the door for a moment; raises what has gone wrong."""
-        assert self._meeting.door is not None
-        assert self._meeting.selector is not None
-        for key, _ in self._meeting.selector.select(seconds):
+    def _wait(self, seconds: float) -> None:
+        """Serve connections for a moment; raise what has failed."""
+        for key, _ in self._selector.select(seconds):
             key.data()
-        self._meeting.door.expire(time.monotonic())
-        roll.look()  # first: who closes its connections has said why before
+        self._acceptor.expire(time.monotonic())
+        self._membership.check()  # first: a rank that closes its connections has reported why before
         if self._failure is not None:
             raise self._failure
-        if roll.deadline.passed():
-            raise self._missing(roll)
+        if self._membership.deadline.passed():
+            raise self._missing()
 
-    def _call(self, peer: int, role: Role, roll: Membership) -> socket.socket:
-        who, claim = f"rank {self._names[self._rank]}", replace(self._own, role=role, to_rank=peer)
-        table = self._meeting.table
-        # What is said beside the data stays on TCP, whose kernel timers it needs.
-        near = role is not Role.CONTROL and bool(table[peer].unix) and table[peer].machine == table[self._rank].machine
-        return call(table[peer], self._names[peer], who, claim, self._key, roll, near=near)
+    def _dial(self, peer: int, role: Role) -> socket.socket:
+        who, hello = f"rank {self._names[self._rank]}", replace(self._own, role=role, to_rank=peer)
+        theirs, ours = self._result.table[peer], self._result.table[self._rank]
+        # Control stays on TCP, whose kernel timers it needs.
+        unix = role is not Role.CONTROL and bool(theirs.unix) and theirs.machine == ours.machine
+        return dial(theirs, self._names[peer], who, hello, self._key, self._membership, unix=unix)
 
-    def _judge(self, claim: Claim) -> str:
-        """Returns why a process that knows the secret may not come in; "" where it may."""
+    def _authorize(self, hello: Hello) -> str:
+        """Return why a process that knows the secret is refused; "" if it is not."""
         own, name = self._own, self._names[self._rank]
-        if claim.run != own.run or claim.generation != own.generation:
-            return f"it belongs to another run, or to an earlier life of this one, than rank {name}"
-        if not claim.to_place or claim.to_rank != own.rank:
-            return f"it means to call rank {claim.to_rank}, and has reached rank {own.rank}"
-        if claim.rank >= claim.world_size:
-            return f"there is no rank {claim.rank} in a world of {claim.world_size}"
-        theirs = RankRecord(claim.world_size, checksums=claim.checksums, protocol=claim.protocol)
-        caller = self._names[claim.rank] if claim.rank < len(self._names) else claim.rank
-        reason = misfit(caller, theirs, name, RankRecord(own.world_size, checksums=own.checksums))
+        if hello.run != own.run or hello.generation != own.generation:
+            return f"it belongs to another run than rank {name}, or to an earlier life of this one"
+        if not hello.to_place or hello.to_rank != own.rank:
+            return f"it connected to rank {hello.to_rank} and reached rank {own.rank}"
+        if hello.rank >= hello.world_size:
+            return f"there is no rank {hello.rank} in a world of {hello.world_size}"
+        theirs = RankRecord(hello.world_size, checksums=hello.checksums, protocol=hello.protocol)
+        caller = self._names[hello.rank] if hello.rank < len(self._names) else hello.rank
+        reason = why_incompatible(caller, theirs, name, RankRecord(own.world_size, checksums=own.checksums))
         if reason:
             self._failure = RendezvousError(reason, rank=caller)
             return reason
-        if (claim.rank, claim.role) not in self._awaited:
+        if (hello.rank, hello.role) not in self._awaited:
             return f"rank {caller} is taken: another process has joined as rank {caller} already"
         return ""
 
-    def _admit(self, claim: Claim, sock: socket.socket) -> None:
-        self._awaited.discard((claim.rank, claim.role))
-        self._meeting.sockets[claim.role][claim.rank] = sock
-        if claim.role is Role.CONTROL:
-            self._notice_end_of(claim.rank)
+    def _accept(self, hello: Hello, sock: socket.socket) -> None:
+        self._awaited.discard((hello.rank, hello.role))
+        self._result.sockets[hello.role][hello.rank] = sock
+        if hello.role is Role.CONTROL:
+            self._watch_for_end(hello.rank)
 
-    def _notice_end_of(self, peer: int) -> None:
-        """Sees to it that the end of a rank that is here already is noticed while others are awaited."""
-        selector, sock = self._meeting.selector, self._meeting.sockets[Role.CONTROL][peer]
-        assert selector is not None
+    def _watch_for_end(self, peer: int) -> None:
+        """Notice if a connected rank ends while others are awaited."""
+        selector, sock = self._selector, self._result.sockets[Role.CONTROL][peer]
 
-        def look() -> None:
+        def on_data() -> None:
             try:
                 is_end = not sock.recv(1, socket.MSG_PEEK)
             except BlockingIOError:
                 return
             except OSError:
                 is_end = True
-            selector.unregister(sock)  # it speaks already: the watch will listen
+            selector.unregister(sock)  # it sends frames already: the monitor will read them
             if is_end:
                 self._failure = ended(self._names[peer])
 
-        selector.register(sock, selectors.EVENT_READ, look)
+        selector.register(sock, selectors.EVENT_READ, on_data)
 
-    def _missing(self, roll: Membership) -> RendezvousError:
+    def _missing(self) -> RendezvousError:
+        """Return the error for a deadline that has passed."""
+        timed_out = f"Joining timed out after {self._membership.deadline.seconds:g} s"
         missing = sorted({peer for peer, _ in self._awaited})
         if not missing:
-            unmet = roll.unmet()
-            who = " and ".join(f"rank {name}" for name in unmet)
+            unconnected = self._membership.unconnected()
+            who = " and ".join(f"rank {name}" for name in unconnected)
             return RendezvousError(
-                f"Joining timed out after {roll.deadline.seconds:g} s: {who} did not connect with all others, and rank "
-                f"{self._names[self._rank]} did. "
+                f"{timed_out}: {who} did not connect with all others, and rank {self._names[self._rank]} did. "
                 "Look at their output; across machines, firewalls must allow TCP between all ranks.",
-                rank=unmet[0] if unmet else None,
+                rank=unconnected[0] if unconnected else None,
             )
         names = [self._names[peer] for peer in missing]
-        assert self._meeting.door is not None
-        unproven = [peer for peer in missing if self._meeting.door.unproven[peer]]
+        unproven = [self._names[peer] for peer in missing if self._acceptor.unproven[peer]]
         hint = "across machines, firewalls must allow TCP between all ranks"
         if unproven:
             hint = (
-                f"somebody came as rank {self._names[unproven[0]]} and did not know the secret: "
-                "CYXTRAIN_SECRET must be the same on every rank"
+                f"a process that claimed to be rank {unproven[0]} did not know the secret: CYXTRAIN_SECRET must be the "
+                "same on every rank"
             )
         return RendezvousError(
-            f"Joining timed out after {roll.deadline.seconds:g} s: {', '.join(f'rank {name}' for name in names)} did "
-            f"not connect to rank {self._names[self._rank]}. Look at the output of the missing ranks; {hint}.",
+            f"{timed_out}: {', '.join(f'rank {name}' for name in names)} did not connect to rank "
+            f"{self._names[self._rank]}. Look at the output of the missing ranks; {hint}.",
             rank=names[0],
         )
 
 
 def _key(options: RingOptions, first: RankRecord) -> bytes:
-    """Returns the secret of the run: the environment's, else the one that rank 0 made."""
+    """Return the secret of the run: CYXTRAIN_SECRET, or the one that rank 0 made."""
     return bytes.fromhex(first.key) if options.secret_bytes is None else options.secret_bytes
 
 
-def own_record(rank: int, world_size: int, meeting: Meeting, options: RingOptions) -> RankRecord:
-    """Returns what a rank says of itself.
-
-    Args:
-        rank: Which.
-        world_size: How many ranks it looks for.
-        meeting: That listens.
-        options: Of the ring.
-    """
-    assert meeting.listener is not None
-    host, port = meeting.listener.getsockname()[:2]
-    near = b"" if meeting.near is None else os.fsencode(meeting.near.getsockname())
+def own_record(rank: int, world_size: int, listeners: Listeners, options: RingOptions) -> RankRecord:
+    """Return the record of this rank."""
+    host, port = listeners.tcp.getsockname()[:2]
+    cores = count_usable_cores()
     return RankRecord(
         world_size=world_size,
         process=this_process(str(host)),
         host=str(host),
         port=int(port),
-        unix=near.decode("ascii").replace("\0", "@"),
-        memory=open_to_reading() if near and options.transport in ("auto", "cma") else "",
+        unix=listeners.unix_name,
+        memory=open_to_reading() if listeners.unix_name and options.transport in ("auto", "cma") else "",
         transport=options.transport,
-        room=room_for_ranks(),
-        cores=count_usable_cores(),
+        room=cores // (torch.get_num_threads() + 1),
+        cores=cores,
         has_secret=options.secret is not None,
         checksums=options.checksums,
         heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,

@@ -1,8 +1,8 @@
-"""The store at which ranks meet, asked so that nobody waits for its answer beyond the deadline.
+"""A client of the store at which ranks meet; no call outlasts the deadline.
 
-PyTorch's client waits for ever where the store's process is stopped or its machine cut off: it is asked in a thread
-that we can leave. Anybody can write at a store of PyTorch's: where the run has a secret, each value carries a proof
-that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104), and what carries none counts as absent.
+PyTorch's client waits for ever if the process of the store is stopped or its machine cut off, so calls to it run in a
+thread that can be left behind. Anybody can write to a store of PyTorch: if the run has a secret, each value carries a
+proof that a member wrote it for this key of this group (HMAC-SHA256, RFC 2104), and a value without one is ignored.
 """
 
 from __future__ import annotations
@@ -11,119 +11,125 @@ import hmac
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from cyxtrain.errors import RendezvousError
+from cyxtrain.errors import RendezvousError, reason_of
+from cyxtrain.ring.rendezvous.key_values import KeyValueStore
 from cyxtrain.ring.wire.link import Deadline
 
 _log = logging.getLogger("cyxtrain.ring")
 _Answer = TypeVar("_Answer")
+POLL_SECONDS = 0.05
+"""The longest pause between two checks of a condition."""
+_SHORTEST_POLL_SECONDS = 0.001
 _GRACE_SECONDS = 0.3
-"""How much longer than the deadline an answer is waited for: a store that lives answers in less."""
+"""How long after the deadline an answer is awaited: a store that is alive needs less."""
 _PROOF = b"hmac-sha256 "
 _PROOF_BYTES = len(_PROOF) + 64 + 1
 _TRIES = 100
-"""How often a forged value is replaced while somebody writes the next one."""
+"""How often a forged value is replaced while another program writes the next one."""
 
 
 class StoreLostError(RendezvousError):
-    """The store has gone while ranks were meeting; another one may open in its place."""
+    """The store has ended during rendezvous; another one may replace it."""
 
 
 class StoreClient:
-    """The keys of one meeting.
+    """The keys of one group.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this meeting.
-        who: How errors call this rank: "rank 3".
+        store: Shared by all ranks, with keys of its own for this group.
+        who: For errors, this rank: "rank 3".
         deadline: When to give up.
         secret: Of the run; None: values carry no proof.
-        group: What tells these keys from those of other groups in the same run.
+        group: What tells this group from others of the same run.
 
     Attributes:
-        lost: Whether the store has gone, or does not answer.
-        forged: Keys at which somebody without the secret has written.
+        lost: Whether the store has ended, or does not answer.
+        forged: Keys that a program without the secret has written.
     """
 
     def __init__(
         self, store: Store, who: str, deadline: Deadline, secret: bytes | None = None, group: str = ""
     ) -> None:
         self.lost = False
-        self._store: Any = store  # its stubs know text alone, and values are bytes
+        self._store: Any = store  # its stubs know only str, and values are bytes
+        self._root = root_of(store)
         self._who = who
         self._deadline = deadline
         self._secret = secret
         self._group = group
         self.forged: set[str] = set()
-        self._questions: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._clerk: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def has(self, *keys: str) -> bool:
-        """Returns whether all of these keys are there."""
-        return self._ask(
-            lambda: self._store.check([*keys]) and all(self._opened(key, self._found(key)) for key in keys)
+        """Return whether all of these keys have a value of a member."""
+        return self._call(
+            lambda: self._store.check([*keys]) and all(self._open(key, self._read(key)) is not None for key in keys)
         )
 
     def get(self, key: str) -> bytes | None:
-        """Returns what a member has put at a key; None: nothing."""
-        return self._ask(lambda: self._opened(key, self._found(key)))
+        """Return the value that a member has set; None: there is none."""
+        return self._call(lambda: self._open(key, self._read(key)))
 
     def set(self, key: str, value: str) -> None:
-        """Puts a value at a key."""
-        self._ask(lambda: self._store.set(key, self._sealed(key, value)))
+        """Set a value."""
+        self._call(lambda: self._store.set(key, self._seal(key, value)))
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Puts a value at a key, unless a member has done so; returns what is there."""
-        return self._ask(lambda: self._set_first(key, value))
+        """Set a value unless a member has set one; return the value that is there then."""
+        return self._call(lambda: self._set_first(key, value))
 
     def replace(self, key: str, before: bytes | None, value: str) -> bool:
-        """Puts a value at a key where `before` is what members see there; returns whether it was."""
-        return self._ask(lambda: self._replace(key, before, value))
+        """Set a value if the present one is `before`; return whether it was."""
+        return self._call(lambda: self._replace(key, before, value))
 
     def delete(self, key: str) -> None:
-        """Takes a key away, if it is there."""
-        self._ask(lambda: self._store.delete_key(key))
+        """Delete a key, if it exists."""
+        self._call(lambda: self._store.delete_key(key))
 
     def close(self) -> None:
-        """Ends the thread; harmless twice. One that gets no answer ends when its store does."""
-        if self._clerk is not None:
-            self._questions.put(None)
+        """End the thread; harmless twice. One that gets no answer ends when its store does."""
+        if self._thread is not None:
+            self._calls.put(None)
             if not self.lost:
-                self._clerk.join()
-            self._clerk = None
+                self._thread.join()
+            self._thread = None
 
-    def _found(self, key: str) -> bytes:
-        """Returns what is at a key; empty: nothing. Who could delete it meanwhile is not waited for."""
+    def _read(self, key: str) -> bytes:
+        """Return the stored value, empty if there is none; never wait for a key that is deleted meanwhile."""
         return self._store.compare_set(key, "", "") if self._store.check([key]) else b""
 
     def _set_first(self, key: str, value: str) -> bytes:
-        sealed, before = self._sealed(key, value), b""
+        sealed, before = self._seal(key, value), b""
         for _ in range(_TRIES):
             found = self._store.compare_set(key, before, sealed)
-            opened = self._opened(key, found)
+            opened = self._open(key, found)
             if opened is not None:
                 return opened
             before = found
         return value.encode()
 
     def _replace(self, key: str, before: bytes | None, value: str) -> bool:
-        found = self._found(key)
-        if self._opened(key, found) != before:
+        found = self._read(key)
+        if self._open(key, found) != before:
             return False
-        sealed = self._sealed(key, value)
+        sealed = self._seal(key, value)
         return bool(self._store.compare_set(key, found, sealed) == sealed)
 
-    def _sealed(self, key: str, value: str) -> bytes:
-        """Returns a value with the proof that a member has put it at this key."""
+    def _seal(self, key: str, value: str) -> bytes:
+        """Return a value with the proof that a member wrote it for this key."""
         data = value.encode("utf-8", "surrogatepass")
         return data if self._secret is None else _PROOF + self._proof(key, data) + b"\n" + data
 
-    def _opened(self, key: str, found: bytes) -> bytes | None:
-        """Returns the value without its proof; None where there is none, or no member has put it there."""
+    def _open(self, key: str, found: bytes) -> bytes | None:
+        """Return a value without its proof; None if there is none, or if no member has written it."""
         proof, data = (found[:_PROOF_BYTES], found[_PROOF_BYTES:]) if found.startswith(_PROOF) else (b"", found)
         if not found or self._secret is None:
             return data if found else None
@@ -132,8 +138,8 @@ class StoreClient:
         if key not in self.forged:
             self.forged.add(key)
             _log.warning(
-                "%s ignores what somebody without the secret of this run has written at %s of the store. If that is "
-                "one of your ranks, set CYXTRAIN_SECRET to the same value on all of them.",
+                "%s ignores a value at %s of the store that was written without the secret of this run. If one of "
+                "your ranks wrote it, set CYXTRAIN_SECRET to the same value on all of them.",
                 self._who,
                 key,
             )
@@ -144,60 +150,79 @@ class StoreClient:
         subject = f"cyxtrain store {self._group} {key}".encode()
         return hmac.digest(self._secret, subject + b"\0" + data, "sha256").hex().encode()
 
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Asks the store.
+    def _call(self, call: Callable[[], _Answer]) -> _Answer:
+        """Call the store.
 
         Raises:
-            StoreLostError: It has gone.
-            RendezvousError: It does not answer.
+            StoreLostError: It has ended.
+            RendezvousError: It does not answer before the deadline.
         """
-        answer = _tried(question) if isinstance(root_of(self._store), HashStore) else self._ask_patiently(question)
-        if isinstance(answer, RuntimeError):  # PyTorch's DistNetworkError, DistStoreError and their kind
-            self.lost = True
-            raise StoreLostError(
-                f"{self._who} lost the store at which the ranks meet ({first_line(answer)}): "
-                "has the process of rank 0, or the launcher, ended? Look at its output first.",
-                rank=0,
-            ) from answer
-        if isinstance(answer, Exception):
-            raise answer
-        return cast("_Answer", answer)
-
-    def _ask_patiently(self, question: Callable[[], object]) -> object:
-        if self._clerk is None:
-            self._clerk = threading.Thread(target=self._serve, name="cyxtrain-store", daemon=True)
-            self._clerk.start()
-        self._questions.put(question)
-        try:
-            return self._answers.get(timeout=self._deadline.left() + _GRACE_SECONDS)
-        except queue.Empty:
+        seconds = self._deadline.left() + _GRACE_SECONDS
+        if isinstance(self._root, KeyValueStore):
+            self._root.answer_seconds = seconds
+        is_bounded = isinstance(self._root, (KeyValueStore, HashStore))
+        result = _attempt(call) if is_bounded else self._call_in_thread(call, seconds)
+        if isinstance(result, TimeoutError) or isinstance(getattr(result, "__cause__", None), TimeoutError):
             self.lost = True
             raise RendezvousError(
                 f"{self._who} gets no answer from the store at which the ranks meet: the process of rank 0, or the "
                 "launcher, is stopped, or the network to it is cut off. Look at both.",
                 rank=0,
             ) from None
+        if isinstance(result, RuntimeError):  # PyTorch's DistNetworkError, DistStoreError and the like
+            self.lost = True
+            raise StoreLostError(
+                f"{self._who} lost the store at which the ranks meet ({reason_of(result)}): "
+                "has the process of rank 0, or the launcher, ended? Look at its output first.",
+                rank=0,
+            ) from result
+        if isinstance(result, Exception):
+            raise result
+        return cast("_Answer", result)
 
-    def _serve(self) -> None:
-        while (question := self._questions.get()) is not None:
-            self._answers.put(_tried(question))
+    def _call_in_thread(self, call: Callable[[], object], seconds: float) -> object:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="cyxtrain-store", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+        try:
+            return self._results.get(timeout=seconds)
+        except queue.Empty:
+            return TimeoutError()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._results.put(_attempt(call))
 
 
-def _tried(question: Callable[[], object]) -> object:
-    """Returns the answer, or the error."""
+def _attempt(call: Callable[[], object]) -> object:
+    """Return the result, or the error."""
     try:
-        return question()
+        return call()
     except Exception as error:
         return error
 
 
-def first_line(error: Exception) -> str:
-    """Returns what PyTorch says of an error; what follows is where in its own code."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def backoff() -> Iterator[float]:
+    """Yield how many seconds to wait before each next check: 1 ms, doubled up to `POLL_SECONDS`."""
+    seconds = _SHORTEST_POLL_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, POLL_SECONDS)
+
+
+def poll_until(condition: Callable[[], bool], deadline: Deadline) -> bool:
+    """Wait until a condition holds; return False if it does not by the deadline."""
+    pauses = backoff()
+    while not condition():
+        if deadline.passed():
+            return False
+        time.sleep(min(next(pauses), max(deadline.left(), 0.0)))
+    return True
 
 
 def root_of(store: Store) -> Store:
-    """Returns the store under all prefixes."""
+    """Return the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

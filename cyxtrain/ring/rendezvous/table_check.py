@@ -1,4 +1,4 @@
-"""Ranks that have met compare what they decide by, so that none takes another way than the rest and waits for ever."""
+"""Ranks compare the records that they decide by, so that none chooses another algorithm than the rest and hangs."""
 
 from __future__ import annotations
 
@@ -7,101 +7,94 @@ import dataclasses
 import hashlib
 import json
 import socket
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, ended
+from cyxtrain.ring.rendezvous.membership import ended
 from cyxtrain.ring.rendezvous.record import RankRecord
+from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS
 from cyxtrain.ring.wire.checksums import SUM_BYTES, Checksums
 from cyxtrain.ring.wire.frames import FrameError, damaged, json_object
 from cyxtrain.ring.wire.link import Deadline, Poller
 
-_LENGTH = struct.Struct(">I")
+_LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 16
 _DIGEST_CHARACTERS = 16
 
 
-def agree(
+def compare_tables(
     rank: int,
     names: Sequence[int],
     table: Sequence[RankRecord],
-    reads: Iterable[int],
+    readable: Iterable[int],
     sockets: Mapping[int, socket.socket],
     checksums: Checksums,
     deadline: Deadline,
 ) -> list[set[int]]:
-    """Tells each other rank whose memory this one can read, and digests of the table that it has. All ranks call it.
+    """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
 
-    Where two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
+    If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
     about 1 KiB each way between each two ranks.
 
     Args:
         rank: This rank.
-        names: By rank, how errors call it.
-        table: What each rank said of itself, as this one has read it.
-        reads: Whose memory this rank can read.
+        names: By rank, what errors call it.
+        table: The record of each rank, as this one has read it.
+        readable: The ranks whose memory this one can read.
         sockets: To each other rank; nothing has been sent there yet.
-        checksums: Of the group: they are always sent with this.
+        checksums: Of the group; they are always sent with this.
         deadline: When to give up.
 
     Returns:
-        Whose memory each rank can read, by rank.
+        By rank, whose memory it can read.
 
     Raises:
-        RendezvousError: A rank has another table; the error names the fields and both ranks. Or it has ended, or says
-            nothing.
-        DamagedFrameError: Other bytes came from a rank than it sent.
+        RendezvousError: Another rank has another table (with the fields that differ), has ended or is silent.
+        DamagedFrameError: Data was corrupted in transit.
     """
     own = _digests(table)
-    body = json.dumps({"reads": sorted(reads), **own}).encode()
+    body = json.dumps({"reads": sorted(readable), **own}).encode()
     for sock in sockets.values():
-        with contextlib.suppress(OSError):  # its end is noticed below
-            sock.sendall(_LENGTH.pack(len(body)) + body + checksums.of(body))
-    readers = [set(reads) for _ in names]
+        with contextlib.suppress(OSError):  # a lost connection is noticed below
+            sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
+    readers = [set(readable) for _ in names]
     for peer, sock in sorted(sockets.items()):
-        received = _hear(sock, names[peer], deadline)
+        received = _receive(sock, names[peer], deadline)
         if checksums.of(received[:-SUM_BYTES]) != received[-SUM_BYTES:]:
-            raise damaged(names[peer], names[rank], "the agreement on how to talk")
-        told: dict[str, Any] = {}
+            raise damaged(names[peer], names[rank], "the comparison of records")
+        theirs: dict[str, Any] = {}
         with contextlib.suppress(FrameError):
-            told = json_object(received[:-SUM_BYTES])
-        differing = [name for name in own if told.get(name) != own[name]]
+            theirs = json_object(received[:-SUM_BYTES])
+        differing = [name for name in own if theirs.get(name) != own[name]]
         if differing:
             raise RendezvousError(
                 f"rank {names[rank]} and rank {names[peer]} have read different values at the store at which the ranks "
-                f"meet, of: {', '.join(differing)}. Somebody who is no rank of this run writes there. Set "
-                "CYXTRAIN_SECRET to the same value on every rank, or choose another MASTER_PORT.",
+                f"meet, of: {', '.join(differing)}. Another program writes there. Set CYXTRAIN_SECRET to the same "
+                "value on every rank, or choose another MASTER_PORT.",
                 rank=names[peer],
             )
-        readers[peer] = {other for other in range(len(names)) if other in told.get("reads", [])}
+        readers[peer] = {other for other in range(len(names)) if other in theirs.get("reads", [])}
     return readers
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:
-    """Returns a digest of each field, over all ranks."""
-    columns: dict[str, Any] = {
-        field.name: [_plain(getattr(entry, field.name)) for entry in table] for field in dataclasses.fields(RankRecord)
-    }
+    """Return a digest of each field, over all ranks."""
+    rows = [dataclasses.asdict(record) for record in table]
     return {
-        name: hashlib.sha256(json.dumps(column).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-        for name, column in columns.items()
+        name: hashlib.sha256(json.dumps([row[name] for row in rows]).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+        for name in rows[0]
     }
 
 
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _hear(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
-    """Returns what a rank says, and its checksum; reads not a byte more."""
-    received, end, poller = bytearray(), _LENGTH.size, Poller()
+def _receive(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
+    """Return one message and its checksum; read not a byte more."""
+    received, end, poller = bytearray(), _LENGTH_BYTES, Poller()
     while len(received) < end:
-        if not poller.wait([sock], [], deadline, LOOK_SECONDS):
+        if not poller.wait([sock], [], deadline, POLL_SECONDS):
             if deadline.passed():
                 raise RendezvousError(
-                    f"rank {name} has met all others, and did not say by what it decides within "
+                    f"rank {name} is connected to all others, and did not send its records for comparison within "
                     f"{deadline.seconds:g} s. Look at its output.",
                     rank=name,
                 )
@@ -115,6 +108,6 @@ def _hear(sock: socket.socket, name: int, deadline: Deadline) -> bytes:
         if not part:
             raise ended(name)
         received += part
-        if end == len(received) == _LENGTH.size:
-            end += min(_LENGTH.unpack(received)[0], _MAX_BYTES) + SUM_BYTES
-    return bytes(received[_LENGTH.size :])
+        if end == len(received) == _LENGTH_BYTES:
+            end += min(int.from_bytes(received, "big"), _MAX_BYTES) + SUM_BYTES
+    return bytes(received[_LENGTH_BYTES:])

@@ -36,8 +36,8 @@ from cyxtrain.doctor.findings import Arrival, Pair, View
 from cyxtrain.doctor.machine_facts import Machine
 from cyxtrain.doctor.measure import Exchange
 from cyxtrain.doctor.pair_schedule import partner, rounds
+from cyxtrain.environment.processes import Process
 from cyxtrain.progress import tables
-from cyxtrain.ring.monitoring.process_state import Process
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store_client import StoreClient
 from cyxtrain.ring.wire.link import Deadline

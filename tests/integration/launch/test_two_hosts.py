@@ -104,7 +104,7 @@ def test_a_host_that_is_cut_off_cannot_reach_rank_0_and_both_say_so():
     # PyTorch warns that these hosts have no names.
     lines = [[line for line in errors.splitlines() if "[c10d]" not in line] for _, errors in said]
     assert [len(each) for each in lines] == [1, 1], lines
-    assert lines[0][0].startswith("RendezvousError: rank 1 of a world of 2 did not come before the deadline")
+    assert lines[0][0].startswith("RendezvousError: rank 1 of a world of 2 did not join before the deadline")
     assert lines[1][0].startswith(f"RendezvousError: rank 1 could not reach rank 0 at {address}:29500")
 
 

@@ -345,7 +345,7 @@ def test_another_service_on_the_port_is_told_from_the_meeting_point(answer):
         variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         name, message, rank, seconds = values(run_processes(join, [variables], 1.0))[0]
     assert (name, rank) == ("RendezvousError", 0)
-    assert f"found something at 127.0.0.1:{port} that is not the meeting point" in message
+    assert f"found something at 127.0.0.1:{port} that is not the store" in message
     assert 0.5 < seconds < 1.0 + LATE
 
 

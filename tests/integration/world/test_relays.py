@@ -28,7 +28,7 @@ from worlds import child_environment, free_port, join_threads, wait_until
 
 import cyxtrain as cx
 from cyxtrain.errors import RendezvousError
-from cyxtrain.ring.rendezvous.dial import call_once, socket_address
+from cyxtrain.ring.rendezvous.dial import dial_once, socket_address
 from cyxtrain.ring.rendezvous.handshake import RefusedError
 from cyxtrain.ring.rendezvous.membership import Membership
 from cyxtrain.ring.rendezvous.record import RankRecord
@@ -113,15 +113,15 @@ def test_a_handshake_that_is_relayed_is_refused_by_the_rank_that_was_not_meant()
     relay = Relay((entry.host, entry.port))
     claim = replace(CLAIM, run=entry.run)
     try:
-        with pytest.raises(RefusedError, match="somebody stands between"):
-            call_once(
-                socket_address(replace(entry, port=relay.port), near=False),
+        with pytest.raises(RefusedError, match="something relays the connection"):
+            dial_once(
+                socket_address(replace(entry, port=relay.port), unix=False),
                 claim,
                 SECRET.secret.encode(),
                 Deadline(5.0),
                 lambda: None,
             )
-        call_once(socket_address(entry, near=False), claim, SECRET.secret.encode(), Deadline(5.0), lambda: None).close()
+        dial_once(socket_address(entry, unix=False), claim, SECRET.secret.encode(), Deadline(5.0), lambda: None).close()
     finally:
         relay.close()
         board.close()
@@ -280,11 +280,11 @@ def test_fifty_times_a_key_that_is_forged_or_deleted_at_a_random_moment_changes_
 
 def test_ranks_that_read_different_tables_all_say_which_field(monkeypatch):
     """Here rank 1 alone is lied to, as a store that anybody writes can: without a secret nothing else protects it."""
-    table = Membership.table
+    await_all = Membership.await_all
     monkeypatch.setattr(
         Membership,
         "table",
-        lambda self: [replace(entry, cores=entry.cores + (self._rank == 1)) for entry in table(self)],
+        lambda self: [replace(entry, cores=entry.cores + (self._rank == 1)) for entry in await_all(self)],
     )
     store, found = dist.HashStore(), {}
 

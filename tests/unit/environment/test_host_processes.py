@@ -1,4 +1,4 @@
-"""The kernel's word on processes: alive, stopped, gone, or nothing where it cannot be asked."""
+"""The operating system's view of processes: alive, stopped, gone, or unknown if it cannot be asked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from worlds import wait_until
 
-from cyxtrain.ring.monitoring import process_state
-from cyxtrain.ring.monitoring.process_state import Process, State, state_of, this_process
+from cyxtrain.environment import processes
+from cyxtrain.environment.processes import Process, State, state_of, this_process
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux only")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither cat nor SIGSTOP")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 HERE = "127.0.0.1"
 
 
@@ -35,9 +37,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def seen(process: subprocess.Popen[bytes], own: Process) -> Process:
     """A child as it would describe itself."""
-    found = process_state._read_stat(process.pid)
-    assert found is not None
-    return Process(own.machine, process.pid, found[1])
+    return Process(own.machine, process.pid, hash(psutil.Process(process.pid)))
 
 
 def test_this_process_is_alive(own):
@@ -50,7 +50,7 @@ def test_what_a_process_says_of_itself_is_what_another_sees(own):
     command = "import runpy, sys; p = runpy.run_path(sys.argv[1])['this_process'](sys.argv[2]); print(p.machine); "
     command += "print(p.pid, p.started); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", command, process_state.__file__, HERE],
+        [sys.executable, "-c", command, processes.__file__, HERE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -84,6 +84,7 @@ def test_a_later_process_of_the_same_number_is_another_one(own):
     assert state_of(dataclasses.replace(own, started=own.started - 1), own) is State.GONE
 
 
+@linux
 @pytest.mark.parametrize("name", [b"a) T 1 2 (b", b"two words", b"\xff\xfe\x80", b"\xe4\n", b")"], ids=repr)
 def test_a_name_of_any_bytes_hides_nothing(own, name):
     """The name stands in the middle of what the kernel says, as it is."""
@@ -110,8 +111,9 @@ def test_of_a_process_elsewhere_the_kernel_says_nothing(own, machine):
     assert state_of(own, dataclasses.replace(own, machine=machine)) is None
 
 
+@linux
 def test_without_a_kernel_that_can_be_asked_two_processes_are_never_taken_for_neighbours(monkeypatch):
-    monkeypatch.setattr(process_state.os, "readlink", lambda path: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(processes.os, "readlink", lambda path: (_ for _ in ()).throw(PermissionError()))
     alone = this_process(HERE)
     assert alone.machine == ""
     assert state_of(alone, alone) is None
@@ -121,15 +123,17 @@ def test_copies_of_one_virtual_machine_are_told_apart_by_their_address():
     assert this_process("10.0.0.1").machine != this_process("10.0.0.2").machine
 
 
+@linux
 def test_a_process_whose_files_are_hidden_is_not_taken_for_gone(own, monkeypatch):
-    monkeypatch.setattr(process_state, "_read_stat", lambda pid: None)
+    monkeypatch.setattr(psutil, "Process", lambda pid: (_ for _ in ()).throw(psutil.NoSuchProcess(pid)))
     assert state_of(own, own) is None
-    monkeypatch.setattr(process_state.os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
     assert state_of(own, own) is None
-    monkeypatch.setattr(process_state.os, "kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError()))
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: (_ for _ in ()).throw(ProcessLookupError()))
     assert state_of(own, own) is State.GONE
 
 
+@linux
 def test_a_kernel_without_time_namespaces_tells_processes_apart_too(monkeypatch):
     monkeypatch.setattr(os.path, "lexists", lambda path: False)
     own = this_process("10.0.0.1")
@@ -137,6 +141,7 @@ def test_a_kernel_without_time_namespaces_tells_processes_apart_too(monkeypatch)
     assert state_of(own, own) is State.ALIVE
 
 
+@linux
 def test_in_a_container_that_sees_the_files_of_another_nobody_is_asked(monkeypatch):
     readlink = os.readlink
     monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else readlink(path))

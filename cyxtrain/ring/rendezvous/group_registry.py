@@ -1,4 +1,4 @@
-"""The groups of one world. What one of them learns matters to the others: a rank that has ended has ended for all."""
+"""The groups of one world in this process: a rank that one of them has lost is lost for all."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from typing import Protocol
 
 from cyxtrain.errors import CyxtrainError
 
-_LOOK_SECONDS = 0.001
+_POLL_SECONDS = 0.001
 
 
 class RegisteredMember(Protocol):
     """A group."""
 
     def loss(self, since: float) -> CyxtrainError | None:
-        """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
+        """Return the error of a group that lost a rank, if it still stands, or did so after `since`."""
 
     def abandon(self) -> None:
-        """Lets go of every connection without a word."""
+        """Close every connection without telling the peers."""
 
 
 class GroupRegistry:
-    """The groups of one world in this process, for as long as somebody holds them."""
+    """Weak references to the groups of one world."""
 
     def __init__(self) -> None:
         self._groups: weakref.WeakSet[RegisteredMember] = weakref.WeakSet()
 
     def add(self, group: RegisteredMember) -> None:
-        """Takes note of a group."""
+        """Register a group."""
         self._groups.add(group)
         _alive.add(group)
 
     def loss(self, since: float) -> CyxtrainError | None:
-        """Returns which rank one of the groups has lost, or None.
+        """Return the error of a group that has lost a rank, or None.
 
         Args:
-            since: In seconds of `time.monotonic`: a group that was left before has nothing to say.
+            since: In seconds of `time.monotonic`: groups that were left before are ignored.
         """
         losses = (group.loss(since) for group in list(self._groups))
         return next((loss for loss in losses if loss is not None), None)
 
     def await_loss(self, seconds: float) -> CyxtrainError | None:
-        """Returns `loss` from now on, for which it waits for a moment if there are groups that may hear of one."""
+        """Return `loss` from now on, and wait for it for a moment if there are groups that may notice one."""
         since = time.monotonic()
         until = since + seconds
         while (loss := self.loss(since)) is None and self._groups and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return loss
 
 
+WORLD_GROUPS = GroupRegistry()
+"""The groups that PyTorch makes: it has one world per process."""
 _alive: weakref.WeakSet[RegisteredMember] = weakref.WeakSet()
 
 
