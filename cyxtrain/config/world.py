@@ -1,4 +1,4 @@
-"""Who joins a world, and how the ring carries what they say."""
+"""How processes form a world, and how the ring communicates: settings, completed from the environment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import dataclasses
 import enum
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cyxtrain.config.settings import require, require_boolean, require_integer, settings, unknown_name
-from cyxtrain.errors import ConfigError
+from cyxtrain.environment import process_env, schedulers
+from cyxtrain.environment.process_env import ENVIRON, Variables
+from cyxtrain.errors import ConfigError, CyxtrainError, warn
+
+_Error = TypeVar("_Error", bound=CyxtrainError)
 
 
 class BackendType(str, enum.Enum):
@@ -35,6 +40,15 @@ class BackendType(str, enum.Enum):
         if name not in known:
             raise unknown_name("cyxtrain", name, known, "backend")
         return cls(name)
+
+    @classmethod
+    def from_environment(cls, variables: Variables = ENVIRON) -> BackendType | None:
+        """Returns what DISTRIBUTED_BACKEND says; None: it is not set."""
+        asked = variables.get("DISTRIBUTED_BACKEND")
+        try:
+            return cls.parse(asked) if asked else None
+        except ConfigError as error:
+            raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 @settings
@@ -63,14 +77,12 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Returns what the environment says (see `cyxtrain.environment.process_env`), complete; alone, a world of one.
+        """Return what the environment says (see `cyxtrain.environment.process_env`); alone, a world of one.
 
         Raises:
-            ConfigError: Half an environment, a number that is none, a rank outside the world.
+            ConfigError: The environment is half set, has a number that is none, or a rank outside the world.
         """
-        from cyxtrain.environment import process_env  # the layer above: imported when called
-
-        return process_env.read_config()
+        return complete_config(cls())
 
     def validate(self) -> None:
         """Refuses what cannot work, before any socket is opened.
@@ -160,3 +172,84 @@ class RingOptions:
     def secret_bytes(self) -> bytes | None:
         """The secret as bytes; None: there is none. An environment can hold bytes that are no text."""
         return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def from_environment(cls, variables: Variables = ENVIRON) -> RingOptions:
+        """Return what the environment says about the ring."""
+        milliseconds = process_env.number("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", variables)
+        if milliseconds is not None and milliseconds < 100:
+            raise ConfigError(
+                f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}."
+            )
+        return cls(
+            secret=variables.get(process_env.SECRET) or None,
+            heartbeat_timeout_seconds=(30_000 if milliseconds is None else milliseconds) / 1000,
+            checksums=process_env.one_of("CYXTRAIN_CHECKSUMS", ("0", "1"), variables) == "1",
+            transport=process_env.one_of("CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma"), variables),
+            comes_again=process_env.launched_run(variables)[1] > 0,
+            communication=process_env.one_of("CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread"), variables),
+        )
+
+
+def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -> DistributedConfig:
+    """Return a copy in which the environment fills in what is None or has its default.
+
+    A program that sets only a timeout still meets the others where its launcher says.
+
+    Raises:
+        ConfigError: As `DistributedConfig.from_environment`; or a setting is wrong.
+    """
+    if "NCCL_TIMEOUT" in variables:
+        warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")
+    config = dataclasses.replace(config)
+    leaves_address = config.master_addr == DistributedConfig.master_addr
+    if config.rank is None and config.world_size is None:
+        variables = process_env.with_scheduler(variables, needs_address=leaves_address)
+        config.rank, config.world_size = process_env.identity_of(variables)
+    if config.rank is None:
+        config.rank = process_env.number("RANK", variables)
+    if config.world_size is None:
+        config.world_size = process_env.number("WORLD_SIZE", variables)
+    if config.local_rank is None and config.rank is not None:
+        local_rank = process_env.number("LOCAL_RANK", variables)
+        config.local_rank = config.rank if local_rank is None else local_rank
+    if leaves_address:
+        config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
+    for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
+        if getattr(config, name) == getattr(DistributedConfig, name):
+            found = process_env.number(variable, variables)
+            setattr(config, name, getattr(config, name) if found is None else found)
+    config.backend = (
+        BackendType.from_environment(variables) if config.backend is None else BackendType.parse(config.backend)
+    )
+    try:
+        config.validate()
+    except ConfigError as error:
+        raise with_disagreement(error, config, variables) from None
+    config.master_addr = without_brackets(config.master_addr)
+    if config.require_secret:
+        _check_secret(config, variables)
+    return config
+
+
+def _check_secret(config: DistributedConfig, variables: Variables) -> None:
+    """Refuse to join if strangers could join too."""
+    if config.backend not in (None, BackendType.CPU):
+        raise ConfigError(
+            f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in every process "
+            "that reaches its port. Use backend='cpu', cyxtrain's own ring."
+        )
+    if not variables.get(process_env.SECRET) and config.world_size != 1:
+        raise ConfigError(
+            "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random text into the environment "
+            "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
+            "does so."
+        )
+
+
+def with_disagreement(error: _Error, config: DistributedConfig, variables: Variables = ENVIRON) -> _Error:
+    """Return an error about who this process is, with how a scheduler contradicts RANK and WORLD_SIZE, if it does."""
+    if config.rank is None or config.world_size is None:
+        return error
+    contradiction = schedulers.disagreement(variables, config.rank, config.world_size)
+    return type(error)(f"{error} {contradiction}", rank=error.rank, during=error.during) if contradiction else error

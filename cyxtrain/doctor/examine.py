@@ -19,7 +19,6 @@ from cyxtrain.doctor import local_checks, pairs, report, store_exchange
 from cyxtrain.doctor.findings import Cause, Pair, View
 from cyxtrain.doctor.machine_facts import this_machine
 from cyxtrain.doctor.pair_schedule import rounds
-from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, Listeners, StoreClient, StoreLostError, listen, own_record, parse_record
 from cyxtrain.world.join import forget_store, open_world_store
@@ -59,7 +58,7 @@ def examine(config: DistributedConfig) -> int:
 
 def _examine_world(config: DistributedConfig) -> int:
     rank, world_size = config.rank or 0, config.world_size or 1
-    options = process_env.ring_options()
+    options = RingOptions.from_environment()
     deadline = Deadline(config.timeout_ms / 1000)
     if rank == 0:
         where = f"{config.master_addr}:{config.master_port}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.doctor import machine_facts
 from cyxtrain.doctor.transports import Way, try_ways
 from cyxtrain.environment import accelerator, process_env, torch_compat
@@ -50,7 +50,7 @@ def facts_alone(config: DistributedConfig) -> list[Fact]:
     """
     asked, failure = "auto", ""
     try:
-        asked = process_env.ring_options().transport
+        asked = RingOptions.from_environment().transport
     except ConfigError as error:
         failure = str(error)
     found = [*_versions(), *_machine(), *_backends(config), *_gpus(), *_ways(try_ways(), asked), _port(config)]
@@ -160,7 +160,7 @@ def _ways(ways: Sequence[Way], asked: str) -> list[Fact]:
 def _port(config: DistributedConfig) -> Fact:
     """Returns whether rank 0 could listen at MASTER_PORT here."""
     port = config.master_port
-    if process_env.agent_store_prefix(config) is not None:
+    if process_env.agent_store_prefix(config.master_addr, config.master_port) is not None:
         return Fact("meeting", "MASTER_PORT", _OK, f"{port}: torchrun's agent listens there")
     try:
         socket.create_server(("", port)).close()

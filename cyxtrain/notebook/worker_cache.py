@@ -129,7 +129,7 @@ def is_on_gpu(trainer: DistributedTrainer) -> bool:
         return accelerator.is_accelerator(torch.device(device))
     if parameter is not None and accelerator.is_accelerator(parameter.device):
         return True
-    return accelerator.visible() is not None and process_env.backend() in (None, BackendType.NCCL)
+    return accelerator.visible() is not None and BackendType.from_environment() in (None, BackendType.NCCL)
 
 
 workers = Workers()

@@ -78,7 +78,7 @@ def join(config: DistributedConfig) -> Joined:
         _require_backend(BackendType.parse(config.backend), config)
     seen = devices.look(config)
     # What cannot be is refused before anything starts.
-    options = replace(process_env.ring_options(), devices=seen.to_text(), group_name=_life_name(config))
+    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_life_name(config))
     while True:
         store = _store_of_this_life(config, options, deadline)
         try:
@@ -112,7 +112,7 @@ def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: f
     global _store
     rank, world_size = config.rank or 0, config.world_size or 1
     address, port = config.master_addr, config.master_port
-    prefix = process_env.agent_store_prefix(config)
+    prefix = process_env.agent_store_prefix(address, port)
     if prefix is not None:
         return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
     _store = open_store(rank, address, port, world_size, secret, seconds)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, complete_config
 from cyxtrain.config.settings import require
+from cyxtrain.config.world import with_disagreement
 from cyxtrain.environment import process_env, standard_streams, torch_compat
 from cyxtrain.errors import (
     CollectiveMismatchError,
@@ -120,7 +121,7 @@ def init(config: DistributedConfig | None = None) -> World:
         _leave_what_is_not_true(config)
     if dist.is_initialized():
         if config is not None:
-            _check_same(process_env.complete(config))
+            _check_same(complete_config(config))
         _adopt(config)
         return World()
     _asked = dataclasses.replace(config or DistributedConfig())
@@ -133,12 +134,12 @@ def _join() -> None:
     global _joined, _beside
     standard_streams.open_absent()  # the program may have closed one since the import
     _joined = None  # whoever destroyed that group did not know of its store, which holds the port
-    config = process_env.complete(_asked or DistributedConfig())
+    config = complete_config(_asked or DistributedConfig())
     try:
         with torch_compat.noting_excepthook():
             _joined = join(config)
     except RendezvousError as error:
-        raise process_env.with_disagreement(error, config) from error.__cause__
+        raise with_disagreement(error, config) from error.__cause__
     group, beside = _joined.group, _joined.cpu_group
     _beside = None if beside is group else _add_side_ring(group, beside)
     atexit.unregister(_at_exit)
@@ -342,7 +343,8 @@ def get_local_rank() -> int:
     require_world("get_local_rank")
     if _joined is not None and _is_default(_joined) and _joined.config.local_rank is not None:
         return _joined.config.local_rank
-    return process_env.local_rank(default=dist.get_rank())
+    found = process_env.number("LOCAL_RANK")
+    return dist.get_rank() if found is None else found
 
 
 def is_master() -> bool:
@@ -367,6 +369,11 @@ def group_for(device: torch.device) -> Any:
     if _beside is None or device.type != "cpu" or not _beside.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
+
+
+def has_side_ring() -> bool:
+    """Return whether a ring beside the default group may carry the tensors of the CPU."""
+    return _beside is not None
 
 
 def why_cpus() -> str:
@@ -459,7 +466,7 @@ def _leave_what_is_not_true(config: DistributedConfig | None, *, refuses: bool =
 def _is_rank_itself(config: DistributedConfig | None, *, refuses: bool) -> bool:
     """Returns whether a forked child is a rank of another world than its parent; or refuses it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = process_env.complete(config or DistributedConfig())
+    own = complete_config(config or DistributedConfig())
     is_other = (own.rank, own.world_size) != (rank, world_size)
     if _parent is not None and world_size > 1:
         is_other |= (own.master_addr, own.master_port) != (_parent.master_addr, _parent.master_port)

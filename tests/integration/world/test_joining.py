@@ -238,7 +238,7 @@ def test_rank_that_never_comes_is_named_on_every_rank_that_waits(backend):
         if rank != 2:
             name, message, missing, seconds = value
             assert (name, missing) == ("RendezvousError", 2)
-            assert "rank 2 of a world of 4 did not come" in message
+            assert "rank 2 of a world of 4 did not join" in message
             assert seconds < (1.0 + LATE if rank == 1 else 5.0)  # the first deadline of all ends it for all
 
 
