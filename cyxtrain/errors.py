@@ -52,11 +52,11 @@ class CyxtrainError(RuntimeError):
         self.during = during
 
     def to_facts(self) -> dict[str, Any]:
-        """Returns the error as JSON types: what an abort frame carries to the other ranks."""
+        """Return the error as JSON types: what an abort frame carries to the other ranks."""
         return {"type": type(self).__name__, "message": str(self), "rank": self.rank, "during": self.during}
 
     def again(self) -> CyxtrainError:
-        """Returns a fresh copy, so that a sticky error can be raised once more without an old traceback."""
+        """Return a fresh copy, so that a sticky error can be raised once more without an old traceback."""
         return error_from_facts(self.to_facts())
 
 
@@ -118,7 +118,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Returns the facts of an error, short enough to travel."""
+        """Return the facts of an error, short enough to travel."""
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS], text[-_TRACEBACK_CHARACTERS:])
 
@@ -142,12 +142,12 @@ class DistributedTrainingError(CyxtrainError):
         self.failures = tuple(failures)
 
     def to_facts(self) -> dict[str, Any]:
-        """Returns the error as JSON types, with its failures."""
+        """Return the error as JSON types, with its failures."""
         return super().to_facts() | {"failures": [asdict(failure) for failure in self.failures]}
 
     @classmethod
     def because_of(cls, error: BaseException, rank: int) -> DistributedTrainingError:
-        """Returns what the other ranks raise where one has failed: with the traceback that tells why."""
+        """Return what the other ranks raise where one has failed: with the traceback that tells why."""
         failure = Failure.of(error, rank)
         message = f"rank {rank} has failed: {failure.type}: {failure.message}\non rank {rank}:\n{failure.traceback}"
         return cls(message, rank=rank, failures=[failure])
@@ -179,7 +179,7 @@ _BY_NAME: dict[str, type[CyxtrainError]] = {
 
 
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
-    """Rebuilds an error from `CyxtrainError.to_facts`, also where the sender knows types that we do not."""
+    """Rebuild an error from `CyxtrainError.to_facts`, also where the sender knows types that we do not."""
     kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)
     rank = facts.get("rank")
     during = facts.get("during")
@@ -194,7 +194,7 @@ def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
 
 
 def _failures(values: object) -> Iterator[Failure]:
-    """Gives those failures that are some; the sender may be anybody."""
+    """Return those failures that are some; the sender may be anybody."""
     kinds = {field.name: int if field.name == "rank" else str for field in fields(Failure)}
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
@@ -202,12 +202,12 @@ def _failures(values: object) -> Iterator[Failure]:
 
 
 def printable(text: str) -> str:
-    """Returns a text of somebody else's without what a terminal would obey: control and format characters are "?"."""
+    """Return a text of somebody else's without what a terminal would obey: control and format characters are "?"."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "?" for c in text)
 
 
 def reported(message: object, rank: int) -> str:
-    """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
+    """Return the text of an error with the rank that told of it; the first to tell is the one that counts."""
     text = str(message)
     if "(reported by rank " in text:
         return text
@@ -216,18 +216,18 @@ def reported(message: object, rank: int) -> str:
 
 
 def on_all_ranks(error: _Error) -> _Error:
-    """Marks an error that every rank raises at this point, and returns it: nobody needs to be told."""
+    """Mark an error that every rank raises at this point, and returns it: nobody needs to be told."""
     error.__dict__[_ON_ALL_RANKS] = True
     return error
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Returns whether every rank raises this error."""
+    """Return whether every rank raises this error."""
     return _ON_ALL_RANKS in error.__dict__
 
 
 def warn(message: str) -> None:
-    """Warns in the name of the line that called this package, however deep within it the cause is."""
+    """Warn in the name of the line that called this package, however deep within it the cause is."""
     frame, depth, level = inspect.currentframe(), 0, 1
     while frame is not None:
         depth += 1
@@ -238,14 +238,14 @@ def warn(message: str) -> None:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Returns the first few of many names, and how many more there are, for a message."""
+    """Return the first few of many names, and how many more there are, for a message."""
     found = [*names]
     more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
     return ", ".join(found[:_SHOWN_NAMES]) + more
 
 
 def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Returns a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
+    """Return a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception:  # a number of 5,000 digits, a list that is too deep
@@ -255,7 +255,7 @@ def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
+    """Return a number and what it counts, such as "1 rank", "1,200 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

@@ -85,7 +85,7 @@ _PLACES = {
 
 
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
-    """Returns the error for a name that does not exist, with the nearest one that does."""
+    """Return the error for a name that does not exist, with the nearest one that does."""
     place = next((place for cls, place in _PLACES.items() if name in _FIELDS[cls] and cls != owner), None)
     if place is not None and name not in known:
         return ConfigError(f"{owner} has no {what} '{name}': it belongs to {place.format(name)}.")
@@ -93,7 +93,7 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Returns a sentence with the known name that may have been meant, or with all of them."""
+    """Return a sentence with the known name that may have been meant, or with all of them."""
     if not known:
         return "It has none."
     other = _OTHER_NAMES.get(name)
@@ -128,7 +128,7 @@ class _DocumentedFields:
 
 @dataclass_transform()
 def settings(cls: type[_Settings]) -> type[_Settings]:
-    """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
+    """Make a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
     made: Any = dataclass(cls)
     known = _FIELDS[cls.__name__] = [field.name for field in dataclasses.fields(made)]
     generated: Callable[..., None] = made.__init__
@@ -152,17 +152,7 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
 
 
 def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str, Any], taken: int = 0) -> None:
-    """Refuses settings that a class or a function does not take by name, or too few of them.
-
-    Args:
-        owner: How errors call it: "the model 'mlp'".
-        function: The class or function.
-        given: Settings by name.
-        taken: How many of its first arguments it is given otherwise.
-
-    Raises:
-        ConfigError: With the nearest name that it takes, or what is missing.
-    """
+    """Refuse settings that a class or a function does not take by name, or too few of them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[taken:]
     except ValueError:  # some functions of C do not say
@@ -178,7 +168,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
 
 
 def names_checked(function: _Function) -> _Function:
-    """Lets a method refuse an argument that it does not have, with the nearest name that it has."""
+    """Let a method refuse an argument that it does not have, with the nearest name that it has."""
     known = [*inspect.signature(function).parameters][1:]
     owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
@@ -194,39 +184,31 @@ def names_checked(function: _Function) -> _Function:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `ConfigError(message)` unless the condition holds."""
+    """Raise `ConfigError(message)` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
-    """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
+    """Refuse what is not a whole number of at least `minimum`; True and 2.0 are none."""
     right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeIs[int | float]:
-    """Returns whether a value is a number; True is none."""
+    """Return whether a value is a number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def require_boolean(owner: str, name: str, value: object) -> None:
-    """Refuses what is not True or False."""
+    """Refuse what is not True or False."""
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
 def require_choice(
     owner: str, name: str, value: object, choices: tuple[object, ...], theirs: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses what is none of the choices.
-
-    Args:
-        owner: The class that has the setting.
-        name: Of the setting.
-        value: That it was given.
-        choices: That it has.
-        theirs: Which of them other libraries call something else, by that name in lower case.
-    """
+    """Refuse what is none of the choices."""
     meant = (theirs or {}).get(str(value).lower().removeprefix("torch."))
     hint = f" Did you mean {meant!r}?" if meant else ""
     require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.{hint}")

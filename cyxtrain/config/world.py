@@ -28,7 +28,7 @@ class BackendType(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: BackendType | str) -> BackendType:
-        """Returns the backend with the name `value`, in upper or lower case; "ring" is another name of CPU.
+        """Return the backend with the name `value`, in upper or lower case; "ring" is another name of CPU.
 
         Raises:
             ConfigError: There is no such backend, with the nearest that there is.
@@ -43,7 +43,7 @@ class BackendType(str, enum.Enum):
 
     @classmethod
     def from_environment(cls, variables: Variables = ENVIRON) -> BackendType | None:
-        """Returns what DISTRIBUTED_BACKEND says; None: it is not set."""
+        """Return what DISTRIBUTED_BACKEND says; None: it is not set."""
         asked = variables.get("DISTRIBUTED_BACKEND")
         try:
             return cls.parse(asked) if asked else None
@@ -85,7 +85,7 @@ class DistributedConfig:
         return complete_config(cls())
 
     def validate(self) -> None:
-        """Refuses what cannot work, before any socket is opened.
+        """Refuse what cannot work, before any socket is opened.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.
@@ -121,12 +121,12 @@ class DistributedConfig:
 
 
 def without_brackets(address: str) -> str:
-    """Returns an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
+    """Return an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
     return address[1:-1] if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address) else address
 
 
 def problem_of_address(address: str) -> str:
-    """Returns what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
+    """Return what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
     address = without_brackets(address)
     with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
     if with_port is not None:
@@ -195,9 +195,6 @@ def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -
     """Return a copy in which the environment fills in what is None or has its default.
 
     A program that sets only a timeout still meets the others where its launcher says.
-
-    Raises:
-        ConfigError: As `DistributedConfig.from_environment`; or a setting is wrong.
     """
     if "NCCL_TIMEOUT" in variables:
         warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")

@@ -64,12 +64,7 @@ def indexed(device: torch.device) -> torch.device:
 
 @functools.lru_cache(maxsize=64)
 def side_stream(device: torch.device, purpose: str) -> torch.Stream:
-    """Return a stream beside the current one, the same for each purpose: the allocator keeps memory for each stream.
-
-    Args:
-        device: With its number.
-        purpose: Such as "rows".
-    """
+    """Return a stream beside the current one, the same for each purpose: the allocator keeps memory for each stream."""
     return torch.Stream(device)
 
 
@@ -166,11 +161,7 @@ class Stopwatch:
         self._add_up(waits=False)
 
     def take(self, *, waits: bool) -> float:
-        """Return the seconds since the last call, of contexts that the device has completed.
-
-        Args:
-            waits: Whether to wait for the others.
-        """
+        """Return the seconds since the last call, of contexts that the device has completed."""
         self._add_up(waits=waits)
         seconds, self._seconds = self._seconds, 0.0
         return seconds

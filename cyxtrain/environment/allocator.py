@@ -23,7 +23,7 @@ _USUAL_MOST_BYTES = 32 << 20
 
 
 def _find_libc() -> Any:
-    """Returns the C library, where it is glibc; else None."""
+    """Return the C library, where it is glibc; else None."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None)
@@ -39,7 +39,7 @@ _libc = _find_libc()
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep what it frees, from now on. Elsewhere than on glibc it does nothing."""
+    """Let this process keep what it frees, from now on. Elsewhere than on glibc it does nothing."""
     if _libc is not None:
         _ = _libc.mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) or _libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)

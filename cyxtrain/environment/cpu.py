@@ -11,24 +11,20 @@ from pathlib import Path, PurePosixPath
 
 
 def count_usable_cores() -> int:
-    """Returns how many cores affinity (taskset, cpusets) and cgroup quotas (containers) leave; at least 1."""
+    """Return how many cores affinity (taskset, cpusets) and cgroup quotas (containers) leave; at least 1."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(cores, cgroup_quota())))
 
 
 def cgroup_quota(root: Path = Path("/")) -> float:
-    """Returns how many cores' time the control groups of this process get, such as 1.5; infinity without a limit.
-
-    Args:
-        root: Where proc and sys are.
-    """
+    """Return how many cores' time the control groups of this process get, such as 1.5; infinity without a limit."""
     if sys.platform != "linux":
         return math.inf
     return min((_limit(folder) for folder in _cpu_groups(root)), default=math.inf)
 
 
 def _cpu_groups(root: Path) -> Iterator[Path]:
-    """Yields the folders of this process's groups and of those around them, where their CPU time is limited."""
+    """Yield the folders of this process's groups and of those around them, where their CPU time is limited."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -48,7 +44,7 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
 
 
 def _limit(folder: Path) -> float:
-    """Returns how many cores' time a group gets; infinity: it is not limited, or is not there."""
+    """Return how many cores' time a group gets; infinity: it is not limited, or is not there."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -26,11 +26,7 @@ _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOC
 
 
 def regular_opener(path: str, flags: int) -> int:
-    """Opens a regular file, as the argument `opener` of Python's `open`; it is created where the mode says so.
-
-    Raises:
-        OSError: The operating system refuses, or it is something else; the text says what.
-    """
+    """Open a regular file, as the argument `opener` of Python's `open`; it is created where the mode says so."""
     try:
         found = os.stat(path)  # before it is opened, which can do something to a device
     except FileNotFoundError:
@@ -47,11 +43,7 @@ def regular_opener(path: str, flags: int) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file to read bytes of it.
-
-    Raises:
-        OSError: As `regular_opener`.
-    """
+    """Open a regular file to read bytes of it."""
     try:
         return open(path, "rb", opener=regular_opener)
     except ValueError:
@@ -59,15 +51,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
-    """Returns what is in an open file from where it stands, as large as the file is now.
-
-    Args:
-        file: Regular.
-        limit_bytes: What it may have; None: what this machine's memory has.
-
-    Raises:
-        OSError: It has more, or cannot be read.
-    """
+    """Return what is in an open file from where it stands, as large as the file is now."""
     size_bytes = os.fstat(file.fileno()).st_size
     limit = memory_bytes() if limit_bytes is None else limit_bytes
     if limit is not None and size_bytes > limit:
@@ -80,23 +64,13 @@ def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Returns the text of a regular file, UTF-8.
-
-    Raises:
-        OSError: As `open_regular` and `read_rest`.
-        UnicodeDecodeError: It is no text.
-    """
+    """Return the text of a regular file, UTF-8."""
     with open_regular(path) as file:
         return read_rest(file, limit_bytes).decode("utf-8")
 
 
 def at_a_glance(file: BinaryIO, limit_bytes: int) -> IO[bytes]:
-    """Returns a file as `zipfile` takes it, of which no part is read that is larger, whatever its records say.
-
-    Args:
-        file: At any place.
-        limit_bytes: The largest part; reading more raises ValueError.
-    """
+    """Return a file as `zipfile` takes it, of which no part is read that is larger, whatever its records say."""
     return cast(IO[bytes], _Glance(file, limit_bytes))
 
 
@@ -107,7 +81,7 @@ def _require_regular(mode: int, path: str) -> None:
 
 
 def memory_bytes() -> int | None:
-    """Returns how much memory this machine has; None: the system does not say."""
+    """Return how much memory this machine has; None: the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -53,7 +53,7 @@ class Identity:
     local_world_size: int | None = None
 
     def to_variables(self) -> dict[str, str]:
-        """Returns the same in torchrun's words, as far as it is said."""
+        """Return the same in torchrun's words, as far as it is said."""
         said = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -89,11 +89,7 @@ class _Scheduler:
     applies: Callable[[Variables], bool] = lambda variables: True
 
     def identify(self, variables: Variables) -> Identity | None:
-        """Returns who this process is; None: this scheduler has not started it.
-
-        Raises:
-            ConfigError: A variable of it is missing or no number.
-        """
+        """Return who this process is; None: this scheduler has not started it."""
         if self.rank not in variables or not self.applies(variables):
             return None
         rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
@@ -109,7 +105,7 @@ class _Scheduler:
         return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
 
     def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
-        """Returns the error for a number that is outside of its count."""
+        """Return the error for a number that is outside of its count."""
         why = ""
         if self.rank == "SLURM_PROCID":
             why = (
@@ -134,7 +130,7 @@ class _Scheduler:
 
 
 def _local_size(variables: Variables, name: str) -> int | None:
-    """Returns how many processes this machine has; None: it is not said."""
+    """Return how many processes this machine has; None: it is not said."""
     sizes = []
     for part in variables.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -146,13 +142,13 @@ def _local_size(variables: Variables, name: str) -> int | None:
 
 
 def _is_in_srun(variables: Variables) -> bool:
-    """Returns whether srun has started this process: a batch script, too, finds that it is task 0 of several."""
+    """Return whether srun has started this process: a batch script, too, finds that it is task 0 of several."""
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _SPECIAL_STEPS
 
 
 def _is_mpich(variables: Variables) -> bool:
-    """Returns whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more.
+    """Return whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more.
 
     Within a Slurm job mpiexec has srun start one process per machine, whose variables its own processes inherit.
     """
@@ -167,7 +163,7 @@ def _slurm_host(variables: Variables) -> str | None:
 
 
 def _lsf_host(variables: Variables) -> str | None:
-    """Returns the first host with processes: before it comes the one from which jsrun was called."""
+    """Return the first host with processes: before it comes the one from which jsrun was called."""
     hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]
     return hosts[1] if len(hosts) > 1 else None
 
@@ -215,14 +211,7 @@ _SCHEDULERS = (
 
 
 def detect(variables: Variables) -> Identity | None:
-    """Returns who this process is, as a scheduler says; None: none has started it.
-
-    Args:
-        variables: The environment, without RANK and WORLD_SIZE.
-
-    Raises:
-        ConfigError: What the scheduler says is half of it, or does not say which process this is.
-    """
+    """Return who this process is, as a scheduler says; None: none has started it."""
     for scheduler in _SCHEDULERS:
         identity = scheduler.identify(variables)
         if identity is not None:
@@ -231,13 +220,7 @@ def detect(variables: Variables) -> Identity | None:
 
 
 def disagreement(variables: Variables, rank: int, world_size: int) -> str:
-    """Returns how a scheduler contradicts RANK and WORLD_SIZE, which override it, and what to do; "": it does not.
-
-    Args:
-        variables: The environment.
-        rank: Of this process, as it takes itself to be.
-        world_size: How many there are.
-    """
+    """Return how a scheduler contradicts RANK and WORLD_SIZE, which override it, and what to do; "": it does not."""
     if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
         return ""  # a launcher has started several processes, of which the scheduler knows one
     for scheduler in _SCHEDULERS:
@@ -255,11 +238,7 @@ def disagreement(variables: Variables, rank: int, world_size: int) -> str:
 
 
 def cores_left(variables: Variables) -> int | None:
-    """Returns how many cores of this machine a scheduler has given to this process; None: it does not say.
-
-    Args:
-        variables: The environment.
-    """
+    """Return how many cores of this machine a scheduler has given to this process; None: it does not say."""
     said = None
     if "SLURM_JOB_ID" in variables:
         own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
@@ -275,7 +254,7 @@ def cores_left(variables: Variables) -> int | None:
 
 
 def _in_kubernetes(variables: Variables) -> Identity | None:
-    """Returns which pod of a TrainJob this is: Kubeflow tells torchrun, by defaults of its options."""
+    """Return which pod of a TrainJob this is: Kubeflow tells torchrun, by defaults of its options."""
     if not {"PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
         return None
     check_pod(variables)
@@ -291,11 +270,7 @@ def _in_kubernetes(variables: Variables) -> Identity | None:
 
 
 def check_pod(variables: Variables) -> None:
-    """Refuses a pod that is to have several processes, and whose command starts one.
-
-    Raises:
-        ConfigError: With what to begin the command with.
-    """
+    """Refuse a pod that is to have several processes, and whose command starts one."""
     processes = variables.get("PET_NPROC_PER_NODE", "1")
     if processes not in ("", "1") and "LOCAL_RANK" not in variables:
         raise ConfigError(
@@ -305,13 +280,7 @@ def check_pod(variables: Variables) -> None:
 
 
 def started_by(variables: Variables, rank: int, world_size: int) -> str:
-    """Returns who has started this process as one of several, and how to override it; "" where that needs no words.
-
-    Args:
-        variables: The environment.
-        rank: Of this process.
-        world_size: How many there are.
-    """
+    """Return who has started this process as one of several, and how to override it; "" where that needs no words."""
     if "RANK" in variables:
         return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
     identity = detect(variables)

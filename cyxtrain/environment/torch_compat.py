@@ -118,15 +118,7 @@ def find(name: str) -> Any:
 
 
 def require(name: str, what: str) -> Any:
-    """Return what PyTorch has under a name.
-
-    Args:
-        name: Where it is.
-        what: What needs it, for the error.
-
-    Raises:
-        CyxtrainError: This version has none.
-    """
+    """Return what PyTorch has under a name."""
     found = find(name)
     if found is None:
         raise _refusal(name, what)
@@ -164,13 +156,7 @@ def has_fused_kernels(device_type: str) -> bool:
 
 
 def is_step_watched(optimizer: torch.optim.Optimizer, method: Any, *, by_profiler: bool = True) -> bool:
-    """Return whether a hook, a profiler or a method of somebody else's has to see each step.
-
-    Args:
-        optimizer: Looked at.
-        method: The optimizer's class's `step` when it was first looked at.
-        by_profiler: Whether a profiler counts.
-    """
+    """Return whether a hook, a profiler or a method of somebody else's has to see each step."""
     own = vars(optimizer).get("step", method)
     if getattr(own, "_wrapped_by_lr_sched", False):  # all that a schedule of PyTorch's does is to note the call
         own = own.__wrapped__
@@ -287,11 +273,7 @@ _queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback
 
 
 def require_end_of_backward() -> None:
-    """Refuse a PyTorch in which `call_after_backward` cannot work.
-
-    Raises:
-        CyxtrainError: It is one.
-    """
+    """Refuse a PyTorch in which `call_after_backward` cannot work."""
     if _queue_callback is None:
         raise _refusal("torch.autograd.Variable._execution_engine.queue_callback", "DistributedDataParallel")
 
@@ -378,12 +360,12 @@ _profiler = torch.autograd.profiler
 
 
 def is_profiling() -> bool:
-    """Returns whether a profiler is on that can be told what happens."""
+    """Return whether a profiler is on that can be told what happens."""
     return _begin_record is not None and getattr(_profiler, "_is_profiler_enabled", False)
 
 
 def begin_profiled(name: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
-    """Shows the profiler that something begins, with the shapes of its inputs; returns what ends it, in any thread."""
+    """Show the profiler that something begins, with the shapes of its inputs; returns what ends it, in any thread."""
     return functools.partial(_end_record, _begin_record(name, *inputs))
 
 
@@ -470,11 +452,7 @@ BACKENDS_HAVE_A_CONSTRUCTOR = _can_write_backends()
 
 
 def register_backend(group: dist.ProcessGroup, backend: Any, devices: Sequence[str]) -> None:
-    """Register a backend with a process group, for some types of device.
-
-    Raises:
-        CyxtrainError: This version of PyTorch has no way to.
-    """
+    """Register a backend with a process group, for some types of device."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     for device in devices:
         _attribute(group, "_register_backend", "the ring")(torch.device(device), kind, backend)

@@ -70,8 +70,8 @@ all_reduce = _collective(
 )
 broadcast = _collective(
     dist.broadcast,
-    "Copy the tensor of rank `src` (default: 0) to all, in place. Cost: its bytes once in and once out of each rank; up "
-    "to 16 KiB on up to 8 ranks, from `src` to all at once.",
+    "Copy the tensor of rank `src` (default: 0) to all, in place. Cost: its bytes once in and once out of each rank; "
+    "up to 16 KiB on up to 8 ranks, from `src` to all at once.",
     default="src",
 )
 all_gather = _collective(

@@ -180,7 +180,7 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
     [line] = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert "rank 0 has waited" in line
     assert "for rank 1 in message (float32 [3], tag 0)" in line
-    assert "It says: " in line
+    assert "It reports: " in line
 
 
 def test_what_is_wrong_with_a_question_is_not_the_stores_end():
