@@ -17,10 +17,10 @@ _Error = TypeVar("_Error", bound=CyxtrainError)
 
 
 class BackendType(str, enum.Enum):
-    """What carries the collectives."""
+    """The backend of the collectives."""
 
     CPU = "cpu"
-    """Our own ring: within a machine by memory or Unix sockets, between machines by TCP."""
+    """Cyxtrain's ring: shared memory or Unix sockets within a machine, TCP between machines."""
     NCCL = "nccl"
     """NVIDIA's library, for CUDA tensors."""
     GLOO = "gloo"
@@ -28,10 +28,10 @@ class BackendType(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: BackendType | str) -> BackendType:
-        """Return the backend with the name `value`, in upper or lower case; "ring" is another name of CPU.
+        """Return the backend called `value`, in upper or lower case; "ring" is another name of CPU.
 
         Raises:
-            ConfigError: There is no such backend, with the nearest that there is.
+            ConfigError: There is no such backend; with the nearest name.
         """
         name = str(value.value if isinstance(value, BackendType) else value).lower()
         if name == "ring":
@@ -41,37 +41,28 @@ class BackendType(str, enum.Enum):
             raise unknown_name("cyxtrain", name, known, "backend")
         return cls(name)
 
-    @classmethod
-    def from_environment(cls, variables: Variables = ENVIRON) -> BackendType | None:
-        """Return what DISTRIBUTED_BACKEND says; None: it is not set."""
-        asked = variables.get("DISTRIBUTED_BACKEND")
-        try:
-            return cls.parse(asked) if asked else None
-        except ConfigError as error:
-            raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
-
 
 @settings
 class DistributedConfig:
-    """Who this process is, and how it finds the others. None means: from the environment."""
+    """This process's rank, and how it joins the others. None: from the environment."""
 
     rank: int | None = None
     """This process among all, from 0."""
     world_size: int | None = None
     """How many processes there are."""
     local_rank: int | None = None
-    """This process among those of its machine, from 0; the index of its GPU. The rank where nothing says otherwise."""
+    """This process among those of its machine, from 0; the index of its GPU. Default: the rank."""
     master_addr: str = "127.0.0.1"
     """Host name or address of rank 0; IPv6 with or without brackets."""
     master_port: int = 29500
     """TCP port on which rank 0 waits for the others; it must be free there."""
     backend: BackendType | str | None = None
-    """What carries the collectives; None: as DISTRIBUTED_BACKEND says; else NCCL where each rank has a CUDA GPU of its
-    own, and the ring otherwise."""
+    """The backend of the collectives; None: DISTRIBUTED_BACKEND, otherwise NCCL if each rank has a CUDA GPU of its own,
+    and the ring if not."""
     timeout_ms: int = 30_000
     """Milliseconds until joining gives up."""
     collective_timeout_ms: int = 1_800_000
-    """Milliseconds until a collective gives up. A slow rank is never shot before."""
+    """Milliseconds until a collective gives up; a slow rank is never ended before."""
     require_secret: bool = False
     """Refuse to join without a secret that all ranks share: CYXTRAIN_SECRET in the environment of each."""
 
@@ -85,7 +76,7 @@ class DistributedConfig:
         return complete_config(cls())
 
     def validate(self) -> None:
-        """Refuse what cannot work, before any socket is opened.
+        """Refuse invalid settings, before any socket is opened.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.
@@ -126,7 +117,7 @@ def without_brackets(address: str) -> str:
 
 
 def problem_of_address(address: str) -> str:
-    """Return what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
+    """Return why a text is not the host name or address of one machine, and what to do; "": it is."""
     address = without_brackets(address)
     with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
     if with_port is not None:
@@ -148,34 +139,34 @@ def problem_of_address(address: str) -> str:
 
 @dataclass(frozen=True)
 class RingOptions:
-    """What the environment says about the ring; a group takes it as an argument."""
+    """Settings of the ring, from the environment; an argument of a group."""
 
     secret: str | None = dataclasses.field(default=None, repr=False)
-    """What every rank must know to be let in (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
+    """What every rank must know to join (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
     heartbeat_timeout_seconds: float = 30.0
-    """Silence after which a rank on another machine counts as gone (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
+    """Silence after which a rank on another machine counts as lost (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
     checksums: bool = False
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
     transport: str = "auto"
     """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
     comes_again: bool = False
-    """Whether a launcher has started this rank again (CYXTRAIN_ATTEMPT): ranks of before may still be ending."""
+    """Whether a launcher has restarted this rank (CYXTRAIN_ATTEMPT): previous ranks may still be ending."""
     communication: str = "auto"
-    """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
-    auto: in a thread where there are several machines, or cores that are free."""
+    """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the calling thread; or
+    auto: in a thread if there are several machines or free cores."""
     group_name: str = ""
     """The name of the group, part of what values in the store prove; set by whoever makes the group."""
     devices: str = ""
-    """What this rank tells the others of its accelerators while they meet (`cyxtrain.world.devices`)."""
+    """The accelerators of this rank, for the others to see (`cyxtrain.world.devices`)."""
 
     @property
     def secret_bytes(self) -> bytes | None:
-        """The secret as bytes; None: there is none. An environment can hold bytes that are no text."""
+        """The secret as bytes, which need not be text; None: there is none."""
         return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")
 
     @classmethod
     def from_environment(cls, variables: Variables = ENVIRON) -> RingOptions:
-        """Return what the environment says about the ring."""
+        """Return the settings in the environment."""
         milliseconds = process_env.number("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", variables)
         if milliseconds is not None and milliseconds < 100:
             raise ConfigError(
@@ -216,9 +207,7 @@ def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -
         if getattr(config, name) == getattr(DistributedConfig, name):
             found = process_env.number(variable, variables)
             setattr(config, name, getattr(config, name) if found is None else found)
-    config.backend = (
-        BackendType.from_environment(variables) if config.backend is None else BackendType.parse(config.backend)
-    )
+    config.backend = requested_backend(variables) if config.backend is None else BackendType.parse(config.backend)
     try:
         config.validate()
     except ConfigError as error:
@@ -227,6 +216,15 @@ def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -
     if config.require_secret:
         _check_secret(config, variables)
     return config
+
+
+def requested_backend(variables: Variables = ENVIRON) -> BackendType | None:
+    """Return the value of DISTRIBUTED_BACKEND; None: it is not set."""
+    value = variables.get("DISTRIBUTED_BACKEND")
+    try:
+        return BackendType.parse(value) if value else None
+    except ConfigError as error:
+        raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
 
 
 def _check_secret(config: DistributedConfig, variables: Variables) -> None:

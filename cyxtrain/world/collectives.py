@@ -32,6 +32,27 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
+_ARGUMENTS = {
+    "tensor": "This rank's tensor; unless a list or `output` takes the result, it is overwritten with it.",
+    "tensor_list": "A tensor for each rank, which gets that of the rank.",
+    "output": "Gets this rank's result.",
+    "input_list": "A tensor for each rank.",
+    "scatter_list": "On rank `src` a tensor for each rank; None elsewhere.",
+    "gather_list": "On rank `dst` a tensor for each rank, which gets that of the rank; None elsewhere.",
+    "op": "A `ReduceOp`.",
+    "src": "The rank that sends.",
+    "dst": "The rank that receives.",
+    "group": "A group of `torch.distributed`; None: all ranks.",
+    "async_op": "Return at once, with a work that has a `wait()`.",
+    "tag": "A `recv` takes the `send` with the same.",
+    "group_src": "The same as `src`, as a rank of `group`.",
+    "group_dst": "The same as `dst`, as a rank of `group`.",
+}
+_ERRORS = """    NotInitializedError: Before `init`.
+    CyxtrainError: Another rank is lost, stopped or late, or makes another call.
+    ValueError: PyTorch refuses an argument."""
+
+
 def _collective(function: Callable[_P, _Result], doc: str, default: str = "") -> Callable[_P, _Result]:
     """Return a collective of PyTorch that checks that this process is a rank, and chooses the group by the device.
 
@@ -59,7 +80,9 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
             given["group"] = runtime.group_for(given[tensor].device)
         return function(*bound.args, **bound.kwargs)
 
-    call.__doc__ = f"{doc}\n\nThe arguments are those of `torch.distributed.{function.__name__}`.\n"
+    arguments = "\n".join(f"    {name}: {_ARGUMENTS.get(name, 'See PyTorch.')}" for name in names)
+    see = f"See `torch.distributed.{function.__name__}`."
+    call.__doc__ = f"{doc}\n\n{see}\n\nArgs:\n{arguments}\n\nRaises:\n{_ERRORS}\n"
     return call
 
 

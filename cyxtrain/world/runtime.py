@@ -22,6 +22,7 @@ from cyxtrain.config import BackendType, DistributedConfig, complete_config
 from cyxtrain.config.settings import require
 from cyxtrain.config.world import with_disagreement
 from cyxtrain.environment import process_env, standard_streams, torch_compat
+from cyxtrain.environment.accelerator import is_accelerator
 from cyxtrain.errors import (
     CollectiveMismatchError,
     ConfigError,
@@ -324,6 +325,12 @@ def group_for(device: torch.device) -> Any:
     if _side_ring is None or device.type != "cpu" or not _side_ring.carries_cpu:
         return dist.group.WORLD
     return cpu_group()
+
+
+def device_of_sums(device: torch.device) -> torch.device:
+    """Return where sums over all ranks are computed: on an accelerator, unless the ring carries them. Ask once."""
+    stays = is_accelerator(device) and (dist.get_world_size() == 1 or dist.get_backend() != "ring")
+    return device if stays else torch.device("cpu")
 
 
 def has_side_ring() -> bool:
