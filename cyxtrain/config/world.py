@@ -149,13 +149,13 @@ class RingOptions:
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
     transport: str = "auto"
     """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
-    comes_again: bool = False
+    is_restarted: bool = False
     """Whether a launcher has restarted this rank (CYXTRAIN_ATTEMPT): previous ranks may still be ending."""
     communication: str = "auto"
     """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the calling thread; or
     auto: in a thread if there are several machines or free cores."""
     group_name: str = ""
-    """The name of the group, part of what values in the store prove; set by whoever makes the group."""
+    """The name of the group, part of what values in the store prove; set by the code that makes the group."""
     devices: str = ""
     """The accelerators of this rank, for the others to see (`cyxtrain.world.devices`)."""
 
@@ -177,7 +177,7 @@ class RingOptions:
             heartbeat_timeout_seconds=(30_000 if milliseconds is None else milliseconds) / 1000,
             checksums=process_env.one_of("CYXTRAIN_CHECKSUMS", ("0", "1"), variables) == "1",
             transport=process_env.one_of("CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma"), variables),
-            comes_again=process_env.launched_run(variables)[1] > 0,
+            is_restarted=process_env.launched_run(variables)[1] > 0,
             communication=process_env.one_of("CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread"), variables),
         )
 

@@ -30,7 +30,7 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2, alone or beside version 1
+        if controllers == "":  # version 2, alone or in addition to version 1
             mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
         elif "cpu" in controllers.split(","):
             mounts = [f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu"]

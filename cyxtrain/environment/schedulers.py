@@ -212,11 +212,11 @@ def disagreement(variables: Variables, rank: int, world_size: int) -> str:
         names = (scheduler.rank, scheduler.world_size)
         if names[0] not in variables or not scheduler.applies(variables):
             continue
-        said = [f"{name}={variables.get(name)}" for name in names]
-        if said == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
+        reported = [f"{name}={variables.get(name)}" for name in names]
+        if reported == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
             return ""
         return (
-            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(said)}: unset "
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(reported)}: unset "
             f"RANK and WORLD_SIZE if {scheduler.by} starts the ranks."
         )
     return ""
@@ -224,18 +224,18 @@ def disagreement(variables: Variables, rank: int, world_size: int) -> str:
 
 def cores_left(variables: Variables) -> int | None:
     """Return how many cores of this machine a scheduler has given to this process; None: unknown."""
-    said = None
+    reported = None
     if "SLURM_JOB_ID" in variables:
         own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
-        said = own or variables.get("SLURM_CPUS_ON_NODE")
+        reported = own or variables.get("SLURM_CPUS_ON_NODE")
     elif "PBS_JOBID" in variables:
-        said = variables.get("NCPUS")
+        reported = variables.get("NCPUS")
     elif "LSB_JOBID" in variables:
         hosts = variables.get("LSB_MCPU_HOSTS", "").split()
-        said = hosts[1] if len(hosts) == 2 else None
+        reported = hosts[1] if len(hosts) == 2 else None
     elif variables.get("NHOSTS") == "1":  # Grid Engine
-        said = variables.get("NSLOTS")
-    return int(said) if said and said.isascii() and said.isdecimal() and int(said) > 0 else None
+        reported = variables.get("NSLOTS")
+    return int(reported) if reported and reported.isascii() and reported.isdecimal() and int(reported) > 0 else None
 
 
 def _in_kubernetes(variables: Variables) -> Identity | None:

@@ -178,4 +178,4 @@ def _written(value: Any, marks: Marks | None) -> SharedFile:
 def _tell(error: BaseException) -> None:
     """Lets the other ranks know of an error that this one has alone."""
     told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
-    runtime.tell(told, in_training=True)
+    runtime.end_group(told, in_training=True)

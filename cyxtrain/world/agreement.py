@@ -62,7 +62,7 @@ def ending_group_on_error() -> Iterator[None]:
         if is_on_all_ranks(error):
             raise
         cause = runtime.cause_of(error)
-        runtime.tell(error, in_training=True)
+        runtime.end_group(error, in_training=True)
         if cause is not None:
             raise cause from error
         raise

@@ -47,11 +47,11 @@ def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
     Cost: as `gather_texts`.
     """
     while True:
-        said = [json.loads(text) for text in gather_texts(json.dumps([call, works_alone]), group)]
-        calls = [name for name, _ in said]
+        announced = [json.loads(text) for text in gather_texts(json.dumps([call, works_alone]), group)]
+        calls = [name for name, _ in announced]
         if len(set(calls)) == 1:
             return True
-        if not said[0][1] or len(set(calls[1:])) > 1:
+        if not announced[0][1] or len(set(calls[1:])) > 1:
             other = next(rank for rank, name in enumerate(calls) if name != calls[0])
             mismatch = CollectiveMismatchError(
                 f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "

@@ -88,16 +88,16 @@ def why_no_nccl() -> str:
     return " and ".join(reasons)
 
 
-def asked_backend(ranks: Sequence[Seen]) -> BackendType | None:
+def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
     """Return the backend that any rank was told to use; None: the ranks decide."""
-    asked = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
-    if len(asked) > 1:
-        (one, first), (other, second) = [*asked.items()][:2]
+    requested = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
+    if len(requested) > 1:
+        (one, first), (other, second) = [*requested.items()][:2]
         raise ConfigError(
             f"rank {first} was started with the backend {one} and rank {second} with {other}. Set DISTRIBUTED_BACKEND, "
             "or DistributedConfig.backend, to the same value on every rank."
         )
-    return BackendType(next(iter(asked))) if asked else None
+    return BackendType(next(iter(requested))) if requested else None
 
 
 def check_nccl(ranks: Sequence[Seen]) -> None:

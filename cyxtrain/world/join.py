@@ -30,7 +30,7 @@ from cyxtrain.ring import (
 from cyxtrain.world import devices
 from cyxtrain.world.devices import Seen
 
-_lives: Counter[tuple[str, int]] = Counter()
+_joins: Counter[tuple[str, int]] = Counter()
 """How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
 
 A world of one has no store, and does not count: other ranks may be new processes."""
@@ -69,9 +69,9 @@ def join(config: DistributedConfig) -> Joined:
         _require_backend(BackendType.parse(config.backend), config)
     seen = devices.look(config)
     # Refuse wrong settings before anything starts.
-    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_life_name(config))
+    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_key_prefix(config))
     while True:
-        store = _store_of_this_life(config, options, deadline)
+        store = _store_for_joining(config, options, deadline)
         try:
             if config.backend is BackendType.GLOO:
                 store = _make_gloo(store, config, options, deadline)
@@ -85,7 +85,7 @@ def join(config: DistributedConfig) -> Joined:
             continue
         break
     if config.world_size != 1:  # not after a failure: a rank that retries must use the same keys as the others
-        _lives[config.master_addr, config.master_port] += 1
+        _joins[config.master_addr, config.master_port] += 1
     # Later groups use this store: with NCCL at their first collective, which a rank may reach late.
     is_nccl = joined.cpu_group is not joined.group
     joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
@@ -106,7 +106,7 @@ def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: f
     return _store
 
 
-def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
+def _store_for_joining(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
     if _store is not None and _store.host == config.master_addr and not _store.await_end(deadline.left()):
@@ -117,11 +117,11 @@ def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadlin
         )
     forget_store()
     store = open_world_store(config, options.secret_bytes, _left(deadline).total_seconds())
-    return dist.PrefixStore(_life_name(config), store)
+    return dist.PrefixStore(_key_prefix(config), store)
 
 
-def _life_name(config: DistributedConfig) -> str:
-    return f"/cyxtrain/{_lives[config.master_addr, config.master_port] + 1}"
+def _key_prefix(config: DistributedConfig) -> str:
+    return f"/cyxtrain/{_joins[config.master_addr, config.master_port] + 1}"
 
 
 def forget_store() -> None:
@@ -137,7 +137,7 @@ def forget_parent() -> None:
     if _store is not None:
         _store.source.abandon()
     forget_store()
-    _lives.clear()
+    _joins.clear()
 
 
 def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
@@ -152,19 +152,19 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
         store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=WORLD_GROUPS
     )
     try:
-        told = ring.told or [("", options.devices)]
-        seen = [Seen.from_text(text) for _, text in told]
-        asked = devices.asked_backend(seen)
-        why_ring = "" if asked else devices.why_ring(seen, [machine for machine, _ in told])
+        reports = ring.told or [("", options.devices)]
+        seen = [Seen.from_text(text) for _, text in reports]
+        backend = devices.common_backend(seen)
+        why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])
         group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
-        if asked is BackendType.CPU or why_ring:
+        if backend is BackendType.CPU or why_ring:
             dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
-            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, backend, why_ring, store)
         devices.check_nccl(seen)
         group["store"] = store = share_tcp_store(store, rank, world_size, deadline)
         _make_nccl(group, config, deadline)
-        beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
-        return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
+        side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
+        return Joined(dist.group.WORLD, config, side_ring, seen, backend, "", store)
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()

@@ -37,6 +37,7 @@ from cyxtrain.errors import (
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.world import consensus, devices
 from cyxtrain.world.join import Joined, forget_parent, forget_store, join
+from cyxtrain.world.rejoin import check_same, environment_has_changed, is_rank_of_another_world
 from cyxtrain.world.side_ring import SideRing
 
 _joined: Joined | None = None
@@ -45,7 +46,7 @@ _joined: Joined | None = None
 
 _side_ring: SideRing | None = None
 """The ring beside the default group, if there is one."""
-_asked: DistributedConfig | None = None
+_requested: DistributedConfig | None = None
 """The config of the last `init`, until `finalize`: joining again repeats it."""
 _inherited: Any = None
 """The default group of this process's parent, if this is a forked child of a rank."""
@@ -69,8 +70,8 @@ class World:
         cause = None
         if error is not None:
             cause = cause_of(error)
-            tell(error)
-        _leave(calls_roll=error is None)
+            end_group(error)
+        _leave(checks_call=error is None)
         if cause is not None:
             raise cause from error
 
@@ -98,17 +99,18 @@ def init(config: DistributedConfig | None = None) -> World:
         RendezvousError: The ranks did not find each other within `timeout_ms`.
         BackendUnavailableError: The backend that was asked for is not on this machine.
     """
-    global _asked
+    global _requested
     right = config is None or isinstance(config, DistributedConfig)
     require(right, f"config must be a DistributedConfig, got {type(config).__name__}.")
     if dist.is_initialized():
-        _leave_what_is_not_true(config)
+        _leave_stale_world(config)
     if dist.is_initialized():
         if config is not None:
-            _check_same(complete_config(config))
+            joined = _joined.config if _joined is not None and _is_default(_joined) else None
+            check_same(complete_config(config), joined)
         _adopt(config)
         return World()
-    _asked = dataclasses.replace(config or DistributedConfig())
+    _requested = dataclasses.replace(config or DistributedConfig())
     _join()
     return World()
 
@@ -118,14 +120,14 @@ def _join() -> None:
     global _joined, _side_ring
     standard_streams.open_absent()  # the program may have closed one since the import
     _joined = None  # a program that destroyed that group itself did not close its store, which holds the port
-    config = complete_config(_asked or DistributedConfig())
+    config = complete_config(_requested or DistributedConfig())
     try:
         with torch_compat.noting_excepthook():
             _joined = join(config)
     except RendezvousError as error:
         raise with_disagreement(error, config) from error.__cause__
-    group, beside = _joined.group, _joined.cpu_group
-    _side_ring = None if beside is group else SideRing(group, beside)
+    group, side_group = _joined.group, _joined.cpu_group
+    _side_ring = None if side_group is group else SideRing(group, side_group)
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again, so that it runs before what was registered earlier
 
@@ -155,10 +157,10 @@ def join_if_nobody_has() -> None:
 def join_for_all(*, works_alone: bool = False) -> None:
     """Join before a call that all ranks make, also if the world is that of a parent process, or has failed.
 
-    After an error that this rank's program has seen, the world begins anew, as all ranks do so in their next call.
+    After an error that this rank's program has seen, the world starts again, as every rank does in its next call.
     """
     if dist.is_initialized():
-        _leave_what_is_not_true(None, refuses=not works_alone)
+        _leave_stale_world(None, refuses=not works_alone)
     join_if_nobody_has()
     group = cpu_group()
     failure = group.raised_failure if isinstance(group, RingProcessGroup) else None
@@ -166,8 +168,8 @@ def join_for_all(*, works_alone: bool = False) -> None:
         return
     is_ours = _joined is not None and _joined.cpu_group is _joined.group is group
     if not is_ours or isinstance(failure, (PeerLostError, PeerSilentError)):
-        again = "start all ranks again" if is_ours else "make the default process group anew on every rank"
-        text = f"this world has ended with an earlier error. To go on, {again}. The error was: {failure}"
+        again = "start all ranks again" if is_ours else "make a new default process group on every rank"
+        text = f"this world has ended with an earlier error. To continue, {again}. The error was: {failure}"
         raise error_from_facts({**failure.to_facts(), "message": text})
     dist.destroy_process_group()
     try:
@@ -191,14 +193,14 @@ def finalize() -> None:
     Worker processes that this one has started (`num_processes`) end, too.
 
     Raises:
-        CollectiveMismatchError: Other ranks still want something that needs all; this one has left all the same.
+        CollectiveMismatchError: Other ranks made another call that needs all; this one has left nevertheless.
     """
-    _leave(calls_roll=True)
+    _leave(checks_call=True)
 
 
-def _leave(*, calls_roll: bool) -> None:
-    global _joined, _side_ring, _asked
-    _asked = None
+def _leave(*, checks_call: bool) -> None:
+    global _joined, _side_ring, _requested
+    _requested = None
     torch_compat.put_back_excepthook()
     for function in _before_leaving:
         function()
@@ -207,7 +209,7 @@ def _leave(*, calls_roll: bool) -> None:
         return
     try:
         # Over other backends, ranks that make different calls would hang.
-        if calls_roll and dist.get_world_size() > 1 and isinstance(joined.cpu_group, RingProcessGroup):
+        if checks_call and dist.get_world_size() > 1 and isinstance(joined.cpu_group, RingProcessGroup):
             consensus.roll_call("finalize", joined.cpu_group)
     except RuntimeError as error:
         # Otherwise the world has failed, and every rank knows why; or others have left in another way.
@@ -349,7 +351,7 @@ def why_cpus() -> str:
         of_cpus = "cpu" in found and set(found.values()) <= _OF_CPUS
         return f"the process group is {found['cpu']}'s" if of_cpus else ""
     if _joined.backend in (BackendType.CPU, BackendType.GLOO):
-        by_program = _asked is not None and _asked.backend is not None
+        by_program = _requested is not None and _requested.backend is not None
         return f"{'backend' if by_program else 'DISTRIBUTED_BACKEND'}={_joined.backend.value}"
     return devices.why_cpus(_joined.seen)
 
@@ -394,73 +396,19 @@ def _is_default(joined: Joined) -> bool:
     return dist.is_initialized() and dist.group.WORLD is joined.group
 
 
-def _leave_what_is_not_true(config: DistributedConfig | None, *, refuses: bool = True) -> None:
+def _leave_stale_world(config: DistributedConfig | None, *, refuses: bool = True) -> None:
     """Leave the world of a parent process, and a world of one if the environment describes another one."""
     if _inherited is dist.group.WORLD:
         # OpenMP would wait for ever for the threads of the parent, which a child does not have.
         torch.set_num_threads(1)
-        if _is_rank_itself(config, refuses=refuses or dist.get_world_size() > 1):
+        if is_rank_of_another_world(config, _parent, refuses=refuses or dist.get_world_size() > 1):
             dist.destroy_process_group()
         return
-    asked = _asked if config is None else config
-    if _joined is None or not _is_default(_joined) or asked is None or asked.rank is not None:
+    requested = _requested if config is None else config
+    if _joined is None or not _is_default(_joined) or requested is None or requested.rank is not None:
         return  # a group of PyTorch and the settings of the program take precedence
-    joined, described = _joined.config, process_env.own_identity()
-    if described.items() <= {"RANK": joined.rank, "WORLD_SIZE": joined.world_size}.items():
-        return
-    if joined.world_size != 1:
-        said = " and ".join(f"{name}={value}" for name, value in described.items())
-        raise ConfigError(
-            f"this process has joined as rank {joined.rank} of {joined.world_size}, and the environment has {said} "
-            "now. Call cyxtrain.finalize() on every rank before it joins another world, or set the variables back."
-        )
-    dist.destroy_process_group()  # nothing is lost with a world of one
-
-
-def _is_rank_itself(config: DistributedConfig | None, *, refuses: bool) -> bool:
-    """Return whether a forked child is a rank of another world than its parent; otherwise refuse it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = complete_config(config or DistributedConfig())
-    is_other = (own.rank, own.world_size) != (rank, world_size)
-    if _parent is not None and world_size > 1:
-        is_other |= (own.master_addr, own.master_port) != (_parent.master_addr, _parent.master_port)
-    is_meant = config is not None and config.rank is not None and config.world_size == 1
-    forked = f"this process was forked from rank {rank} of {world_size} and is no rank itself"
-    if not (is_other or is_meant):
-        if not refuses:
-            return False
-        raise ConfigError(
-            f"{forked}: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to make it a rank of another world; or, to "
-            "train alone, call cyxtrain.init(cyxtrain.DistributedConfig(rank=0, world_size=1)) in it."
-        )
-    if not isinstance(dist.group.WORLD, RingProcessGroup):
-        raise ConfigError(
-            f"{forked}, and its parent's {dist.get_backend()} group cannot be left in a child. Start it by "
-            "multiprocessing's 'spawn', or before its parent joins."
-        )
-    return True
-
-
-def _check_same(config: DistributedConfig) -> None:
-    """Refuse to join again with other settings."""
-    if _joined is not None and _is_default(_joined):
-        if config != _joined.config:
-            raise ConfigError(
-                f"the world was joined with another config: {_joined.config} is not {config}. Call finalize() first."
-            )
-    elif (config.rank, config.world_size) != (dist.get_rank(), dist.get_world_size()):
-        raise ConfigError(
-            f"torch.distributed is initialised already, as rank {dist.get_rank()} of {dist.get_world_size()}, and "
-            f"the config says rank {config.rank} of {config.world_size}. Call init() without a config to adopt what "
-            "is there."
-        )
-    others = {*consensus.backends_of().values()} - {"ring"}
-    if config.require_secret and config.world_size != 1 and others:
-        raise ConfigError(
-            f"require_secret=True, and the default group goes over {' and '.join(sorted(others))}, which lets in "
-            "every process that reaches its port: make it with torch.distributed.init_process_group('ring'), or leave "
-            "it to init()."
-        )
+    if environment_has_changed(_joined.config):
+        dist.destroy_process_group()  # a world of one holds nothing that could be lost
 
 
 def _parse_tcp(init_method: str) -> tuple[str, int]:
@@ -470,7 +418,7 @@ def _parse_tcp(init_method: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def tell(error: BaseException, *, in_training: bool = False) -> None:
+def end_group(error: BaseException, *, in_training: bool = False) -> None:
     """End the group because of an error of this rank, and report it to the others, which would wait."""
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
     group = cpu_group() if dist.is_initialized() else None
@@ -509,18 +457,18 @@ def _at_exit() -> None:
         return
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not is_interactive():
-        tell(error)
-        _leave(calls_roll=False)
+        end_group(error)
+        _leave(checks_call=False)
     else:
-        _leave(calls_roll=True)
+        _leave(checks_call=True)
 
 
 def _forget() -> None:
     """Let a forked child end without leaving for its parent, and join by itself."""
-    global _joined, _side_ring, _asked, _inherited, _parent
+    global _joined, _side_ring, _requested, _inherited, _parent
     if dist.is_initialized() and dist.group.WORLD is not _inherited:
         _inherited, _parent = dist.group.WORLD, None if _joined is None else _joined.config
-    _joined = _side_ring = _asked = None
+    _joined = _side_ring = _requested = None
     forget_parent()
 
 

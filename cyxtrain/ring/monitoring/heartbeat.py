@@ -28,13 +28,13 @@ class Heartbeat:
         self._own = own
         self._others = dict(others)
         self._timeout_seconds = timeout_seconds
-        self._heard = dict.fromkeys(others, now)
+        self._last_data = dict.fromkeys(others, now)
         self._since: dict[int, float] = {}
         self._states: dict[int, State] = {}
 
     def received(self, peer: int, now: float) -> None:
         """Note that data arrived from a rank."""
-        self._heard[peer] = now
+        self._last_data[peer] = now
         self._states.pop(peer, None)
 
     def forget(self, peer: int) -> None:
@@ -43,7 +43,7 @@ class Heartbeat:
 
     def was_stopped(self, seconds: float, now: float) -> None:
         """Discount a time for which this process itself was stopped."""
-        for clock in (self._heard, self._since):
+        for clock in (self._last_data, self._since):
             for peer, since in clock.items():
                 clock[peer] = min(since + seconds, now)
 
@@ -57,7 +57,7 @@ class Heartbeat:
         return None
 
     def _silence(self, peer: int, now: float) -> CyxtrainError | None:
-        seconds = now - self._heard[peer]
+        seconds = now - self._last_data[peer]
         if seconds < self._timeout_seconds:
             return None
         return PeerSilentError(

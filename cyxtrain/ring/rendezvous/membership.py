@@ -133,7 +133,7 @@ class Membership:
             last, holder = _parse_claim(before)
             if last and holder != token:
                 error = self._taken(last)
-                while self._options.comes_again and not self.deadline.passed():
+                while self._options.is_restarted and not self.deadline.passed():
                     self.store.has("claims/0")  # raises StoreLostError when the previous rank 0 has ended
                     time.sleep(POLL_SECONDS)
                 raise error
