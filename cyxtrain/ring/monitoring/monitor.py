@@ -51,15 +51,11 @@ class PeerMonitor:
     """Notices, keeps and reports why a group ends.
 
     Args:
-        rank: This rank, as errors name it.
         controls: The control connection to each other rank; owned from now on.
-        heartbeat: Decides whether the others are alive.
-        acceptor: Refuses strangers.
         selector: Waits for acceptor and control connections; the data of each is the function to call.
         heartbeat_timeout_seconds: The shortest that any rank has, which this one must keep.
         stop_links: Wakes every thread that waits on a link of the group; called once, when the group ends.
         describe: Returns what this rank is doing, for one that waits for it.
-        checksums: Those of control frames, which always carry them.
 
     Attributes:
         failed_at: When the group failed, in seconds of `time.monotonic`.

@@ -104,11 +104,6 @@ class KeyValueServer:
     """Serves keys to the members of one run, in a thread of rank 0 that sleeps until a request arrives.
 
     Cost: a thread, a connection per rank, at most 16 MiB of values, and twice 4 MiB for each connection.
-
-    Args:
-        listener: Owned from now on.
-        key: What members know.
-        world_size: How many ranks there are.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:

@@ -42,9 +42,7 @@ class StoreClient:
     """The keys of one group.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this group.
         who: For errors, this rank: "rank 3".
-        deadline: When to give up.
         secret: Of the run; None: values carry no proof.
         group: What tells this group from others of the same run.
 
