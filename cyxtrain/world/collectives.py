@@ -82,6 +82,7 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
 
     arguments = "\n".join(f"    {name}: {_ARGUMENTS.get(name, 'See PyTorch.')}" for name in names)
     see = f"See `torch.distributed.{function.__name__}`."
+    call.__module__ = __name__  # that of PyTorch would make pickle return its function
     call.__doc__ = f"{doc}\n\n{see}\n\nArgs:\n{arguments}\n\nRaises:\n{_ERRORS}\n"
     return call
 
