@@ -17,25 +17,20 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError
 
 @dataclass(frozen=True)
 class Seen:
-    """The accelerators of one rank, as it reports them during rendezvous.
-
-    Attributes:
-        backend: The one that its user asked for; "": none.
-        kind: Such as "cuda"; "": no accelerator is visible.
-        count: How many are visible.
-        local_rank: This rank among those of its machine.
-        uuid: Of the one that is this rank's own; "": unknown.
-        slot: Where that one is in its machine; parts of one GPU (MIG) have the same.
-        no_nccl: Why this rank cannot use NCCL; "": it can.
-    """
+    """The accelerators of one rank, as it reports them during rendezvous."""
 
     backend: str = ""
+    """The one that its user requested; "": none."""
     kind: str = ""
+    """Such as "cuda"; "": no accelerator is visible."""
     count: int = 0
     local_rank: int = 0
     uuid: str = ""
+    """Of the one that this rank uses; "": unknown."""
     slot: str = ""
+    """Its place in the machine, which parts of one GPU (MIG) share."""
     no_nccl: str = ""
+    """Why this rank cannot use NCCL; "": it can."""
 
     def to_text(self) -> str:
         """Return it as text; "" where there is nothing to tell."""

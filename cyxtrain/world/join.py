@@ -40,25 +40,22 @@ _store: KeyValueStore | None = None
 
 @dataclass
 class Joined:
-    """How this process joined.
-
-    Attributes:
-        group: The default group that was made.
-        config: Complete, but for the backend where nobody asked for one.
-        cpu_group: For CPU tensors and small agreements.
-        seen: What each rank sees of accelerators, by rank; over Gloo this rank alone.
-        backend: The one that users asked for; None: the ranks have decided.
-        why_ring: Why they use the ring, where they have decided so.
-        store: Kept open for groups that are made later; on rank 0 it holds the port.
-    """
+    """How this process joined."""
 
     group: Any
+    """The default group."""
     config: DistributedConfig
+    """Complete, except for the backend if the ranks chose it."""
     cpu_group: Any
+    """The group for CPU tensors and small agreements."""
     seen: list[Seen]
+    """By rank; over Gloo this rank alone."""
     backend: BackendType | None
+    """The requested one; None: the ranks chose."""
     why_ring: str
+    """Why the ranks chose the ring."""
     store: dist.Store
+    """Kept open for later groups; on rank 0 it holds the port."""
 
 
 def join(config: DistributedConfig) -> Joined:

@@ -44,8 +44,8 @@ def examine_with_one_way_closed(rank: int, peer: int) -> dict[str, Any]:
 
         def visit_blindly(self: pairs.StreamPasses, other: int, number: int) -> Any:
             here = self._arrivals[other].entry
-            pairs.socket_address = lambda entry, *, near: (
-                (socket.AF_INET, nobody) if other == peer and entry is here and not near else entry_of(entry, near=near)
+            pairs.socket_address = lambda entry, *, unix: (
+                (socket.AF_INET, nobody) if other == peer and entry is here and not unix else entry_of(entry, unix=unix)
             )
             return visit(self, other, number)
 

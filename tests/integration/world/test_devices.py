@@ -100,7 +100,7 @@ def test_all_ranks_train_on_one_kind_of_device():
 
 def test_two_ranks_of_an_adopted_group_of_nccl_on_one_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(placement.runtime, "group_for", lambda _: None)
-    monkeypatch.setattr(placement.talking, "backends_of", lambda _: {"cuda": "nccl"})
+    monkeypatch.setattr(placement.consensus, "backends_of", lambda _: {"cuda": "nccl"})
     everyone = [{"_device": ["cuda:0", "node", name]} for name in ("GPU-1", "GPU-2", "GPU-1")]
     placement.check_devices(everyone[:2], torch.device("cuda", 0))
     with pytest.raises(cx.ConfigError, match="rank 0 and rank 2 train on one GPU, cuda:0 of node, which NCCL refuses"):
