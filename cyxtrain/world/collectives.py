@@ -69,8 +69,11 @@ def _collective(function: Callable[_P, _Result], doc: str, default: str = "") ->
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _Result:
         runtime.require_rank(function.__name__)
-        needs_default = bool(default) and (len(args) <= place or args[place] is None)
-        if not needs_default and not runtime.has_side_ring():  # a small call takes microseconds
+        is_absent = bool(default) and len(args) <= place and named.get(default) is None
+        if is_absent and named.get(f"group_{default}") is None:
+            named[default] = 0
+        is_none = bool(default) and len(args) > place and args[place] is None
+        if not is_none and not runtime.has_side_ring():  # a small call takes microseconds
             return function(*args, **named)
         bound = signature.bind(*args, **named)
         given = bound.arguments
