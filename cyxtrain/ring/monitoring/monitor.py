@@ -90,7 +90,7 @@ class PeerMonitor:
         self._on_failure: Callable[[], None] | None = None
         self._departed: dict[int, int] = {}
         self._waits = WaitGraph(rank)
-        self._on_datad = {peer: bytearray() for peer in controls}
+        self._received = {peer: bytearray() for peer in controls}
         self._unreachable: set[int] = set()
         self._leaving = False
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -278,7 +278,7 @@ class PeerMonitor:
 
     def _on_data(self, peer: int) -> None:
         """Read and apply the control frames of a peer."""
-        received, sock, broken = self._on_datad[peer], self._controls[peer], None
+        received, sock, broken = self._received[peer], self._controls[peer], None
         try:
             part = sock.recv(65536)
         except (BlockingIOError, InterruptedError):
