@@ -2,23 +2,23 @@
 
     RuntimeError
       CyxtrainError                 catches them all
-        NotInitializedError         a function that needs the world was called before init()
+        NotInitializedError         a function was called before init()
         ConfigError                 a setting or an input is wrong (a ValueError too)
-        BackendUnavailableError     the backend that was asked for is not on this machine
+        BackendUnavailableError     the requested backend is not available
         RendezvousError             the ranks did not find each other
-        PeerLostError               another rank has ended, or its connection has
-        PeerSilentError             another rank is connected and says nothing
+        PeerLostError               another rank has ended, or the connection to it is broken
+        PeerSilentError             another rank is connected and silent
         CollectiveTimeoutError      a collective did not finish within its deadline
         CollectiveMismatchError     ranks called different collectives, or the same one on different tensors
-        DamagedFrameError           other bytes arrived than were sent (found by checksums, where they are on)
-        CheckpointError             a checkpoint cannot be written, or cannot be trusted
+        DamagedFrameError           data was corrupted in transit (found by checksums, if they are on)
+        CheckpointError             a checkpoint cannot be written or read, or is corrupt
         DistributedTrainingError    training ended because of an error on some rank
           NonFiniteError            a loss or a gradient is NaN or infinite
           ReplicasDifferError       ranks hold different parameters
 
-Each message says what happened, where ("rank 3", before any address) and what to do. Each error carries
-its facts as attributes, and travels between ranks as those facts, never as a pickled object. Below the tree: how they
-travel, `warn`, which warns in the name of the user's line that led here, and how messages count and name.
+Each message says what happened, where ("rank 3", before any address) and what to do. Errors are sent between ranks as
+JSON facts, never as pickled objects. Below the tree: that conversion, `warn`, which attributes a warning to the line of
+the user's program, and helpers for messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-# Together below what the text of a message between ranks may have.
+# Together they fit into one message between ranks.
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 300, 1500
 _SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 200
 _ON_ALL_RANKS = "_cyxtrain_on_all_ranks"
@@ -42,8 +42,8 @@ class CyxtrainError(RuntimeError):
     """Base of all errors of this package.
 
     Attributes:
-        rank: The rank that the error is about (not the one that raises it), or None.
-        during: What was going on, such as "all_reduce #12 (SUM, float32 [10, 4])", or None.
+        rank: The rank that the error is about, not the one that raises it; or None.
+        during: The operation, such as "all_reduce #12 (SUM, float32 [10, 4])", or None.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, during: str | None = None) -> None:
@@ -52,16 +52,16 @@ class CyxtrainError(RuntimeError):
         self.during = during
 
     def to_facts(self) -> dict[str, Any]:
-        """Returns the error as JSON types: what an abort frame carries to the other ranks."""
+        """Return the error as JSON types, to send to other ranks."""
         return {"type": type(self).__name__, "message": str(self), "rank": self.rank, "during": self.during}
 
     def again(self) -> CyxtrainError:
-        """Returns a fresh copy, so that a sticky error can be raised once more without an old traceback."""
+        """Return a copy without traceback, to raise the first error of a group again."""
         return error_from_facts(self.to_facts())
 
 
 class NotInitializedError(CyxtrainError):
-    """A function that needs the world was called before `cyxtrain.init()`."""
+    """A function was called before `cyxtrain.init()`."""
 
 
 class ConfigError(CyxtrainError, ValueError):
@@ -69,15 +69,15 @@ class ConfigError(CyxtrainError, ValueError):
 
 
 class BackendUnavailableError(CyxtrainError):
-    """The backend that was asked for cannot run here; nothing falls back silently."""
+    """The requested backend cannot run here; nothing falls back silently."""
 
 
 class RendezvousError(CyxtrainError):
-    """The ranks did not find each other before the deadline, or must not join each other."""
+    """The ranks did not find each other before the deadline, or are incompatible."""
 
 
 class PeerLostError(CyxtrainError):
-    """Another rank has ended, or the connection to it is gone."""
+    """Another rank has ended, or the connection to it is broken."""
 
 
 class PeerSilentError(CyxtrainError):
@@ -89,15 +89,15 @@ class CollectiveTimeoutError(CyxtrainError):
 
 
 class CollectiveMismatchError(CyxtrainError):
-    """Ranks called different collectives, or the same one on tensors that do not fit."""
+    """Ranks called different collectives, or the same one with tensors that do not fit."""
 
 
 class DamagedFrameError(CyxtrainError):
-    """Other bytes arrived from a rank than it sent; checksums found it before they were used."""
+    """Data was corrupted in transit; checksums found it before it was used."""
 
 
 class CheckpointError(CyxtrainError):
-    """A checkpoint cannot be written or read, or is damaged."""
+    """A checkpoint cannot be written or read, or is corrupt."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class Failure:
     """An error on one rank that ended training on all.
 
     Attributes:
-        rank: Whose.
-        type: Name of its class.
-        message: What it said.
-        traceback: Its last lines, as text.
+        rank: The rank that failed.
+        type: Name of the error's class.
+        message: Text of the error.
+        traceback: Its last lines.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Returns the facts of an error, short enough to travel."""
+        """Return the facts of an error, short enough to send."""
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS], text[-_TRACEBACK_CHARACTERS:])
 
@@ -127,7 +127,7 @@ class DistributedTrainingError(CyxtrainError):
     """Training ended because of an error on some rank.
 
     Attributes:
-        failures: What failed where, the first one first; empty where no code of the user's did.
+        failures: What failed on which rank, the first one first; empty if no code of the user failed.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class DistributedTrainingError(CyxtrainError):
         self.failures = tuple(failures)
 
     def to_facts(self) -> dict[str, Any]:
-        """Returns the error as JSON types, with its failures."""
+        """Return the error as JSON types, with its failures."""
         return super().to_facts() | {"failures": [asdict(failure) for failure in self.failures]}
 
     @classmethod
     def because_of(cls, error: BaseException, rank: int) -> DistributedTrainingError:
-        """Returns what the other ranks raise where one has failed: with the traceback that tells why."""
+        """Return the error that the other ranks raise if one has failed, with its traceback."""
         failure = Failure.of(error, rank)
         message = f"rank {rank} has failed: {failure.type}: {failure.message}\non rank {rank}:\n{failure.traceback}"
         return cls(message, rank=rank, failures=[failure])
@@ -158,7 +158,7 @@ class NonFiniteError(DistributedTrainingError):
 
 
 class ReplicasDifferError(DistributedTrainingError):
-    """Ranks hold different parameters, where all must hold the same; every rank raises it."""
+    """Ranks hold different parameters; every rank raises it."""
 
 
 BLAMING_ANOTHER: tuple[type[CyxtrainError], ...] = (
@@ -169,17 +169,17 @@ BLAMING_ANOTHER: tuple[type[CyxtrainError], ...] = (
     CollectiveMismatchError,
     DistributedTrainingError,
 )
-"""What a rank raises because of another one: whoever looks for the cause looks elsewhere first."""
+"""Errors that a rank raises because of another one, which has the cause."""
 
 
 _BY_NAME: dict[str, type[CyxtrainError]] = {
     name: kind for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, CyxtrainError)
 }
-"""Of what is defined above: whoever does not know another name knows its message all the same."""
+"""The types above; an unknown one becomes a CyxtrainError with its message."""
 
 
 def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
-    """Rebuilds an error from `CyxtrainError.to_facts`, also where the sender knows types that we do not."""
+    """Return the error with those facts; unknown types become `CyxtrainError`."""
     kind = _BY_NAME.get(str(facts.get("type")), CyxtrainError)
     rank = facts.get("rank")
     during = facts.get("during")
@@ -194,7 +194,7 @@ def error_from_facts(facts: dict[str, Any]) -> CyxtrainError:
 
 
 def _failures(values: object) -> Iterator[Failure]:
-    """Gives those failures that are some; the sender may be anybody."""
+    """Yield the valid failures; the sender is not trusted."""
     kinds = {field.name: int if field.name == "rank" else str for field in fields(Failure)}
     for value in values if isinstance(values, list) else ():
         if isinstance(value, dict) and {name: type(value.get(name)) for name in kinds} == kinds:
@@ -202,32 +202,32 @@ def _failures(values: object) -> Iterator[Failure]:
 
 
 def printable(text: str) -> str:
-    """Returns a text of somebody else's without what a terminal would obey: control and format characters are "?"."""
+    """Return a text from outside with "?" for control and format characters, which a terminal would obey."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "?" for c in text)
 
 
 def reported(message: object, rank: int) -> str:
-    """Returns the text of an error with the rank that told of it; the first to tell is the one that counts."""
+    """Return the text of an error with the rank that reported it first."""
     text = str(message)
     if "(reported by rank " in text:
         return text
-    gap = "" if text.endswith("\n") else " "  # below a traceback, which ends its last line
+    gap = "" if text.endswith("\n") else " "  # after a traceback
     return f"{text}{gap}(reported by rank {rank})"
 
 
 def on_all_ranks(error: _Error) -> _Error:
-    """Marks an error that every rank raises at this point, and returns it: nobody needs to be told."""
+    """Mark and return an error that every rank raises at this point: it need not be reported."""
     error.__dict__[_ON_ALL_RANKS] = True
     return error
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Returns whether every rank raises this error."""
+    """Return whether every rank raises this error."""
     return _ON_ALL_RANKS in error.__dict__
 
 
 def warn(message: str) -> None:
-    """Warns in the name of the line that called this package, however deep within it the cause is."""
+    """Warn, attributed to the line of the program that called this package."""
     frame, depth, level = inspect.currentframe(), 0, 1
     while frame is not None:
         depth += 1
@@ -238,14 +238,14 @@ def warn(message: str) -> None:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Returns the first few of many names, and how many more there are, for a message."""
+    """Return the first few of many names, and how many more there are, for a message."""
     found = [*names]
     more = f" and {len(found) - _SHOWN_NAMES} more" if len(found) > _SHOWN_NAMES else ""
     return ", ".join(found[:_SHOWN_NAMES]) + more
 
 
 def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Returns a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
+    """Return a value, or a text as it is, for one line of a message: not longer than a limit, nothing unprintable."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception:  # a number of 5,000 digits, a list that is too deep
@@ -255,7 +255,7 @@ def brief(value: object, limit: int = _SHOWN_CHARACTERS) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number and what it counts, such as "1 rank", "1,200 ranks"."""
+    """Return a number and what it counts, such as "1 rank", "1,200 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

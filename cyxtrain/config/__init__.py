@@ -5,7 +5,7 @@ Fields can be assigned freely; `validate()` is called where the settings are use
 
 from cyxtrain.config.gradients import DDPConfig
 from cyxtrain.config.training import AMPConfig, DistributedTrainingConfig, create_default_amp_config
-from cyxtrain.config.world import BackendType, DistributedConfig, RingOptions
+from cyxtrain.config.world import BackendType, DistributedConfig, RingOptions, complete_config, requested_backend
 
 __all__ = [
     "AMPConfig",
@@ -14,5 +14,7 @@ __all__ = [
     "DistributedConfig",
     "DistributedTrainingConfig",
     "RingOptions",
+    "complete_config",
     "create_default_amp_config",
+    "requested_backend",
 ]

@@ -1,4 +1,4 @@
-"""How gradients travel."""
+"""Settings of the gradient exchange."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from cyxtrain.config.settings import is_number, require, require_boolean, requir
 
 @settings
 class DDPConfig:
-    """How gradients travel."""
+    """How DistributedDataParallel averages gradients."""
 
     broadcast_parameters: bool = True
-    """Begin with rank 0's parameters and buffers on every rank."""
+    """Start with rank 0's parameters and buffers on every rank."""
     bucket_size_mb: float = 25
-    """MiB of gradients that travel together."""
+    """MiB of gradients that are averaged together."""
     find_unused_parameters: bool = False
-    """Allow parameters that take no part in the loss. False: an error that names them."""
+    """Allow parameters that the loss does not use. False: an error that names them."""
     gradient_as_bucket_view: bool = True
     """Let `.grad` be a view of the bucket, which saves a copy of all gradients."""
     static_graph: bool = False
     """The same parameters are used in every step; those never used are allowed."""
     compression: str | None = None
-    """How gradients are made smaller on their way: "fp16", "bf16", "powersgd", or None."""
+    """Compress gradients: "fp16", "bf16", "powersgd", or None."""
     matrix_approximation_rank: int = 1
-    """With "powersgd": columns of the thin matrices; more are closer and larger."""
+    """For "powersgd": columns of the factor matrices; more are more accurate and larger."""
 
     def validate(self) -> None:
-        """Refuses what cannot work.
+        """Refuse invalid settings.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.

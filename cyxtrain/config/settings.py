@@ -1,4 +1,4 @@
-"""How settings are made and looked at: dataclasses that explain themselves, and refusals in words.
+"""Settings as dataclasses with documented fields, and checks of their values.
 
 A name that does not exist is refused at once, with the nearest one that does.
 """
@@ -65,7 +65,7 @@ _OTHER_NAMES = {
     "torch_dtype": "precision",
     "x": "X",
 }
-"""What PyTorch, Keras and other trainers call what we have by another name, where the spelling does not tell."""
+"""Names in PyTorch, Keras and other trainers for settings with a different name here."""
 
 
 _FIELDS: dict[str, list[str]] = {
@@ -73,7 +73,7 @@ _FIELDS: dict[str, list[str]] = {
         *("loss_fn", "optimizer", "loss_weights", "metrics", "scheduler", "scheduler_interval", "ddp_config", "device"),
     ],
 }
-"""Of the trainer, and of every class of settings, by its name."""
+"""The arguments of the trainer, and the fields of every class of settings."""
 _PLACES = {
     "DistributedTrainer": "DistributedTrainer({}=...)",
     "DDPConfig": "DistributedTrainer(ddp_config=cx.DDPConfig({}=...))",
@@ -81,11 +81,11 @@ _PLACES = {
     "DistributedConfig": "cx.init(cx.DistributedConfig({}=...))",
     "DistributedTrainingConfig": "fit({}=...)",
 }
-"""Where a user gives them."""
+"""How a user sets them."""
 
 
 def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -> ConfigError:
-    """Returns the error for a name that does not exist, with the nearest one that does."""
+    """Return the error for a name that does not exist, with the nearest one that does."""
     place = next((place for cls, place in _PLACES.items() if name in _FIELDS[cls] and cls != owner), None)
     if place is not None and name not in known:
         return ConfigError(f"{owner} has no {what} '{name}': it belongs to {place.format(name)}.")
@@ -93,7 +93,7 @@ def unknown_name(owner: str, name: str, known: list[str], what: str = "field") -
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Returns a sentence with the known name that may have been meant, or with all of them."""
+    """Return a sentence with the known name that was probably meant, or with all of them."""
     if not known:
         return "It has none."
     other = _OTHER_NAMES.get(name)
@@ -102,11 +102,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class _DocumentedFields:
-    """A docstring that also has those under the fields, for `help`: it is put together when somebody asks for it.
-
-    Args:
-        text: The class's own.
-    """
+    """A docstring that includes those of the fields, for `help`; assembled when it is read."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -128,7 +124,7 @@ class _DocumentedFields:
 
 @dataclass_transform()
 def settings(cls: type[_Settings]) -> type[_Settings]:
-    """Makes a dataclass whose constructor and assignments refuse unknown names as users need to hear it."""
+    """Make a dataclass that refuses unknown names with the nearest one."""
     made: Any = dataclass(cls)
     known = _FIELDS[cls.__name__] = [field.name for field in dataclasses.fields(made)]
     generated: Callable[..., None] = made.__init__
@@ -143,7 +139,7 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
     def assign(self: Any, name: str, value: Any) -> None:
         if name not in known:
             raise unknown_name(cls.__name__, name, known)
-        # Numbers that came out of an array are as good as Python's, which JSON knows.
+        # Numbers from an array become Python's, which JSON knows.
         object.__setattr__(self, name, value.item() if isinstance(value, np.generic) else value)
 
     made.__init__, made.__setattr__ = initialize, assign
@@ -152,20 +148,10 @@ def settings(cls: type[_Settings]) -> type[_Settings]:
 
 
 def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str, Any], taken: int = 0) -> None:
-    """Refuses settings that a class or a function does not take by name, or too few of them.
-
-    Args:
-        owner: How errors call it: "the model 'mlp'".
-        function: The class or function.
-        given: Settings by name.
-        taken: How many of its first arguments it is given otherwise.
-
-    Raises:
-        ConfigError: With the nearest name that it takes, or what is missing.
-    """
+    """Refuse settings that a class or a function does not take, or too few of them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[taken:]
-    except ValueError:  # some functions of C do not say
+    except ValueError:  # some functions of C have no signature
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
@@ -178,7 +164,7 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
 
 
 def names_checked(function: _Function) -> _Function:
-    """Lets a method refuse an argument that it does not have, with the nearest name that it has."""
+    """Make a method refuse unknown arguments with the nearest name."""
     known = [*inspect.signature(function).parameters][1:]
     owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
@@ -194,39 +180,31 @@ def names_checked(function: _Function) -> _Function:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `ConfigError(message)` unless the condition holds."""
+    """Raise `ConfigError(message)` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def require_integer(owner: str, name: str, value: object, minimum: int) -> None:
-    """Refuses what is not a whole number of at least `minimum`; True and 2.0 are none."""
+    """Refuse a value that is no whole number of at least `minimum`; True and 2.0 are none."""
     right = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     require(right, f"{owner}.{name} must be a whole number of at least {minimum}, got {value!r}.")
 
 
 def is_number(value: object) -> TypeIs[int | float]:
-    """Returns whether a value is a number; True is none."""
+    """Return whether a value is a number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def require_boolean(owner: str, name: str, value: object) -> None:
-    """Refuses what is not True or False."""
+    """Refuse a value that is not True or False."""
     require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}.")
 
 
 def require_choice(
     owner: str, name: str, value: object, choices: tuple[object, ...], theirs: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses what is none of the choices.
-
-    Args:
-        owner: The class that has the setting.
-        name: Of the setting.
-        value: That it was given.
-        choices: That it has.
-        theirs: Which of them other libraries call something else, by that name in lower case.
-    """
+    """Refuse a value that is none of the choices, with the one that another library calls so."""
     meant = (theirs or {}).get(str(value).lower().removeprefix("torch."))
     hint = f" Did you mean {meant!r}?" if meant else ""
     require(value in choices, f"{owner}.{name} must be one of {choices}, got {value!r}.{hint}")

@@ -1,4 +1,4 @@
-"""One call of `fit`."""
+"""Settings of one call of `fit`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import os
 from cyxtrain.config.settings import is_number, require, require_boolean, require_choice, require_integer, settings
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Of `torch.compile`."""
+"""The modes of `torch.compile`."""
 _PRECISIONS = {
     **dict.fromkeys(("16", "16-mixed", "float16", "half", "mixed_float16"), "fp16"),
     **dict.fromkeys(("bf16-mixed", "bfloat16", "mixed_bfloat16"), "bf16"),
     **dict.fromkeys(("32", "32-true", "float", "float32", "full", "no", "none"), "fp32"),
 }
-"""Names of Lightning, Keras, Accelerate and PyTorch for those that `precision` has."""
+"""Names of Lightning, Keras, Accelerate and PyTorch for the values of `precision`."""
 
 
 @settings
 class AMPConfig:
-    """How the loss is scaled with precision="fp16", so that small gradients are not lost."""
+    """Loss scaling for precision="fp16", which keeps small gradients from underflowing."""
 
     use_dynamic_scaling: bool = True
-    """Lower the scale where gradients overflow, and raise it again."""
+    """Lower the scale if gradients overflow, and raise it again."""
     dynamic_history_size: int = 2000
     """Steps without an overflow after which the scale grows."""
     initial_scale: float = 2.0**15
-    """What the loss is multiplied by at first."""
+    """The factor of the loss at the start."""
     growth_factor: float = 2.0
-    """What the scale is multiplied by when it grows."""
+    """The scale is multiplied by this when it grows."""
     backoff_factor: float = 0.5
-    """What the scale is multiplied by after an overflow."""
+    """The scale is multiplied by this after an overflow."""
 
     def validate(self) -> None:
-        """Refuses what cannot work.
+        """Refuse invalid settings.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.
@@ -41,7 +41,7 @@ class AMPConfig:
         owner = "AMPConfig"
         require_boolean(owner, "use_dynamic_scaling", self.use_dynamic_scaling)
         require_integer(owner, "dynamic_history_size", self.dynamic_history_size, 1)
-        # Both the scale and one over it must be numbers that float32 has.
+        # Both the scale and its inverse must be float32 numbers.
         limits = {
             "initial_scale": (2.0**-127, 2.0**127),
             "growth_factor": (1.0, math.inf),
@@ -56,136 +56,136 @@ class AMPConfig:
 def create_default_amp_config(
     use_dynamic_scaling: bool = True, dynamic_history_size: int = 2000, initial_scale: float = 2.0**15
 ) -> AMPConfig:
-    """Returns how the loss is usually scaled.
+    """Return the default loss scaling.
 
     Args:
-        use_dynamic_scaling: Lower the scale where gradients overflow, and raise it again.
+        use_dynamic_scaling: Lower the scale if gradients overflow, and raise it again.
         dynamic_history_size: Steps without an overflow after which the scale doubles.
-        initial_scale: What the loss is multiplied by at first.
+        initial_scale: The factor of the loss at the start.
     """
     return AMPConfig(use_dynamic_scaling, dynamic_history_size, initial_scale)
 
 
 @settings
 class DistributedTrainingConfig:
-    """What one call of `fit` does: its epochs, batches, precision, checkpoints; keywords of `fit` are these fields."""
+    """Settings of one call of `fit`; its keyword arguments are these fields, and take precedence."""
 
     epochs: int = 10
     """Passes over the training data."""
     batch_size: int = 64
-    """Samples per step on each rank; a DataLoader brings its own."""
+    """Samples per step on each rank; a DataLoader has its own."""
     effective_batch_size: int | None = None
-    """Samples per step over all ranks; where it is set it rules, and `batch_size` is not used for training."""
+    """Samples per step over all ranks; takes precedence over `batch_size` for training."""
     shuffle: bool = True
-    """A new order in every epoch, from `seed`; a DataLoader's sampler says it for itself."""
+    """A new order in every epoch, from `seed`; a DataLoader's sampler decides for itself."""
     seed: int = 42
-    """Decides the order of samples."""
+    """Determines the order of samples."""
     verbose: bool = True
-    """Rank 0 says what it does: a header, a progress bar in a terminal, a line per epoch elsewhere."""
+    """Rank 0 prints a header, then a progress bar in a terminal, or a line per epoch elsewhere."""
     log_every_n_batches: int = 0
     """Steps between lines with the loss so far over all ranks; 0: none."""
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
     checkpoint_dir: str = "./checkpoints"
-    """Folder for checkpoints; where any are asked for, it is made and tried before the first step."""
+    """Folder for checkpoints; if any are requested, it is created and tried before the first step."""
     save_on_master_only: bool = True
     """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
     validation_split: float = 0.0
-    """Fraction of the training data, its last rows, that is kept for validation."""
+    """Fraction of the training data, its last rows, to hold out for validation."""
     checkpoint_every_n_steps: int = 0
     """Optimizer steps between checkpoints; 0: none."""
     checkpoint_every_n_minutes: float = 0.0
     """Minutes between checkpoints, by rank 0's clock; 0: none."""
     max_time_seconds: float | None = None
-    """Seconds after which `fit` stops, after a step that all ranks agree on; None: it does not."""
+    """Seconds after which `fit` stops, after a step that all ranks agree on; None: no limit."""
     keep_last: int = 0
-    """How many checkpoints of a fit are kept, the newest; 0: all."""
+    """How many checkpoints of a fit to keep, the newest; 0: all."""
     keep_best: str | None = None
-    """What the best epoch has least of ("loss", "val_loss") or most of ("accuracy", "val_accuracy"), or a metric of the
-    trainer's: its checkpoint is kept as "best.ckpt"."""
+    """Keep the checkpoint of the best epoch as "best.ckpt": the lowest "loss" or "val_loss", the highest "accuracy" or
+    "val_accuracy", or the best value of one of the trainer's metrics."""
     on_save_error: str = "warn"
-    """What happens where a checkpoint cannot be written: "warn": training goes on; "raise"."""
+    """If a checkpoint cannot be written: "warn" and continue, or "raise"."""
     on_nonfinite: str = "raise"
-    """What happens where a loss or a gradient is NaN or infinite: "raise"; or "skip": the step is not taken, and
-    training goes on, unless that happens ten times in a row."""
+    """If a loss or a gradient is NaN or infinite: "raise", or "skip" the step and continue, unless that happens ten
+    times in a row."""
     check_replicas_every_n_steps: int | None = None
-    """Optimizer steps between two looks whether all ranks' parameters are the same; None: each epoch; 0: none."""
+    """Optimizer steps between checks that all ranks hold the same parameters; None: each epoch; 0: never."""
     accumulation_steps: int = 1
-    """Micro-batches per step: each rank's samples of a step (`batch_size` times this) go through the model in so many
-    parts, with the memory of one part. The step is that of the whole."""
+    """Micro-batches per step: each rank's samples of a step (`batch_size` times this) pass through the model in so many
+    parts, with the memory of one part, and the result of the whole."""
     clip_norm: float | None = None
-    """Largest norm of all gradients together, as one vector, averaged over ranks; larger ones are scaled down to it."""
+    """Largest norm of all gradients together, averaged over ranks; larger ones are scaled down to it."""
     clip_value: float | None = None
     """Largest absolute value of an element of a gradient."""
     clip_adaptive: float | None = None
     """Largest norm of a unit's gradient as a multiple of that of the unit's weights; 0.01 is usual."""
     precision: str = "fp32"
-    """What the model computes in: "fp32", as its parameters are; "bf16" or "fp16", by autocast, where that is safe."""
+    """What the model computes in: "fp32", as its parameters; "bf16" or "fp16", by autocast."""
     amp: AMPConfig | None = None
-    """How the loss is scaled with precision="fp16"; None: as `create_default_amp_config()` says."""
+    """Loss scaling for precision="fp16"; None: `create_default_amp_config()`."""
     compile: bool | str = False
-    """Run the model by `torch.compile`, while it is fitted: True, or a mode of PyTorch's such as "reduce-overhead" or
+    """Run the model through `torch.compile` while it is trained: True, or a mode such as "reduce-overhead" or
     "max-autotune". The first steps take longer, by seconds or minutes."""
     sync_batchnorm: bool = False
-    """Let batch norm take its statistics from the samples of all ranks: the model's layers become PyTorch's
-    SyncBatchNorm, and stay so. On GPUs alone."""
+    """Compute batch norm statistics over the samples of all ranks: the model's layers become PyTorch's SyncBatchNorm,
+    and stay so. GPUs only."""
     learning_rate_scaling: str | None = None
-    """How the learning rate, which is given for `batch_size` samples per step (times `accumulation_steps`), grows with
-    what a step has over all ranks: "linear", with the ratio of the two; "sqrt", with its root; None: not at all."""
+    """How the learning rate, given for `batch_size` samples per step (times `accumulation_steps`), grows with the
+    samples per step over all ranks: "linear", with the ratio; "sqrt", with its root; None: not at all."""
     warmup_steps: int | float = 0
-    """Optimizer steps in which the learning rate grows to its value, evenly; its schedule follows. Below 1: that
+    """Optimizer steps in which the learning rate grows linearly to its value, before its schedule begins. Below 1: that
     fraction of the fit's steps."""
     fused_optimizer: bool | str = "auto"
-    """Whether the optimizer steps by PyTorch's fused kernel, several times as fast: "auto": where it can, and its user
-    has not built it with another way; True: it must; False: as it was built."""
+    """Whether the optimizer uses PyTorch's fused kernel, several times as fast: "auto": if it can and you have not
+    chosen another implementation; True: it must; False: as you built it."""
     validation_freq: int | list[int] = 1
-    """Epochs between validations, as they are shown (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
+    """Epochs between validations (2: after epochs 2, 4, ...); or the epochs with one, as a list."""
     steps_per_epoch: int | None = None
-    """Optimizer steps of an epoch. The next one continues in the data where this one ended, and goes through them again
-    when they are over. None: each epoch goes through all data once."""
+    """Optimizer steps per epoch. The next epoch continues in the data where this one ended, and starts over at the end.
+    None: each epoch passes once over all data."""
     fast_dev_run: bool | int = False
-    """Try everything once: one epoch of so many steps (True: one) and as many batches of validation, without the
-    checkpoints of this config and without `resume`."""
+    """Try everything once: one epoch of so many steps (True: one) and as many batches of validation, without
+    checkpoints and without `resume`."""
     sharded_data: bool | None = None
-    """Of IterableDatasets, generators and DataLoaders: True: each rank's is its own part of the data; False: all have
-    the same, which is dealt to them; None: DataLoaders have the same, others where their first batches are."""
+    """For IterableDatasets, generators and DataLoaders: True: each rank has its own part of the data; False: all have
+    the same, which is split among them; None: DataLoaders have the same, others if their first batches are equal."""
     profile: bool | str = False
-    """Write a trace of some steps and a table of what their parts take, by rank: into "profile" or another folder."""
+    """Write a trace of some steps and a table of where their time goes, per rank: into "profile" or another folder."""
 
     validation_steps: int | None = None
     """Batches of a validation, over all ranks: the first ones. None: all of the validation data, each row once."""
     validation_batch_size: int | None = None
-    """Rows at once in a validation; None: `batch_size`, or what a DataLoader brings along."""
+    """Rows per batch of a validation; None: `batch_size`, or that of a DataLoader."""
     num_processes: int | str | None = None
-    """Processes that train together, started from a notebook or a program that no launcher has started; they stay for
-    the next call, and `evaluate` and `predict` use them, too. "auto": one per GPU where the model is on one, else one
-    per core, up to 8. None: this process alone. Under a launcher its ranks do the work, and this is not used."""
+    """Processes that train together, started from a notebook or a program without a launcher; they stay for the next
+    call, and `evaluate` and `predict` use them too. "auto": one per GPU if the model is on one, otherwise one per core,
+    up to 8. None: this process alone. Ignored under a launcher, whose ranks do the work."""
     scheduler_interval: str | None = None
-    """The schedule is stepped after each optimizer "step", or each "epoch"; None: as the trainer was built, by step."""
+    """Step the schedule after each optimizer "step" or each "epoch"; None: as the trainer was built, by step."""
 
     drop_last: bool = False
-    """Leave out the rows that do not fill the last effective batch of an epoch, so that all steps have as many. A new
-    order leaves out others."""
+    """Leave out the rows that do not fill the last effective batch of an epoch, so that all steps have the same size. A
+    new order leaves out others."""
     float32_precision: str | None = None
-    """Precision of float32 matrix products and convolutions, as `torch.set_float32_matmul_precision` takes it:
-    "highest"; "high" (TF32 on NVIDIA GPUs); "medium". None: as your program has set it."""
+    """Precision of float32 matrix products and convolutions, as in `torch.set_float32_matmul_precision`: "highest";
+    "high" (TF32 on NVIDIA GPUs); "medium". None: as your program has set it."""
     channels_last: bool = False
     """Keep convolution weights and their 4-d and 5-d inputs in PyTorch's `channels_last` memory format, which GPUs with
     tensor cores compute faster; the weights stay so."""
 
     def validates_after(self, epoch: int) -> bool:
-        """Returns whether there is a validation after `epoch`, counted from 1."""
+        """Return whether a validation follows `epoch`, counted from 1."""
         freq = self.validation_freq
         return epoch in freq if isinstance(freq, list) else epoch % freq == 0
 
     @property
     def makes_checkpoints(self) -> bool:
-        """Whether anything asks for checkpoints."""
+        """Whether any setting asks for checkpoints."""
         often = self.checkpoint_every_n_epochs or self.checkpoint_every_n_steps or self.checkpoint_every_n_minutes
         return bool(often or self.keep_best)
 
     def validate(self) -> None:
-        """Refuses what cannot work, before training starts.
+        """Refuse invalid settings, before training starts.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.

@@ -1,4 +1,4 @@
-"""Who joins a world, and how the ring carries what they say."""
+"""How processes form a world, and how the ring communicates: settings, completed from the environment."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import dataclasses
 import enum
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cyxtrain.config.settings import require, require_boolean, require_integer, settings, unknown_name
-from cyxtrain.errors import ConfigError
+from cyxtrain.environment import process_env, schedulers
+from cyxtrain.environment.process_env import ENVIRON, Variables
+from cyxtrain.errors import ConfigError, CyxtrainError, warn
+
+_Error = TypeVar("_Error", bound=CyxtrainError)
 
 
 class BackendType(str, enum.Enum):
-    """What carries the collectives."""
+    """The backend of the collectives."""
 
     CPU = "cpu"
-    """Our own ring: within a machine by memory or Unix sockets, between machines by TCP."""
+    """Cyxtrain's ring: shared memory or Unix sockets within a machine, TCP between machines."""
     NCCL = "nccl"
     """NVIDIA's library, for CUDA tensors."""
     GLOO = "gloo"
@@ -23,10 +28,10 @@ class BackendType(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: BackendType | str) -> BackendType:
-        """Returns the backend with the name `value`, in upper or lower case; "ring" is another name of CPU.
+        """Return the backend called `value`, in upper or lower case; "ring" is another name of CPU.
 
         Raises:
-            ConfigError: There is no such backend, with the nearest that there is.
+            ConfigError: There is no such backend; with the nearest name.
         """
         name = str(value.value if isinstance(value, BackendType) else value).lower()
         if name == "ring":
@@ -39,41 +44,39 @@ class BackendType(str, enum.Enum):
 
 @settings
 class DistributedConfig:
-    """Who this process is, and how it finds the others. None means: from the environment."""
+    """This process's rank, and how it joins the others. None: from the environment."""
 
     rank: int | None = None
     """This process among all, from 0."""
     world_size: int | None = None
     """How many processes there are."""
     local_rank: int | None = None
-    """This process among those of its machine, from 0; the index of its GPU. The rank where nothing says otherwise."""
+    """This process among those of its machine, from 0; the index of its GPU. Default: the rank."""
     master_addr: str = "127.0.0.1"
     """Host name or address of rank 0; IPv6 with or without brackets."""
     master_port: int = 29500
     """TCP port on which rank 0 waits for the others; it must be free there."""
     backend: BackendType | str | None = None
-    """What carries the collectives; None: as DISTRIBUTED_BACKEND says; else NCCL where each rank has a CUDA GPU of its
-    own, and the ring otherwise."""
+    """The backend of the collectives; None: DISTRIBUTED_BACKEND, otherwise NCCL if each rank has a CUDA GPU of its own,
+    and the ring if not."""
     timeout_ms: int = 30_000
     """Milliseconds until joining gives up."""
     collective_timeout_ms: int = 1_800_000
-    """Milliseconds until a collective gives up. A slow rank is never shot before."""
+    """Milliseconds until a collective gives up; a slow rank is never ended before."""
     require_secret: bool = False
     """Refuse to join without a secret that all ranks share: CYXTRAIN_SECRET in the environment of each."""
 
     @classmethod
     def from_environment(cls) -> DistributedConfig:
-        """Returns what the environment says (see `cyxtrain.environment.process_env`), complete; alone, a world of one.
+        """Return what the environment says (see `cyxtrain.environment.process_env`); alone, a world of one.
 
         Raises:
-            ConfigError: Half an environment, a number that is none, a rank outside the world.
+            ConfigError: The environment is half set, has a number that is none, or a rank outside the world.
         """
-        from cyxtrain.environment import process_env  # the layer above: imported when called
-
-        return process_env.read_config()
+        return complete_config(cls())
 
     def validate(self) -> None:
-        """Refuses what cannot work, before any socket is opened.
+        """Refuse invalid settings, before any socket is opened.
 
         Raises:
             ConfigError: With the field, what it must be and what it is.
@@ -109,12 +112,12 @@ class DistributedConfig:
 
 
 def without_brackets(address: str) -> str:
-    """Returns an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
+    """Return an IPv6 address without the brackets that URLs put around it; any other text unchanged."""
     return address[1:-1] if re.fullmatch(r"\[[^\[\]]*:[^\[\]]*\]", address) else address
 
 
 def problem_of_address(address: str) -> str:
-    """Returns what is wrong with a text as the host name or address of one machine, and what to do; "": nothing."""
+    """Return why a text is not the host name or address of one machine, and what to do; "": it is."""
     address = without_brackets(address)
     with_port = re.fullmatch(r"(?:\w+://)?(?:\[(.+)\]|([^:\s]+)):(\d+)/?", address.strip())
     if with_port is not None:
@@ -136,27 +139,112 @@ def problem_of_address(address: str) -> str:
 
 @dataclass(frozen=True)
 class RingOptions:
-    """What the environment says about the ring; a group takes it as an argument."""
+    """Settings of the ring, from the environment; an argument of a group."""
 
     secret: str | None = dataclasses.field(default=None, repr=False)
-    """What every rank must know to be let in (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
+    """What every rank must know to join (CYXTRAIN_SECRET); None: rank 0 makes one, and the store carries it."""
     heartbeat_timeout_seconds: float = 30.0
-    """Silence after which a rank on another machine counts as gone (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
+    """Silence after which a rank on another machine counts as lost (CYXTRAIN_HEARTBEAT_TIMEOUT_MS)."""
     checksums: bool = False
     """Whether every frame carries a checksum of its bytes (CYXTRAIN_CHECKSUMS=1), the same on all ranks."""
     transport: str = "auto"
     """Between ranks of one machine (CYXTRAIN_TRANSPORT): cma, unix, tcp, or auto: the first of them that works."""
-    comes_again: bool = False
-    """Whether a launcher has started this rank again (CYXTRAIN_ATTEMPT): ranks of before may still be ending."""
+    is_restarted: bool = False
+    """Whether a launcher has restarted this rank (CYXTRAIN_ATTEMPT): previous ranks may still be ending."""
     communication: str = "auto"
-    """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the thread that calls; or
-    auto: in a thread where there are several machines, or cores that are free."""
+    """Where collectives with async_op=True run (CYXTRAIN_COMMUNICATION): thread; inline, in the calling thread; or
+    auto: in a thread if there are several machines or free cores."""
     group_name: str = ""
-    """The name of the group, part of what values in the store prove; set by whoever makes the group."""
+    """The name of the group, part of what values in the store prove; set by the code that makes the group."""
     devices: str = ""
-    """What this rank tells the others of its accelerators while they meet (`cyxtrain.world.devices`)."""
+    """The accelerators of this rank, for the others to see (`cyxtrain.world.devices`)."""
 
     @property
     def secret_bytes(self) -> bytes | None:
-        """The secret as bytes; None: there is none. An environment can hold bytes that are no text."""
+        """The secret as bytes, which need not be text; None: there is none."""
         return None if self.secret is None else self.secret.encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def from_environment(cls, variables: Variables = ENVIRON) -> RingOptions:
+        """Return the settings in the environment."""
+        milliseconds = process_env.number("CYXTRAIN_HEARTBEAT_TIMEOUT_MS", variables)
+        if milliseconds is not None and milliseconds < 100:
+            raise ConfigError(
+                f"CYXTRAIN_HEARTBEAT_TIMEOUT_MS in the environment must be at least 100, got {milliseconds}."
+            )
+        return cls(
+            secret=variables.get(process_env.SECRET) or None,
+            heartbeat_timeout_seconds=(30_000 if milliseconds is None else milliseconds) / 1000,
+            checksums=process_env.one_of("CYXTRAIN_CHECKSUMS", ("0", "1"), variables) == "1",
+            transport=process_env.one_of("CYXTRAIN_TRANSPORT", ("auto", "tcp", "unix", "cma"), variables),
+            is_restarted=process_env.launched_run(variables)[1] > 0,
+            communication=process_env.one_of("CYXTRAIN_COMMUNICATION", ("auto", "inline", "thread"), variables),
+        )
+
+
+def complete_config(config: DistributedConfig, variables: Variables = ENVIRON) -> DistributedConfig:
+    """Return a copy in which the environment fills in what is None or has its default.
+
+    A program that sets only a timeout still meets the others where its launcher says.
+    """
+    if "NCCL_TIMEOUT" in variables:
+        warn("NCCL_TIMEOUT is set, and PyTorch ignores it: set collective_timeout_ms in DistributedConfig.")
+    config = dataclasses.replace(config)
+    leaves_address = config.master_addr == DistributedConfig.master_addr
+    if config.rank is None and config.world_size is None:
+        variables = process_env.with_scheduler(variables, needs_address=leaves_address)
+        config.rank, config.world_size = process_env.identity_of(variables)
+    if config.rank is None:
+        config.rank = process_env.number("RANK", variables)
+    if config.world_size is None:
+        config.world_size = process_env.number("WORLD_SIZE", variables)
+    if config.local_rank is None and config.rank is not None:
+        local_rank = process_env.number("LOCAL_RANK", variables)
+        config.local_rank = config.rank if local_rank is None else local_rank
+    if leaves_address:
+        config.master_addr = variables.get("MASTER_ADDR") or config.master_addr
+    for name, variable in (("master_port", "MASTER_PORT"), ("timeout_ms", "DISTRIBUTED_TIMEOUT_MS")):
+        if getattr(config, name) == getattr(DistributedConfig, name):
+            found = process_env.number(variable, variables)
+            setattr(config, name, getattr(config, name) if found is None else found)
+    config.backend = requested_backend(variables) if config.backend is None else BackendType.parse(config.backend)
+    try:
+        config.validate()
+    except ConfigError as error:
+        raise with_disagreement(error, config, variables) from None
+    config.master_addr = without_brackets(config.master_addr)
+    if config.require_secret:
+        _check_secret(config, variables)
+    return config
+
+
+def requested_backend(variables: Variables = ENVIRON) -> BackendType | None:
+    """Return the value of DISTRIBUTED_BACKEND; None: it is not set."""
+    value = variables.get("DISTRIBUTED_BACKEND")
+    try:
+        return BackendType.parse(value) if value else None
+    except ConfigError as error:
+        raise ConfigError(f"DISTRIBUTED_BACKEND in the environment: {error}") from None
+
+
+def _check_secret(config: DistributedConfig, variables: Variables) -> None:
+    """Refuse to join if strangers could join too."""
+    if config.backend not in (None, BackendType.CPU):
+        raise ConfigError(
+            f"require_secret=True: the {BackendType.parse(config.backend or '').value} backend lets in every process "
+            "that reaches its port. Use backend='cpu', cyxtrain's own ring."
+        )
+    if not variables.get(process_env.SECRET) and config.world_size != 1:
+        raise ConfigError(
+            "require_secret=True, and CYXTRAIN_SECRET is not set: put the same long random text into the environment "
+            "of every rank (python -c 'import secrets; print(secrets.token_hex(32))'). On one machine the launcher "
+            "does so."
+        )
+
+
+def with_disagreement(error: _Error, config: DistributedConfig, variables: Variables = ENVIRON) -> _Error:
+    """Return an error about who this process is, with how a scheduler contradicts RANK and WORLD_SIZE, if it does."""
+    if config.rank is None or config.world_size is None:
+        return error
+    contradiction = schedulers.disagreement(variables, config.rank, config.world_size)
+    return type(error)(f"{error} {contradiction}", rank=error.rank, during=error.during) if contradiction else error

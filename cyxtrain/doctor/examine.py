@@ -19,7 +19,6 @@ from cyxtrain.doctor.findings import Cause, Pair, PeerResult
 from cyxtrain.doctor.machine_facts import this_machine
 from cyxtrain.doctor.store_exchange import Roster
 from cyxtrain.doctor.terminal import print_report
-from cyxtrain.environment import process_env
 from cyxtrain.errors import RendezvousError, counted
 from cyxtrain.ring import Deadline, StoreClient, StoreLostError, listen, own_record, parse_record
 from cyxtrain.world.join import forget_store, open_world_store
@@ -66,7 +65,7 @@ def examine(config: DistributedConfig) -> int:
 def _examine_world(config: DistributedConfig) -> report.World | None:
     """Return what all ranks have found, on rank 0."""
     rank, world_size, seconds = config.rank or 0, config.world_size or 1, config.timeout_ms / 1000
-    options = process_env.ring_options()
+    options = RingOptions.from_environment()
     deadline = Deadline(seconds)
     if rank == 0:
         address = f"{config.master_addr}:{config.master_port}"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cyxtrain.checkpoint.checkpoint_file import library_versions
-from cyxtrain.config import BackendType, DistributedConfig
+from cyxtrain.config import BackendType, DistributedConfig, RingOptions
 from cyxtrain.doctor import machine_facts
 from cyxtrain.doctor.terminal import size, table
 from cyxtrain.doctor.transports import Transport, try_transports
@@ -44,7 +44,7 @@ def run_checks(config: DistributedConfig) -> list[Check]:
     """Return all checks of this process."""
     requested, failure = "auto", ""
     try:
-        requested = process_env.ring_options().transport
+        requested = RingOptions.from_environment().transport
     except ConfigError as error:
         failure = str(error)
     found = [*_versions(), *_machine(), *_backends(config), *_gpus(), *_transports(try_transports(), requested)]
@@ -144,7 +144,7 @@ def _port(config: DistributedConfig) -> Check:
     """Return whether rank 0 could listen at MASTER_PORT on this machine."""
     port, state = config.master_port, _OK
     text = f"{port} is free here"
-    if process_env.agent_store_prefix(config) is not None:
+    if process_env.agent_store_prefix(config.master_addr, config.master_port) is not None:
         text = f"{port}: torchrun's agent listens there"
     else:
         try:

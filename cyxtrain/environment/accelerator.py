@@ -1,7 +1,7 @@
-"""What computes beside the CPU, by the names that PyTorch has for all kinds of it: CUDA, ROCm, XPU, and those to come.
+"""Accelerators of any kind that PyTorch supports: CUDA, ROCm, XPU and others.
 
-Host and accelerator run side by side: an operation returns when it has been asked for. To look at a number stops the
-host until all before it is done; a copy that is looked at later does not.
+Host and accelerator run asynchronously. Reading a number makes the host wait for all operations before it; reading a
+copy later does not.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NOT_TAKEN = ("mps",)
-"""Kinds that nobody gets without asking: this one has no float64, in which losses are added up."""
+_NOT_DEFAULT = ("mps",)
+"""Kinds that are never chosen by default: MPS has no float64, in which losses are summed."""
 
 
 def visible() -> torch.device | None:
-    """Return the kind of accelerator that training takes by itself, without an index; None: there is none."""
+    """Return the kind of accelerator that training uses by default, without an index; None: there is none."""
     found = torch.accelerator.current_accelerator()
-    if found is None or found.type in _NOT_TAKEN or not torch.accelerator.device_count():
-        return None  # counting asks no driver that a forked child could not ask again, as CUDA's is_available() does
+    if found is None or found.type in _NOT_DEFAULT or not torch.accelerator.device_count():
+        return None  # counting leaves a forked child able to use CUDA, unlike is_available()
     return torch.device(found.type)
 
 
 def count() -> int:
-    """Return how many of them this process sees."""
+    """Return how many accelerators this process sees."""
     return 0 if visible() is None else torch.accelerator.device_count()
 
 
 def in_use() -> torch.device | None:
-    """Return the accelerator that this thread computes on, with its number; None: this process has used none so far."""
+    """Return the accelerator that this thread uses, with its index; None: this process has used none so far."""
     found = torch.accelerator.current_accelerator()
-    if found is None or found.type in _NOT_TAKEN or not torch.get_device_module(found).is_initialized():
+    if found is None or found.type in _NOT_DEFAULT or not torch.get_device_module(found).is_initialized():
         return None
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def name_of(device: torch.device) -> str:
-    """Return what its maker calls a device, such as "NVIDIA H100"; of a kind that does not tell, the kind."""
+    """Return the product name of a device, such as "NVIDIA H100", or its kind."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if named is None else str(named(device))
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether what is asked of a device is done later, beside the host."""
+    """Return whether a device runs asynchronously to the host."""
     return device.type not in ("cpu", "meta")
 
 
 def has_side_streams(device: torch.device) -> bool:
-    """Return whether a device copies from pinned memory on one stream while it computes on another."""
-    return is_accelerator(device) and device.type not in _NOT_TAKEN
+    """Return whether a device can copy from pinned memory on one stream while it computes on another."""
+    return is_accelerator(device) and device.type not in _NOT_DEFAULT
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Return a device with its number: of an accelerator without one, that of this thread."""
+    """Return a device with its index: for an accelerator without one, that of this thread."""
     if device.index is not None or not is_accelerator(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -64,36 +64,31 @@ def indexed(device: torch.device) -> torch.device:
 
 @functools.lru_cache(maxsize=64)
 def side_stream(device: torch.device, purpose: str) -> torch.Stream:
-    """Return a stream beside the current one, the same for each purpose: the allocator keeps memory for each stream.
-
-    Args:
-        device: With its number.
-        purpose: Such as "rows".
-    """
+    """Return a side stream, the same for each purpose: the allocator keeps memory for each stream."""
     return torch.Stream(device)
 
 
 def done_on(device: torch.device) -> torch.Event:
-    """Return an event that occurs when all that has been asked of an accelerator's current stream so far is done."""
+    """Return an event that marks the end of what an accelerator's current stream has been given so far."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on an accelerator, by a copy from pinned memory that does not stop the host, where it can."""
+    """Copy a CPU tensor to an accelerator, asynchronously from pinned memory if possible."""
     return tensor.pin_memory().to(device, non_blocking=True) if has_side_streams(device) else tensor.to(device)
 
 
 def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the host's numbers as a tensor on a device; an accelerator is not waited for."""
+    """Return numbers as a tensor on a device, without waiting for an accelerator."""
     if not is_accelerator(device):
         return torch.tensor(numbers, dtype=dtype, device=device)
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 class HostCopy:
-    """Numbers on their way to the host.
+    """An asynchronous copy of numbers to the host.
 
     Args:
         tensor: Dense and contiguous. On the CPU it is taken as it is.
@@ -109,11 +104,11 @@ class HostCopy:
             self._event = done_on(tensor.device)
 
     def is_there(self) -> bool:
-        """Return whether `read` would not wait."""
+        """Return whether the copy is complete."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Tensor:
-        """Return the numbers, on the CPU, once they have arrived."""
+        """Wait for the copy, and return the numbers on the CPU."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -121,22 +116,19 @@ class HostCopy:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors have had at once on an accelerator, since `reset_peak_memory`.
-
-    None: it is none, or its kind does not count.
-    """
+    """Return the peak of bytes in tensors on an accelerator since `reset_peak_memory`; None: unknown."""
     count = getattr(_module_of(device), "max_memory_allocated", None)
     return None if count is None else int(count(device))
 
 
 def max_memory_reserved(device: torch.device) -> int | None:
-    """Return the most bytes that PyTorch's allocator has held at once on an accelerator; as `peak_memory`."""
+    """Return the peak of bytes that PyTorch's allocator held on an accelerator; None: unknown."""
     count = getattr(_module_of(device), "max_memory_reserved", None)
     return None if count is None else int(count(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to look for the largest use of an accelerator's memory anew."""
+    """Reset the peak of an accelerator's memory."""
     reset = getattr(_module_of(device), "reset_peak_memory_stats", None)
     if reset is not None:
         reset(device)
@@ -147,7 +139,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Measures how long the current stream of a device is within a context, without stopping the host.
+    """Measures how long the current stream of a device spends in a context, without stopping the host.
 
     Args:
         device: An accelerator, with its number.
@@ -166,11 +158,7 @@ class Stopwatch:
         self._add_up(waits=False)
 
     def take(self, *, waits: bool) -> float:
-        """Return the seconds since the last call, of contexts that the device has completed.
-
-        Args:
-            waits: Whether to wait for the others.
-        """
+        """Return the seconds since the last call, of contexts that the device has completed."""
         self._add_up(waits=waits)
         seconds, self._seconds = self._seconds, 0.0
         return seconds

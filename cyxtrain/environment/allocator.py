@@ -1,8 +1,7 @@
-"""Freed memory stays with the process while a model is trained: the next step wants it again (glibc).
+"""Keeps freed memory in the process while a model trains, because the next step needs it again (glibc).
 
-The C library gives large pieces back to the kernel as soon as they are freed, and asks for them again in every step.
-Each page then comes by a fault, and full of zeros: up to a quarter of a small convnet's step. Which memory a tensor
-has makes no difference to its numbers.
+By default the C library returns large blocks to the kernel when they are freed, and requests them again in every step;
+the page faults take up to a quarter of a small convnet's step.
 Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD; malloc_trim(3).
 """
 
@@ -17,18 +16,18 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _MOST_BYTES = 1 << 30
-"""Larger pieces are the kernel's, and go back to it at once."""
+"""Larger blocks go back to the kernel at once."""
 _USUAL_MOST_BYTES = 32 << 20
-"""What the C library itself comes to, at most; and the largest that one before 2.35 takes."""
+"""The highest value that the C library itself chooses, and the largest that glibc before 2.35 accepts."""
 
 
 def _find_libc() -> Any:
-    """Returns the C library, where it is glibc; else None."""
+    """Return the C library if it is glibc; otherwise None."""
     if sys.platform != "linux":
         return None
     libc: Any = ctypes.CDLL(None)
     try:
-        libc.gnu_get_libc_version  # noqa: B018 - others have functions of the same names that do nothing
+        libc.gnu_get_libc_version  # noqa: B018 - others have functions with these names that do nothing
         libc.malloc_trim.argtypes = (ctypes.c_size_t,)
     except AttributeError:
         return None
@@ -39,7 +38,7 @@ _libc = _find_libc()
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep what it frees, from now on. Elsewhere than on glibc it does nothing."""
+    """Keep freed memory in this process from now on; only glibc has an effect."""
     if _libc is not None:
         _ = _libc.mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) or _libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_MOST_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -47,7 +46,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Within, this process keeps what it frees; then what is free goes back, and so does what is freed later."""
+    """Keep freed memory in this process within; then return it to the kernel, as before."""
     keep_freed_memory()
     try:
         yield

@@ -1,6 +1,6 @@
 """Processes of this machine as the operating system sees them: only it can tell a stopped process from a busy one.
 
-Where it cannot be asked, on another machine or in another container, heartbeats decide.
+If it cannot be asked, on another machine or in another container, heartbeats decide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opens files that a user or a folder names: regular files only, without ever waiting for one."""
+"""Open files that a user or a folder names: regular files only, without ever blocking."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import stat
 from typing import IO, BinaryIO, cast
 
 TEXT_LIMIT_BYTES = 1 << 28
-"""No text that a person or this package writes is as long."""
+"""Longer than any text that a person or this package writes."""
 _LAST_RECORDS_BYTES = 1 << 17
-"""More than the last records of a zip, with the longest comment."""
+"""More than the end records of a zip with the longest comment."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -20,26 +20,22 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# Windows has none of them. A pipe is opened without waiting for who writes, a terminal does not become ours, and no
-# program that is started inherits the file.
+# Windows has none of them. They open a pipe without waiting for a writer, never make a terminal the controlling one,
+# and keep the file from child processes.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY"))
 
 
 def regular_opener(path: str, flags: int) -> int:
-    """Opens a regular file, as the argument `opener` of Python's `open`; it is created where the mode says so.
-
-    Raises:
-        OSError: The operating system refuses, or it is something else; the text says what.
-    """
+    """Open a regular file; an `opener` for Python's `open`, whose OSError says what else the file is."""
     try:
-        found = os.stat(path)  # before it is opened, which can do something to a device
+        found = os.stat(path)  # before opening, which can have effects on a device
     except FileNotFoundError:
-        found = None  # the mode decides whether it is made
+        found = None  # the mode decides whether to create it
     if found is not None:
         _require_regular(found.st_mode, path)
     descriptor = os.open(path, flags | _FLAGS, 0o666)
     try:
-        _require_regular(os.fstat(descriptor).st_mode, path)  # another file may have taken the name meanwhile
+        _require_regular(os.fstat(descriptor).st_mode, path)  # another file may have replaced it meanwhile
     except OSError:
         os.close(descriptor)
         raise
@@ -47,11 +43,7 @@ def regular_opener(path: str, flags: int) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file to read bytes of it.
-
-    Raises:
-        OSError: As `regular_opener`.
-    """
+    """Open a regular file to read bytes of it."""
     try:
         return open(path, "rb", opener=regular_opener)
     except ValueError:
@@ -59,15 +51,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
-    """Returns what is in an open file from where it stands, as large as the file is now.
-
-    Args:
-        file: Regular.
-        limit_bytes: What it may have; None: what this machine's memory has.
-
-    Raises:
-        OSError: It has more, or cannot be read.
-    """
+    """Return the rest of an open file; refuse more than a limit (None: the memory of this machine)."""
     size_bytes = os.fstat(file.fileno()).st_size
     limit = memory_bytes() if limit_bytes is None else limit_bytes
     if limit is not None and size_bytes > limit:
@@ -80,23 +64,13 @@ def read_rest(file: io.BufferedReader, limit_bytes: int | None = None) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Returns the text of a regular file, UTF-8.
-
-    Raises:
-        OSError: As `open_regular` and `read_rest`.
-        UnicodeDecodeError: It is no text.
-    """
+    """Return the text of a regular file, UTF-8."""
     with open_regular(path) as file:
         return read_rest(file, limit_bytes).decode("utf-8")
 
 
 def at_a_glance(file: BinaryIO, limit_bytes: int) -> IO[bytes]:
-    """Returns a file as `zipfile` takes it, of which no part is read that is larger, whatever its records say.
-
-    Args:
-        file: At any place.
-        limit_bytes: The largest part; reading more raises ValueError.
-    """
+    """Return a file for `zipfile` that refuses reads above a limit, whatever its records say."""
     return cast(IO[bytes], _Glance(file, limit_bytes))
 
 
@@ -107,7 +81,7 @@ def _require_regular(mode: int, path: str) -> None:
 
 
 def memory_bytes() -> int | None:
-    """Returns how much memory this machine has; None: the system does not say."""
+    """Return how much memory this machine has; None: unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -123,7 +97,7 @@ class _Glance(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         wanted = _LAST_RECORDS_BYTES if size is None or size < 0 else size
         if wanted > self._limit_bytes:
-            raise ValueError(f"its records speak of {wanted:,} bytes where {self._limit_bytes:,} may be")
+            raise ValueError(f"its records announce {wanted:,} bytes, and at most {self._limit_bytes:,} are allowed")
         return self._file.read(wanted)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -1,4 +1,4 @@
-"""Who this process is, as the scheduler that started it says: Slurm, Open MPI, MPICH, LSF and Kubernetes.
+"""The identity of this process according to its scheduler: Slurm, Open MPI, MPICH, LSF or Kubernetes.
 
     started by                   rank                  of                    on its machine            rank 0 is at
     LSF's jsrun                  JSM_NAMESPACE_RANK    JSM_NAMESPACE_SIZE    JSM_NAMESPACE_LOCAL_RANK  LSB_MCPU_HOSTS
@@ -7,7 +7,7 @@
     Slurm's srun                 SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID             ..._STEP_NODELIST
     Kubernetes, in a TrainJob    PET_NODE_RANK         PET_NNODES                                      PET_MASTER_ADDR
 
-Pure functions of the variables; `process_env.py` reads them. RANK and WORLD_SIZE, which torchrun sets, rule over all.
+Pure functions of the variables, which `process_env.py` reads. RANK and WORLD_SIZE take precedence over all of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cyxtrain.errors import ConfigError
 Variables = Mapping[str, str]
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-"""Below those that kernels give to whoever asks for any."""
+"""Below the ephemeral ports of kernels."""
 _SPECIAL_STEPS = 0xFFFF_FFF0
-"""From here on Slurm numbers steps that no srun made: a batch script, an interactive shell."""
+"""Slurm numbers steps that srun did not create, such as batch scripts, from here on."""
 _FIRST_HOSTS = re.compile(r"(?:[^,\[]|\[[^\]]*\])*")
 """Of a list such as "gpu[07-09,12],login1": "gpu[07-09,12]"."""
 _NUMBERS = re.compile(r"\[(\w+)[^\]]*\]")
@@ -32,19 +32,10 @@ _NUMBERS = re.compile(r"\[(\w+)[^\]]*\]")
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is, as a scheduler says.
-
-    Attributes:
-        by: Who says so, such as "Slurm".
-        rank: Among all processes.
-        world_size: How many there are.
-        local_rank: Among those of its machine; None: it is not said.
-        master_addr: Where rank 0 is; None: it is not said.
-        master_port: The same number in all processes of the job; None: the default.
-        local_world_size: How many of them its machine has; None: it is not said.
-    """
+    """A process as its scheduler describes it; None: the scheduler does not say."""
 
     by: str
+    """The name of the scheduler."""
     rank: int
     world_size: int
     local_rank: int | None
@@ -53,47 +44,37 @@ class Identity:
     local_world_size: int | None = None
 
     def to_variables(self) -> dict[str, str]:
-        """Returns the same in torchrun's words, as far as it is said."""
-        said = {
+        """Return the variables that torchrun would set, as far as they are known."""
+        known = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
         }
-        return {name: str(value) for name, value in said.items() if value is not None}
+        return {name: str(value) for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class _Scheduler:
-    """By which variables one speaks.
-
-    Attributes:
-        by: Its name.
-        rank: Name of the variable; where it is set, this scheduler has started the process.
-        world_size: As above.
-        local_rank: As above.
-        local_size: How many processes its machine has: a number, or Slurm's list of all machines' such as "2(x3),1".
-        job: Names of what tells this job from others; those that are set.
-        host: Returns where rank 0 is, on several machines; None: it is not said.
-        applies: Whether the variables are meant as they look.
-    """
+    """The names of a scheduler's variables."""
 
     by: str
     rank: str
+    """If it is set, this scheduler has started the process."""
     world_size: str
     local_rank: str
     local_size: str
+    """Processes on this machine: a number, or Slurm's list for all machines such as "2(x3),1"."""
     job: tuple[str, ...]
+    """Variables that tell this job from others."""
     host: Callable[[Variables], str | None] = lambda variables: None
+    """Returns where rank 0 is, on several machines."""
     applies: Callable[[Variables], bool] = lambda variables: True
+    """Whether the variables are really those of this scheduler."""
 
     def identify(self, variables: Variables) -> Identity | None:
-        """Returns who this process is; None: this scheduler has not started it.
-
-        Raises:
-            ConfigError: A variable of it is missing or no number.
-        """
+        """Return the identity of this process; None: this scheduler has not started it."""
         if self.rank not in variables or not self.applies(variables):
             return None
         rank, world_size = self._number(variables, self.rank), self._number(variables, self.world_size)
@@ -109,7 +90,7 @@ class _Scheduler:
         return Identity(self.by, rank, world_size, local_rank, host, port, local_size)
 
     def _disagreement(self, variables: Variables, number: str, count: str) -> ConfigError:
-        """Returns the error for a number that is outside of its count."""
+        """Return the error for a rank outside of its world."""
         why = ""
         if self.rank == "SLURM_PROCID":
             why = (
@@ -127,14 +108,14 @@ class _Scheduler:
         if not (value.isascii() and value.isdecimal()):
             raise ConfigError(
                 f"{self.by} has started this process ({self.rank} is set), and {name} is "
-                f"{'not a whole number: ' + repr(value) if value else 'not set'}. RANK and WORLD_SIZE rule over what "
+                f"{'not a whole number: ' + repr(value) if value else 'not set'}. RANK and WORLD_SIZE override what "
                 f"it says: set both; or unset {self.rank} for a process that is alone."
             )
         return int(value)
 
 
 def _local_size(variables: Variables, name: str) -> int | None:
-    """Returns how many processes this machine has; None: it is not said."""
+    """Return how many processes this machine has; None: unknown."""
     sizes = []
     for part in variables.get(name, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -146,13 +127,13 @@ def _local_size(variables: Variables, name: str) -> int | None:
 
 
 def _is_in_srun(variables: Variables) -> bool:
-    """Returns whether srun has started this process: a batch script, too, finds that it is task 0 of several."""
+    """Return whether srun has started this process: a batch script also has the variables of task 0."""
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _SPECIAL_STEPS
 
 
 def _is_mpich(variables: Variables) -> bool:
-    """Returns whether this is mpiexec's doing: Slurm's srun sets PMI_RANK as well, and knows more.
+    """Return whether mpiexec has started this process: srun sets PMI_RANK as well.
 
     Within a Slurm job mpiexec has srun start one process per machine, whose variables its own processes inherit.
     """
@@ -167,14 +148,14 @@ def _slurm_host(variables: Variables) -> str | None:
 
 
 def _lsf_host(variables: Variables) -> str | None:
-    """Returns the first host with processes: before it comes the one from which jsrun was called."""
+    """Return the first host with processes, which follows the one from which jsrun was called."""
     hosts = variables.get("LSB_MCPU_HOSTS", "").split()[::2]
     return hosts[1] if len(hosts) > 1 else None
 
 
 _SCHEDULERS = (
-    # An mpirun within a Slurm job starts its processes from steps of srun's, whose variables they inherit; and LSF's
-    # jsrun sets Open MPI's, too.
+    # In this order: processes of an mpirun within a Slurm job inherit the variables of srun, and LSF's jsrun sets those
+    # of Open MPI too.
     _Scheduler(
         by="LSF (jsrun)",
         rank="JSM_NAMESPACE_RANK",
@@ -215,14 +196,7 @@ _SCHEDULERS = (
 
 
 def detect(variables: Variables) -> Identity | None:
-    """Returns who this process is, as a scheduler says; None: none has started it.
-
-    Args:
-        variables: The environment, without RANK and WORLD_SIZE.
-
-    Raises:
-        ConfigError: What the scheduler says is half of it, or does not say which process this is.
-    """
+    """Return the identity of this process; None: no scheduler has started it."""
     for scheduler in _SCHEDULERS:
         identity = scheduler.identify(variables)
         if identity is not None:
@@ -231,51 +205,41 @@ def detect(variables: Variables) -> Identity | None:
 
 
 def disagreement(variables: Variables, rank: int, world_size: int) -> str:
-    """Returns how a scheduler contradicts RANK and WORLD_SIZE, which override it, and what to do; "": it does not.
-
-    Args:
-        variables: The environment.
-        rank: Of this process, as it takes itself to be.
-        world_size: How many there are.
-    """
+    """Return how a scheduler contradicts RANK and WORLD_SIZE, and what to do; "": it does not."""
     if "RANK" not in variables or "TORCHELASTIC_RUN_ID" in variables or "CYXTRAIN_RUN" in variables:
         return ""  # a launcher has started several processes, of which the scheduler knows one
     for scheduler in _SCHEDULERS:
         names = (scheduler.rank, scheduler.world_size)
         if names[0] not in variables or not scheduler.applies(variables):
             continue
-        said = [f"{name}={variables.get(name)}" for name in names]
-        if said == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
+        reported = [f"{name}={variables.get(name)}" for name in names]
+        if reported == [f"{names[0]}={rank}", f"{names[1]}={world_size}"]:
             return ""
         return (
-            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(said)}: unset "
-            f"RANK and WORLD_SIZE where {scheduler.by} starts the ranks."
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, and {scheduler.by} says {' and '.join(reported)}: unset "
+            f"RANK and WORLD_SIZE if {scheduler.by} starts the ranks."
         )
     return ""
 
 
 def cores_left(variables: Variables) -> int | None:
-    """Returns how many cores of this machine a scheduler has given to this process; None: it does not say.
-
-    Args:
-        variables: The environment.
-    """
-    said = None
+    """Return how many cores of this machine a scheduler has given to this process; None: unknown."""
+    reported = None
     if "SLURM_JOB_ID" in variables:
         own = variables.get("SLURM_CPUS_PER_TASK") if _is_in_srun(variables) else None
-        said = own or variables.get("SLURM_CPUS_ON_NODE")
+        reported = own or variables.get("SLURM_CPUS_ON_NODE")
     elif "PBS_JOBID" in variables:
-        said = variables.get("NCPUS")
+        reported = variables.get("NCPUS")
     elif "LSB_JOBID" in variables:
         hosts = variables.get("LSB_MCPU_HOSTS", "").split()
-        said = hosts[1] if len(hosts) == 2 else None
+        reported = hosts[1] if len(hosts) == 2 else None
     elif variables.get("NHOSTS") == "1":  # Grid Engine
-        said = variables.get("NSLOTS")
-    return int(said) if said and said.isascii() and said.isdecimal() and int(said) > 0 else None
+        reported = variables.get("NSLOTS")
+    return int(reported) if reported and reported.isascii() and reported.isdecimal() and int(reported) > 0 else None
 
 
 def _in_kubernetes(variables: Variables) -> Identity | None:
-    """Returns which pod of a TrainJob this is: Kubeflow tells torchrun, by defaults of its options."""
+    """Return which pod of a TrainJob this is; Kubeflow sets the defaults of torchrun's options."""
     if not {"PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
         return None
     check_pod(variables)
@@ -284,18 +248,14 @@ def _in_kubernetes(variables: Variables) -> Identity | None:
         raise ConfigError(
             f"Kubernetes says that this is pod {values[0]} of {values[1]}, with port {values[2]} (PET_NODE_RANK, "
             "PET_NNODES, PET_MASTER_PORT), which are not three whole numbers. Begin the command with 'cyxtrain launch "
-            "--', or set RANK and WORLD_SIZE, which rule."
+            "--', or set RANK and WORLD_SIZE, which take precedence."
         )
     rank, world_size, port = map(int, values)
     return Identity("Kubernetes", rank, world_size, 0, variables.get("PET_MASTER_ADDR") or None, port)
 
 
 def check_pod(variables: Variables) -> None:
-    """Refuses a pod that is to have several processes, and whose command starts one.
-
-    Raises:
-        ConfigError: With what to begin the command with.
-    """
+    """Refuse a pod that is configured for several processes if its command starts one."""
     processes = variables.get("PET_NPROC_PER_NODE", "1")
     if processes not in ("", "1") and "LOCAL_RANK" not in variables:
         raise ConfigError(
@@ -305,13 +265,7 @@ def check_pod(variables: Variables) -> None:
 
 
 def started_by(variables: Variables, rank: int, world_size: int) -> str:
-    """Returns who has started this process as one of several, and how to override it; "" where that needs no words.
-
-    Args:
-        variables: The environment.
-        rank: Of this process.
-        world_size: How many there are.
-    """
+    """Return what has started this process as one of several, and how to override it; "" if that is obvious."""
     if "RANK" in variables:
         return "started by torchrun" if "TORCHELASTIC_RUN_ID" in variables else ""
     identity = detect(variables)

@@ -7,10 +7,9 @@ import sys
 
 
 def open_absent() -> None:
-    """Open the null device in place of stdin, stdout or stderr if this process was started without it (`>&-`).
+    """Open the null device as stdin, stdout or stderr if this process was started without it (`>&-`).
 
-    Otherwise the next file or socket gets its number, and everything that is printed goes there. Child processes
-    inherit the null device.
+    Otherwise the next file or socket would get its descriptor, and everything that is printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

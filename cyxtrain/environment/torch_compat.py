@@ -1,7 +1,7 @@
-"""PyTorch's private names that cyxtrain uses, and what happens in a version without one of them.
+"""The private names of PyTorch that cyxtrain uses, and what happens in a version without one of them.
 
-Nothing else in cyxtrain names them (tests/compat/test_torch_compat.py lists the few that a hot path reads by itself).
-Where PyTorch has a public name from some version on, that is taken.
+No other module names them (tests/compat/test_torch_compat.py lists the few that a hot path reads directly). A public
+name is used if PyTorch has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cyxtrain.errors import CyxtrainError
 
 TESTED_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions that the nightly tests run on. The only place that says so."""
+"""Minor versions that the nightly tests run on; listed nowhere else."""
 
 
 class PrivateName(NamedTuple):
@@ -113,15 +113,7 @@ def find(name: str) -> Any:
 
 
 def require(name: str, what: str) -> Any:
-    """Return what PyTorch has under a name.
-
-    Args:
-        name: Where it is.
-        what: What needs it, for the error.
-
-    Raises:
-        CyxtrainError: This version has none.
-    """
+    """Return what PyTorch has under a name."""
     found = find(name)
     if found is None:
         raise _refusal(name, what)
@@ -183,12 +175,12 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parts_of_schedule(scheduler: Any) -> Sequence[Any]:
-    """Return the schedules that one is made of; none, for most."""
+    """Return the schedules that a schedule combines; most combine none."""
     return getattr(scheduler, "_schedulers", ())
 
 
 def milestones_of(scheduler: Any) -> Sequence[int]:
-    """Return the steps at which the parts of a SequentialLR begin, but for the first; none, where nobody can tell."""
+    """Return the steps at which the later parts of a SequentialLR begin; empty if unknown."""
     return getattr(scheduler, "_milestones", ())
 
 
@@ -227,7 +219,7 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 
 
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest absolute value in each tensor, 0-dim; NaN where it holds one."""
+    """Return the largest absolute value of each tensor, 0-dim; NaN if it contains one."""
     if _foreach_norm is not None:
         return list(_foreach_norm(tensors, math.inf))
     return [torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors]
@@ -243,29 +235,29 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def version_of(tensor: Tensor) -> float:
-    """Return how often a tensor was changed in place; without PyTorch's counter, what equals nothing."""
+    """Return how often a tensor was changed in place; NaN if PyTorch does not count."""
     return getattr(tensor, "_version", float("nan"))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place; without PyTorch's counter, zeros."""
+    """Return how often each tensor was changed in place; zeros if PyTorch does not count."""
     return [getattr(tensor, "_version", 0) for tensor in tensors]
 
 
 def tensor_of(parameter: Tensor) -> int:
-    """Return which tensor of C++ a parameter is at the moment; where nobody knows, 0."""
+    """Return the identity of the C++ tensor behind a parameter; 0 if unknown."""
     return getattr(parameter, "_cdata", 0)
 
 
 def attach_hooks(parameter: Tensor) -> None:
-    """Let hooks that Python still knows be called, also where PyTorch has swapped the tensor below."""
+    """Register the hooks of a parameter again after PyTorch has swapped its C++ tensor."""
     known = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if known is not None:
         parameter._post_accumulate_grad_hooks = known
 
 
 def hooks_of(tensor: Tensor) -> tuple[list[Any], list[Any]]:
-    """Return what sees a tensor's gradient, and what is called when it has been accumulated."""
+    """Return a tensor's gradient hooks and its post-accumulate-grad hooks."""
     what = "sending a tensor to another process"
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     before, after = (list((_attribute(tensor, name, what) or {}).values()) for name in names)
@@ -276,65 +268,61 @@ _queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback
 
 
 def require_end_of_backward() -> None:
-    """Refuse a PyTorch in which `call_after_backward` cannot work.
-
-    Raises:
-        CyxtrainError: It is one.
-    """
+    """Refuse a PyTorch without what `call_after_backward` needs."""
     if _queue_callback is None:
         raise _refusal("torch.autograd.Variable._execution_engine.queue_callback", "DistributedDataParallel")
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call something when the backward that is running ends."""
+    """Call a function at the end of the current backward."""
     _queue_callback(callback)
 
 
 # Modules.
 
 LossModule: Any = nn.MSELoss.__base__
-"""The class above all losses of PyTorch's."""
+"""The base class of PyTorch's losses."""
 BatchNormModule: Any = nn.BatchNorm1d.__base__
-"""The class above all batch norms of PyTorch's."""
+"""The base class of PyTorch's batch norms."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module itself, as it keeps them."""
+    """Return the dict of a module's own parameters."""
     found: dict[str, nn.Parameter | None] = _attribute(module, "_parameters", "cyxtrain")
     return found
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module itself, as it keeps them."""
+    """Return the dict of a module's own buffers."""
     found: dict[str, Tensor | None] = _attribute(module, "_buffers", "cyxtrain")
     return found
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the modules directly in a module, as it keeps them."""
+    """Return the dict of a module's direct children."""
     found: dict[str, nn.Module | None] = _attribute(module, "_modules", "cyxtrain")
     return found
 
 
 def compiled_call(model: nn.Module) -> Any:
-    """Return what `model.compile()` has replaced the model's call with; None: nothing."""
+    """Return the compiled call that `model.compile()` has set, or None."""
     return _attribute(model, "_compiled_call_impl", "compile=True")
 
 
 def set_compiled_call(model: nn.Module, call: Any) -> None:
-    """Put back what `compiled_call` returned."""
+    """Restore what `compiled_call` returned."""
     model._compiled_call_impl = call
 
 
 def unmark_cuda_graph_steps() -> None:
-    """Let PyTorch find out by itself again where a step begins: once it has been told, it waits to be told."""
+    """Let PyTorch detect again where a step of a CUDA graph begins, after explicit marks."""
     box = find("torch._inductor.cudagraph_trees.MarkStepBox")
     if box is not None:
         box.mark_step_counter = 0
 
 
 def inject_parametrizations(module: nn.Module, names: Sequence[str]) -> None:
-    """Give a module a class of its own in which parameters with these names are calculated."""
+    """Give a module its own class, in which parameters with these names are computed."""
     what = "a model with parametrizations in another process"
     require("torch.nn.utils.parametrize._inject_new_class", what)(module)
     for name in names:
@@ -346,7 +334,7 @@ _skips = [find(f"{_EVAL_FRAME}.{name}") for name in ("_FrameExecStrategy", "_Fra
 
 
 def skip_compiling(function: types.FunctionType) -> bool:
-    """Keep the compiler away from a function, and from all that it calls; False: this version has no such way."""
+    """Exclude a function, and all that it calls, from compilation; return whether this version can."""
     if None in _skips:
         return False
     strategy, action, set_strategy = _skips
@@ -355,7 +343,7 @@ def skip_compiling(function: types.FunctionType) -> bool:
 
 
 def forget_iterator(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Take from a copy of a loader the iterator, whose workers the original may be using."""
+    """Remove the iterator from a copy of a loader: the original may be using its workers."""
     loader._iterator = None
 
 
@@ -367,12 +355,12 @@ _profiler = torch.autograd.profiler
 
 
 def is_profiling() -> bool:
-    """Returns whether a profiler is on that can be told what happens."""
+    """Return whether a profiler is active that accepts our events."""
     return _begin_record is not None and getattr(_profiler, "_is_profiler_enabled", False)
 
 
 def begin_profiled(name: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
-    """Shows the profiler that something begins, with the shapes of its inputs; returns what ends it, in any thread."""
+    """Begin an event of the profiler, with the shapes of its inputs; return the function that ends it."""
     return functools.partial(_end_record, _begin_record(name, *inputs))
 
 
@@ -384,9 +372,9 @@ _excepthooks: tuple[Any, Any] | None = None
 
 @contextlib.contextmanager
 def noting_excepthook() -> Iterator[None]:
-    """Note, within, how init_process_group wraps `sys.excepthook`: each line of a traceback then begins with the rank.
+    """Remember, within, how init_process_group wraps `sys.excepthook` to prefix tracebacks with the rank.
 
-    What is left of an earlier group, which the program has destroyed by itself, is taken off first.
+    A wrapper left by a group that the program has destroyed itself is removed first.
     """
     global _excepthooks
     put_back_excepthook()
@@ -398,7 +386,7 @@ def noting_excepthook() -> Iterator[None]:
 
 
 def put_back_excepthook() -> None:
-    """Take off what PyTorch has put around `sys.excepthook`; a hook that the program has set since then stays."""
+    """Remove PyTorch's wrapper of `sys.excepthook`; a hook that the program has set since stays."""
     global _excepthooks
     if _excepthooks is not None and sys.excepthook is _excepthooks[1]:
         sys.excepthook = _excepthooks[0]
@@ -415,7 +403,7 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def identity_of_gpu(index: int) -> tuple[str, str]:
-    """Return (UUID, PCI address) of a visible CUDA device; "" for what this version of PyTorch does not tell."""
+    """Return (UUID, PCI address) of a visible CUDA device; "" for what this version of PyTorch lacks."""
     properties = torch.cuda.get_device_properties(index)
     address = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
     return str(getattr(properties, "uuid", "")), ":".join(map(str, address)).strip(":")
@@ -432,7 +420,7 @@ def process_groups() -> list[Any]:
 
 
 def abort_process_groups() -> None:
-    """Leave all process groups without waiting for what was begun in them, as `destroy_process_group` does."""
+    """Leave all process groups without waiting for pending operations, unlike `destroy_process_group`."""
     if _abort_process_group is not None:
         _abort_process_group()
         return
@@ -442,7 +430,7 @@ def abort_process_groups() -> None:
 
 
 Backend: Any = find("torch._C._distributed_c10d.Backend") or object
-"""What a backend written in Python subclasses; `torch.distributed.Backend` is a list of names."""
+"""The base class of backends written in Python; `torch.distributed.Backend` is a list of names."""
 
 
 def _can_write_backends() -> bool:
@@ -459,11 +447,7 @@ BACKENDS_HAVE_A_CONSTRUCTOR = _can_write_backends()
 
 
 def register_backend(group: dist.ProcessGroup, backend: Any, devices: Sequence[str]) -> None:
-    """Register a backend with a process group, for some types of device.
-
-    Raises:
-        CyxtrainError: This version of PyTorch has no way to.
-    """
+    """Register a backend with a process group, for some types of device."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     for device in devices:
         _attribute(group, "_register_backend", "the ring")(torch.device(device), kind, backend)

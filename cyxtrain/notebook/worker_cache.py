@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cyxtrain.config import BackendType
+from cyxtrain.config import BackendType, requested_backend
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.notebook.pool import Pool
@@ -126,7 +126,7 @@ def is_on_gpu(trainer: DistributedTrainer) -> bool:
         return accelerator.is_accelerator(torch.device(device))
     if parameter is not None and accelerator.is_accelerator(parameter.device):
         return True
-    return accelerator.visible() is not None and process_env.backend() in (None, BackendType.NCCL)
+    return accelerator.visible() is not None and requested_backend() in (None, BackendType.NCCL)
 
 
 workers = Workers()

@@ -169,4 +169,4 @@ def _written(value: Any, marks: Marks | None) -> SharedFile:
 def _announce(error: BaseException) -> None:
     """Inform the other ranks of an error of this one."""
     told = DistributedTrainingError("sys.exit was called") if isinstance(error, SystemExit) else error
-    runtime.tell(told, in_training=True)
+    runtime.end_group(told, in_training=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
-from cyxtrain.environment import accelerator, process_env, torch_compat
+from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.ring.dynamo_skip import skip_dynamo
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.process_group import RingOperations
@@ -106,7 +106,7 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
     """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
     if isinstance(ready, RingProcessGroup):
         return ready
-    settings = dataclasses.replace(process_env.ring_options(), group_name=options.group_id)
+    settings = dataclasses.replace(RingOptions.from_environment(), group_name=options.group_id)
     names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
     return RingProcessGroup(
         options.store,

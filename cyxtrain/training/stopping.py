@@ -192,7 +192,7 @@ def _second_ctrl_c_heard() -> Iterator[None]:
         with reader:
             while received := reader.recv(64):
                 if signal.SIGINT in received and not ended.wait(_HANDLER_SECONDS):
-                    runtime.tell(KeyboardInterrupt(), in_training=True)
+                    runtime.end_group(KeyboardInterrupt(), in_training=True)
 
     threading.Thread(target=listen, name="cyxtrain-ctrl-c", daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Ranks agree before anything starts: on what they were given, and on whether it is right."""
+"""Ranks check before anything starts that their inputs are valid and the same, and raise errors together."""
 
 from __future__ import annotations
 
@@ -23,17 +23,10 @@ _Planned = TypeVar("_Planned")
 
 
 def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Planned, list[dict[str, Any]]]:
-    """Returns what `plan` made of this rank's input, and every rank's facts about it, by rank.
+    """Return what `plan` made of this rank's input, and every rank's facts about it, by rank.
 
     Every rank calls it, also one whose input is wrong: so all refuse, and none waits for another. Cost: two
     all_gathers of some kilobytes.
-
-    Args:
-        plan: Returns (whatever is planned, facts about it), or raises. The facts are JSON values by name, as people
-            call them; they must be the same on every rank, but for names that begin with "_".
-
-    Raises:
-        ConfigError: Some rank's plan failed, or the facts differ; on every rank.
     """
     facts: dict[str, Any] = {}
     problem: Exception | None = None
@@ -46,15 +39,7 @@ def agree_on(plan: Callable[[], tuple[_Planned, dict[str, Any]]]) -> tuple[_Plan
 
 
 def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[str, Any]]:
-    """Returns every rank's facts, by rank, when they are the same and no rank has a problem.
-
-    Args:
-        facts: As `agree_on`.
-        problem: What is wrong on this rank.
-
-    Raises:
-        ConfigError: Some rank has a problem, or the facts differ; on every rank.
-    """
+    """Return every rank's facts, by rank, when they are the same and no rank has a problem."""
     text = json.dumps({"facts": facts, "problem": None if problem is None else _text(problem)})
     everyone = [json.loads(found) for found in runtime.gather_texts(text)]
     refused = next((rank for rank, other in enumerate(everyone) if other["problem"] is not None), None)
@@ -70,25 +55,21 @@ def agree(facts: dict[str, Any], problem: Exception | None = None) -> list[dict[
 
 @contextlib.contextmanager
 def ending_group_on_error() -> Iterator[None]:
-    """Within, what fails on this rank alone ends the group: the others would wait for it.
-
-    Raises:
-        CyxtrainError: The error of another rank, if what failed here is a collective that ended because of it.
-    """
+    """End the group if something within fails on this rank alone: the others would wait for it."""
     try:
         yield
     except BaseException as error:
         if is_on_all_ranks(error):
             raise
         cause = runtime.cause_of(error)
-        runtime.tell(error, in_training=True)
+        runtime.end_group(error, in_training=True)
         if cause is not None:
             raise cause from error
         raise
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raises on every rank what went wrong on any, so that no rank waits for one that has failed.
+    """Raise on every rank an error of any of them, so that no rank waits for one that has failed.
 
     Every rank calls it. The rank itself raises its own error; the others one that names the rank, of the same type
     where that is ours. Cost: two small all_gathers.
@@ -107,12 +88,7 @@ def raise_together(problem: Exception | None) -> None:
 
 
 def on_master(action: Callable[[], object], *, together: bool) -> None:
-    """Lets rank 0 do something; what goes wrong there is raised on every rank that calls this.
-
-    Args:
-        action: What to do.
-        together: Whether every rank calls it, or rank 0 alone.
-    """
+    """Run something on rank 0, and raise its error on every rank that calls this."""
     problem: Exception | None = None
     if runtime.is_master():
         try:

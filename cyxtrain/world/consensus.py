@@ -1,4 +1,4 @@
-"""What ranks tell each other beside the data: texts, and which call each is about to make. No pickle."""
+"""Small agreements between ranks: gather texts, and check that all are about to make the same call. No pickle."""
 
 from __future__ import annotations
 
@@ -11,30 +11,22 @@ import torch.distributed as dist
 from cyxtrain.errors import CollectiveMismatchError, on_all_ranks
 
 ROLL_CALL = "roll call"
-"""What errors call it."""
+"""The `during` of its errors."""
 
 
 def backends_of(group: Any = None) -> dict[str, str]:
-    """Return what carries tensors of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
-
-    Args:
-        group: A process group; None: the default one.
-    """
+    """Return the backend for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
     found = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in found}
 
 
 def gather_texts(text: str, group: Any) -> list[str]:
-    """Returns the text of every rank, by rank: how ranks compare what they know.
+    """Return the text of every rank, by rank: how ranks compare what they know.
 
     Cost: two all_gathers; 8 bytes, then the longest text, of each rank.
-
-    Args:
-        text: Of this rank.
-        group: Of ranks, on CPUs.
     """
     content = text.encode()
-    # device: whatever the user has made the default, a small agreement goes over a CPU group.
+    # device: a small agreement uses a CPU group, also if the program sets another default device.
     own = torch.tensor([len(content)], device="cpu")
     lengths = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, own, group=group)
@@ -48,29 +40,18 @@ def gather_texts(text: str, group: Any) -> list[str]:
 
 
 def roll_call(call: str, group: Any, *, works_alone: bool = False) -> bool:
-    """Opens a call that all ranks make together: they see what each of them is about to do.
+    """Check that all ranks are about to make the same call.
 
     Where rank 0 is about to do what it can do alone, and the others wait elsewhere, they go on waiting meanwhile.
 
     Cost: as `gather_texts`.
-
-    Args:
-        call: What this rank is about to do.
-        group: Of all ranks, on CPUs.
-        works_alone: Whether rank 0 can do it by itself.
-
-    Returns:
-        Whether all ranks make this call; False on rank 0: it makes it alone.
-
-    Raises:
-        CollectiveMismatchError: Ranks are about to do different things; on every rank, with both.
     """
     while True:
-        said = [json.loads(text) for text in gather_texts(json.dumps([call, works_alone]), group)]
-        calls = [name for name, _ in said]
+        announced = [json.loads(text) for text in gather_texts(json.dumps([call, works_alone]), group)]
+        calls = [name for name, _ in announced]
         if len(set(calls)) == 1:
             return True
-        if not said[0][1] or len(set(calls[1:])) > 1:
+        if not announced[0][1] or len(set(calls[1:])) > 1:
             other = next(rank for rank, name in enumerate(calls) if name != calls[0])
             mismatch = CollectiveMismatchError(
                 f"rank 0 calls {calls[0]} and rank {other} calls {calls[other]}: all ranks must make the same calls. "

@@ -1,4 +1,4 @@
-"""Which accelerators each rank sees, and which backend and which devices follow from that, the same on every rank."""
+"""The accelerators that each rank sees, and the backend and devices that all ranks choose because of them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,20 @@ from cyxtrain.errors import BackendUnavailableError, ConfigError
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank tells the others of its accelerators while they meet.
-
-    Attributes:
-        backend: The one that its user asked for; "": none.
-        kind: Such as "cuda"; "": no accelerator is visible.
-        count: How many are visible.
-        local_rank: This rank among those of its machine.
-        uuid: Of the one that is this rank's own; "": unknown.
-        slot: Where that one is in its machine; parts of one GPU (MIG) have the same.
-        no_nccl: Why this rank cannot use NCCL; "": it can.
-    """
+    """The accelerators of one rank, as it reports them during rendezvous."""
 
     backend: str = ""
+    """The one that its user requested; "": none."""
     kind: str = ""
+    """Such as "cuda"; "": no accelerator is visible."""
     count: int = 0
     local_rank: int = 0
     uuid: str = ""
+    """Of the one that this rank uses; "": unknown."""
     slot: str = ""
+    """Its place in the machine, which parts of one GPU (MIG) share."""
     no_nccl: str = ""
+    """Why this rank cannot use NCCL; "": it can."""
 
     def to_text(self) -> str:
         """Return it as text; "" where there is nothing to tell."""
@@ -43,11 +38,7 @@ class Seen:
 
     @classmethod
     def from_text(cls, text: str) -> Seen:
-        """Read what `to_text` wrote.
-
-        Raises:
-            ConfigError: It is something else, as of another version of cyxtrain.
-        """
+        """Read what `to_text` wrote."""
         try:
             facts = json.loads(text) if text else {}
             seen = cls(**{name: type(value)(facts.get(name, value)) for name, value in _NOTHING.items()})
@@ -56,8 +47,8 @@ class Seen:
             return seen
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
-                "another rank tells of its devices what this one cannot read. Install the same version of cyxtrain "
-                "everywhere."
+                "another rank describes its devices in a way that this one cannot read. Install the same version of "
+                "cyxtrain everywhere."
             ) from None
 
 
@@ -65,11 +56,7 @@ _NOTHING = dataclasses.asdict(Seen())
 
 
 def look(config: DistributedConfig) -> Seen:
-    """Return what this rank sees. Cost: where several ranks may use NCCL, CUDA is started.
-
-    Args:
-        config: Complete.
-    """
+    """Return what this rank sees. Cost: CUDA is started if several ranks may use NCCL."""
     backend = "" if config.backend is None else BackendType.parse(config.backend).value
     visible, local_rank = accelerator.visible(), config.local_rank or 0
     if visible is None:
@@ -96,50 +83,31 @@ def why_no_nccl() -> str:
     return " and ".join(reasons)
 
 
-def asked_backend(ranks: Sequence[Seen]) -> BackendType | None:
-    """Return the backend that users asked for, of which some ranks may not have heard; None: they decide.
-
-    Args:
-        ranks: What each rank sees, by rank.
-
-    Raises:
-        ConfigError: Ranks were asked for different ones.
-    """
-    asked = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
-    if len(asked) > 1:
-        (one, first), (other, second) = [*asked.items()][:2]
+def common_backend(ranks: Sequence[Seen]) -> BackendType | None:
+    """Return the backend that any rank was told to use; None: the ranks decide."""
+    requested = {seen.backend: rank for rank, seen in enumerate(ranks) if seen.backend}
+    if len(requested) > 1:
+        (one, first), (other, second) = [*requested.items()][:2]
         raise ConfigError(
             f"rank {first} was started with the backend {one} and rank {second} with {other}. Set DISTRIBUTED_BACKEND, "
             "or DistributedConfig.backend, to the same value on every rank."
         )
-    return BackendType(next(iter(asked))) if asked else None
+    return BackendType(next(iter(requested))) if requested else None
 
 
 def check_nccl(ranks: Sequence[Seen]) -> None:
-    """Refuse NCCL, which one rank was asked for, where another one cannot use it.
-
-    Args:
-        ranks: What each rank sees, by rank.
-
-    Raises:
-        BackendUnavailableError: With the rank and the reason; on every rank.
-    """
+    """Refuse NCCL if a rank cannot use it."""
     for rank, seen in enumerate(ranks):
         missing = seen.no_nccl if seen.kind == "cuda" else "it sees no CUDA device"
         if missing:
             raise BackendUnavailableError(
-                f"NCCL was asked for, and rank {rank} cannot use it: {missing}. Leave the backend unset: "
+                f"backend 'nccl' was requested, and rank {rank} cannot use it: {missing}. Leave the backend unset: "
                 "then the ranks decide."
             )
 
 
 def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
-    """Return why ranks that were asked for no backend use the ring; "": they use NCCL, each on a GPU of its own.
-
-    Args:
-        ranks: What each sees, by rank.
-        machines: On which machine each is, by rank.
-    """
+    """Return why ranks without a requested backend use the ring; "": they use NCCL, each on its own GPU."""
     if len(ranks) == 1:
         return "one rank needs no backend"
     holders: dict[tuple[str, ...], int] = {}
@@ -148,7 +116,7 @@ def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
             return f"rank {rank} sees no CUDA device"
         if seen.no_nccl:
             return f"rank {rank} cannot use NCCL: {seen.no_nccl}"
-        # By where it is, too: NCCL refuses two parts of one GPU, which have names of their own.
+        # By slot too: NCCL refuses two parts of one GPU (MIG), which have different names.
         slot = seen.slot or ("" if seen.uuid else str(seen.local_rank % seen.count))
         for key in filter(lambda key: key[-1], (("", seen.uuid), (machines[rank], slot))):
             if key in holders:
@@ -158,12 +126,9 @@ def why_ring(ranks: Sequence[Seen], machines: Sequence[str]) -> str:
 
 
 def why_cpus(ranks: Sequence[Seen]) -> str:
-    """Return why ranks that were asked for no device train on CPUs; "": each on its accelerator, or nobody has one.
+    """Return why ranks without a requested device train on CPUs; "": each uses its accelerator, or none has one.
 
     All compute on the same kind of device: the parameters of two kinds would differ in their last bits.
-
-    Args:
-        ranks: What each sees, by rank.
     """
     kinds = [seen.kind for seen in ranks]
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)

@@ -1,4 +1,4 @@
-"""Joining the world: a backend that is here, a store that all ranks reach, and the group over it."""
+"""Join the world: choose a backend, open or reach the store, and make the default process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cyxtrain.ring import (
 from cyxtrain.world import devices
 from cyxtrain.world.devices import Seen
 
-_lives: Counter[tuple[str, int]] = Counter()
+_joins: Counter[tuple[str, int]] = Counter()
 """How often this process has joined at each address: each time has its own keys, in a store that may outlive the group.
 
 A world of one has no store, and does not count: other ranks may be new processes."""
@@ -40,47 +40,35 @@ _store: KeyValueStore | None = None
 
 @dataclass
 class Joined:
-    """How this process joined.
-
-    Attributes:
-        group: The default group that was made.
-        config: Complete, but for the backend where nobody asked for one.
-        cpu_group: For CPU tensors and small agreements.
-        seen: What each rank sees of accelerators, by rank; over Gloo this rank alone.
-        backend: The one that users asked for; None: the ranks have decided.
-        why_ring: Why they use the ring, where they have decided so.
-        store: Kept open for groups that are made later; on rank 0 it holds the port.
-    """
+    """How this process joined."""
 
     group: Any
+    """The default group."""
     config: DistributedConfig
+    """Complete, except for the backend if the ranks chose it."""
     cpu_group: Any
+    """The group for CPU tensors and small agreements."""
     seen: list[Seen]
+    """By rank; over Gloo this rank alone."""
     backend: BackendType | None
+    """The requested one; None: the ranks chose."""
     why_ring: str
+    """Why the ranks chose the ring."""
     store: dist.Store
+    """Kept open for later groups; on rank 0 it holds the port."""
 
 
 def join(config: DistributedConfig) -> Joined:
-    """Makes the default torch process group.
-
-    Args:
-        config: Complete.
-
-    Raises:
-        ConfigError: A local rank without a GPU; or ranks were asked for different backends.
-        RendezvousError: The ranks did not find each other within `timeout_ms`.
-        BackendUnavailableError: The backend is not on this machine.
-    """
+    """Make the default torch process group."""
     deadline = Deadline(config.timeout_ms / 1000)
     _warn_of_untested_torch(config.rank or 0)
     if config.backend is not None:
         _require_backend(BackendType.parse(config.backend), config)
     seen = devices.look(config)
-    # What cannot be is refused before anything starts.
-    options = replace(process_env.ring_options(), devices=seen.to_text(), group_name=_life_name(config))
+    # Refuse wrong settings before anything starts.
+    options = replace(RingOptions.from_environment(), devices=seen.to_text(), group_name=_key_prefix(config))
     while True:
-        store = _store_of_this_life(config, options, deadline)
+        store = _store_for_joining(config, options, deadline)
         try:
             if config.backend is BackendType.GLOO:
                 store = _make_gloo(store, config, options, deadline)
@@ -88,14 +76,14 @@ def join(config: DistributedConfig) -> Joined:
             else:
                 joined = _make_groups(store, config, options, deadline)
         except StoreLostError:
-            # Rank 0 of the life before went away just now; its next life opens the store again.
+            # The previous process of rank 0 has just ended; the next one opens the store again.
             if config.rank == 0 or deadline.passed():
                 raise
             continue
         break
-    if config.world_size != 1:  # not when it failed: a rank that tries again must look where the others are
-        _lives[config.master_addr, config.master_port] += 1
-    # Groups that are made later meet there: over NCCL at their first collective, to which a rank may come late.
+    if config.world_size != 1:  # not after a failure: a rank that retries must use the same keys as the others
+        _joins[config.master_addr, config.master_port] += 1
+    # Later groups use this store: with NCCL at their first collective, which a rank may reach late.
     is_nccl = joined.cpu_group is not joined.group
     joined.store.set_timeout(timedelta(milliseconds=config.collective_timeout_ms if is_nccl else config.timeout_ms))
     if not process_env.sets_threads():
@@ -104,37 +92,33 @@ def join(config: DistributedConfig) -> Joined:
 
 
 def open_world_store(config: DistributedConfig, secret: bytes | None, seconds: float) -> dist.Store:
-    """Open the store as rank 0, or reach it; torchrun's agent keeps one for all.
-
-    Raises:
-        RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.
-    """
+    """Open the store as rank 0, or reach it; torchrun's agent keeps one for all."""
     global _store
     rank, world_size = config.rank or 0, config.world_size or 1
     address, port = config.master_addr, config.master_port
-    prefix = process_env.agent_store_prefix(config)
+    prefix = process_env.agent_store_prefix(address, port)
     if prefix is not None:
         return dist.PrefixStore(prefix, reach_tcp_store(rank, address, port, world_size, seconds))
     _store = open_store(rank, address, port, world_size, secret, seconds)
     return _store
 
 
-def _store_of_this_life(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
+def _store_for_joining(config: DistributedConfig, options: RingOptions, deadline: Deadline) -> dist.Store:
     if config.world_size == 1:
         return dist.HashStore()  # inside this process: no port
     if _store is not None and _store.host == config.master_addr and not _store.await_end(deadline.left()):
         raise RendezvousError(
-            f"rank 0 is still in the world that this process has left, and has its port at {config.master_addr}. To "
-            "begin a new world, every rank must leave the old one first (cyxtrain.finalize()).",
+            f"rank 0 has not left the world that this process has left, and still uses its port at "
+            f"{config.master_addr}. To begin a new world, every rank must leave the old one (cyxtrain.finalize()).",
             rank=0,
         )
     forget_store()
     store = open_world_store(config, options.secret_bytes, _left(deadline).total_seconds())
-    return dist.PrefixStore(_life_name(config), store)
+    return dist.PrefixStore(_key_prefix(config), store)
 
 
-def _life_name(config: DistributedConfig) -> str:
-    return f"/cyxtrain/{_lives[config.master_addr, config.master_port] + 1}"
+def _key_prefix(config: DistributedConfig) -> str:
+    return f"/cyxtrain/{_joins[config.master_addr, config.master_port] + 1}"
 
 
 def forget_store() -> None:
@@ -150,35 +134,34 @@ def forget_parent() -> None:
     if _store is not None:
         _store.source.abandon()
     forget_store()
-    _lives.clear()
+    _joins.clear()
 
 
 def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOptions, deadline: Deadline) -> Joined:
-    """Makes a ring, over which the ranks tell what they see; then NCCL's group, if each has a GPU of its own.
+    """Make a ring, over which the ranks exchange what they see; then a group of NCCL if each has its own GPU.
 
     Joining has one deadline, collectives another.
     """
     rank, world_size = config.rank or 0, config.world_size or 1
     timeout = timedelta(milliseconds=config.collective_timeout_ms)
-    # Made before PyTorch hears of it, which counts the groups that it begins to make, also those that fail: then
-    # a rank that tries again would look for the others in another place.
+    # Made before PyTorch knows of it, which counts failed groups too: a rank that retries would use other keys.
     ring = RingProcessGroup(
         store, rank, world_size, timeout, join_timeout=_left(deadline), options=options, siblings=WORLD_GROUPS
     )
     try:
-        told = ring.told or [("", options.devices)]
-        seen = [Seen.from_text(text) for _, text in told]
-        asked = devices.asked_backend(seen)
-        why_ring = "" if asked else devices.why_ring(seen, [machine for machine, _ in told])
+        reports = ring.told or [("", options.devices)]
+        seen = [Seen.from_text(text) for _, text in reports]
+        backend = devices.common_backend(seen)
+        why_ring = "" if backend else devices.why_ring(seen, [machine for machine, _ in reports])
         group: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
-        if asked is BackendType.CPU or why_ring:
+        if backend is BackendType.CPU or why_ring:
             dist.init_process_group("ring", **group, timeout=timeout, pg_options=ring)
-            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, asked, why_ring, store)
+            return Joined(dist.group.WORLD, config, dist.group.WORLD, seen, backend, why_ring, store)
         devices.check_nccl(seen)
         group["store"] = store = share_tcp_store(store, rank, world_size, deadline)
         _make_nccl(group, config, deadline)
-        beside = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
-        return Joined(dist.group.WORLD, config, beside, seen, asked, "", store)
+        side_ring = dist.new_group(backend="ring", timeout=timeout, pg_options=ring)
+        return Joined(dist.group.WORLD, config, side_ring, seen, backend, "", store)
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
         ring.shutdown()
@@ -186,7 +169,7 @@ def _make_groups(store: dist.Store, config: DistributedConfig, options: RingOpti
 
 
 def _make_nccl(group: dict[str, Any], config: DistributedConfig, deadline: Deadline) -> None:
-    """Makes NCCL's group the default one, connected, on the GPU of this rank."""
+    """Make NCCL's group the default one, connected, on the GPU of this rank."""
     device = torch.device("cuda", (config.local_rank or 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     try:
@@ -210,7 +193,7 @@ def _make_gloo(store: dist.Store, config: DistributedConfig, options: RingOption
 
 
 def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) -> RendezvousError:
-    """Returns the error for a group that PyTorch could not make."""
+    """Return the error for a group that PyTorch could not make."""
     hint = "Look at the output of the other ranks."
     if "Duplicate GPU" in str(error):
         hint = (
@@ -221,7 +204,7 @@ def _not_joined(backend: str, config: DistributedConfig, error: RuntimeError) ->
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """Returns the time until it; never none, which a process group takes for "not given"."""
+    """Return the time left, above 0, which a process group would take for "not given"."""
     return timedelta(seconds=max(deadline.left(), 0.001))
 
 
@@ -244,16 +227,12 @@ def _require_backend(backend: BackendType, config: DistributedConfig) -> None:
 
 
 def _share_cores(ranks: int, own_cores: int | None = None) -> None:
-    """Leaves each rank of this machine its share of the cores, as our launcher does.
+    """Limit PyTorch's threads to this rank's share of the cores, as our launcher does.
 
     Where nobody binds ranks to cores, each would start as many threads as the machine has cores, also in a container
     that gets the time of two: they wait for each other, and training takes tens of times as long.
-
-    Args:
-        ranks: How many share the cores of this machine, as far as it is known.
-        own_cores: How many a scheduler has given to this process; None: it does not say.
     """
-    # All of the machine's: of those that this rank may run on nobody can tell whether the others may, too.
+    # All cores of the machine: whether the other ranks may use those of this rank is unknown.
     cores = min(os.cpu_count() or 1, cgroup_quota())
     most = min(cores // ranks, own_cores or cores)
     if torch.get_num_threads() > max(most, 1):
@@ -261,7 +240,7 @@ def _share_cores(ranks: int, own_cores: int | None = None) -> None:
 
 
 def _warn_of_untested_torch(rank: int) -> None:
-    """Warns on rank 0, once in a process."""
+    """Warn on rank 0, once in a process."""
     if rank == 0 and not torch_compat.is_tested():
         _warn_once(
             f"PyTorch {torch.__version__} is outside the range that cyxtrain is tested with: "

@@ -150,8 +150,8 @@ def test_a_slow_rank_is_warned_about_with_what_it_does_by_who_waits_for_it_and_i
     for seconds, text in zip((2, 4), received[2], strict=True):
         found = re.fullmatch(
             r"WARNING rank 2 has waited (\d) s for rank 1 in all_reduce #\d \(SUM, float32 \[80000\]\)\. "
-            r"It says: MainThread is at busy_ranks\.py:\d+ in load_much_data; the last collective it called is "
-            r"barrier #\d\. It is slow, not lost: nothing ends before the deadline \(collective_timeout_ms\)\.",
+            r"It reports: MainThread is at busy_ranks\.py:\d+ in load_much_data; the last collective it called is "
+            r"barrier #\d\. It is slow, not lost: the wait ends at the deadline \(collective_timeout_ms\)\.",
             text,
         )
         assert found is not None, text
@@ -162,7 +162,7 @@ def test_a_rank_that_holds_the_gil_is_waited_for_and_said_not_to_answer(came_of)
     received = came_of("GIL")
     assert [bool(texts) for texts in received] == [False, True, False], received
     assert re.match(r"WARNING rank 1 has waited [567] s for rank 0 in all_reduce #\d ", received[1][0])
-    assert "It does not answer: one call in it may keep Python's lock (GIL)." in received[1][0]
+    assert "It does not answer: one call in it may hold Python's lock (GIL)." in received[1][0]
 
 
 # --- errors in a rank's own code ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -24,8 +25,10 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous import pytorch_store
 from cyxtrain.ring.rendezvous import store as store_module
 from cyxtrain.ring.rendezvous.handshake import Hello
-from cyxtrain.ring.rendezvous.key_values import KeyValues
+from cyxtrain.ring.rendezvous.key_values import Connection, KeyValues, KeyValueStore
 from cyxtrain.ring.rendezvous.store import reach_store, serve_store
+from cyxtrain.ring.rendezvous.store_client import StoreClient
+from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.world import runtime
 
 
@@ -292,6 +295,17 @@ def test_its_end_is_noticed_after_the_port_is_free():
         waiting.join(10)
         assert found == [True, None]
         assert isinstance(error_of(lambda: other.set("key", "value")), dist.DistNetworkError)
+
+
+def test_a_store_that_does_not_answer_is_left_at_the_deadline_of_the_rendezvous():
+    own, other = socket.socketpair()
+    with own, other:
+        store = KeyValueStore(Connection(own), "127.0.0.1", SECONDS)
+        begin = time.monotonic()
+        client = StoreClient(dist.PrefixStore("run", store), "rank 1", Deadline(0.1))
+        assert "rank 1 gets no answer from the store" in str(error_of(lambda: client.get("key")))
+        assert time.monotonic() - begin < 5.0  # far below the store's own timeout
+        assert client.lost
 
 
 def test_a_forked_child_lets_go_of_it():

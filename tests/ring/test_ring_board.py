@@ -122,6 +122,16 @@ def test_forked_processes_are_told_apart(monkeypatch):
     assert RankRecord(2).token != own
 
 
+def test_a_proof_of_one_group_proves_nothing_in_another_one_of_the_same_ranks():
+    store, names = dist.HashStore(), ("1", "2")
+    options = [RingOptions(secret="secret", group_name=name) for name in names]
+    one, other = (Membership(store, 0, range(2), Deadline(5.0), each) for each in options)
+    one.store.set("key", "value")
+    assert one.store.get("key") == b"value"
+    assert other.store.get("key") is None
+    assert other.store.forged == {"key"}
+
+
 def test_ranks_that_are_not_connected_with_all_others_are_named():
     store = dist.HashStore()
     rolls = [Membership(store, rank, [4, 7, 9], Deadline(5.0)) for rank in range(3)]
@@ -180,7 +190,7 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
     [line] = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert "rank 0 has waited" in line
     assert "for rank 1 in message (float32 [3], tag 0)" in line
-    assert "It says: " in line
+    assert "It reports: " in line
 
 
 def test_what_is_wrong_with_a_question_is_not_the_stores_end():

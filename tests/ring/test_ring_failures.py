@@ -175,7 +175,7 @@ def test_a_rank_that_can_no_longer_hear_the_others_says_so_instead_of_waiting(mo
 
     monkeypatch.setattr(monitor, "take_control_frame", broken)
     errors = run_threads(2, rank_main)
-    assert "can no longer hear the others (ZeroDivisionError())" in str(errors[0])
+    assert "can no longer receive control frames (ZeroDivisionError())" in str(errors[0])
 
 
 def test_an_error_in_the_own_code_of_a_rank_reaches_the_others_who_wait():

@@ -25,9 +25,9 @@ def test_who_waits_for_nobody_is_to_blame():
 
 def test_the_last_of_a_chain_is_to_blame():
     waits = waiting()
-    waits.told(1, 7, 2)
+    waits.peer_waits(1, 7, 2)
     assert waits.blame(7, 1) == 2
-    waits.told(2, 7, 3)
+    waits.peer_waits(2, 7, 3)
     assert waits.blame(7, 1) == 3
     assert waits.blame(7, 2) == 3
 
@@ -36,16 +36,16 @@ def test_the_last_of_a_chain_is_to_blame():
 def test_in_a_circle_the_next_one_is_as_good_as_any(circle):
     waits = waiting()
     for other, peer in circle.items():
-        waits.told(other, 7, peer)
+        waits.peer_waits(other, 7, peer)
     assert waits.blame(7, 1) == 1
 
 
 def test_what_was_said_of_another_collective_is_over():
     waits = waiting()
-    waits.told(1, 6, 2)
+    waits.peer_waits(1, 6, 2)
     assert waits.blame(7, 1) == 1
-    waits.told(1, 7, 2)
-    waits.told(2, 6, 3)
+    waits.peer_waits(1, 7, 2)
+    waits.peer_waits(2, 6, 3)
     assert waits.blame(7, 1) == 2
 
 
@@ -71,9 +71,9 @@ def test_nobody_is_asked_where_nobody_waits():
 
 def test_only_those_ask_who_wait_for_the_slow_rank_directly():
     waits = waiting()
-    waits.told(1, 7, 2)
+    waits.peer_waits(1, 7, 2)
     assert waits.question(200.0) is None
-    waits.told(1, 8, 2)  # it has come on, and is now slow itself
+    waits.peer_waits(1, 8, 2)  # it has come on, and is now slow itself
     assert waits.question(201.0) == 1
 
 
@@ -85,8 +85,8 @@ def test_the_warning_says_who_waits_for_whom_for_how_long_and_what_that_one_does
     assert waits.question(130.0) == 1
     warning = waits.answered(1, "MainThread is at load.py:12 in read", 130.5)
     assert warning == (
-        f"rank 0 has waited 30 s for rank 1 in {WHAT}. It says: MainThread is at load.py:12 in read. "
-        "It is slow, not lost: nothing ends before the deadline (collective_timeout_ms)."
+        f"rank 0 has waited 30 s for rank 1 in {WHAT}. It reports: MainThread is at load.py:12 in read. "
+        "It is slow, not lost: the wait ends at the deadline (collective_timeout_ms)."
     )
 
 

@@ -34,7 +34,7 @@ ACTIVITIES = {
     "with messages on their way": "pass_on",
     "in the handshake": "",
 }
-_STEPS = 3 * len(handshake.PAIRED)
+_STEPS = 3 * len(handshake.PEER_ROLES)
 """Of all handshakes with one other rank, on either side."""
 _HANG_SECONDS = 15.0
 """Of a world in which somebody was killed: what has not ended then never will."""

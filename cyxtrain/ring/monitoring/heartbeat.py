@@ -1,6 +1,6 @@
-"""Whether the others live: judged by the kernel where one kernel runs us both, and by heartbeats elsewhere.
+"""Decides which ranks are alive: by the operating system if both run on one machine, by heartbeats otherwise.
 
-No sockets and no threads: it is told what happened, and when.
+No sockets and no threads: its methods are called with what happened, and when.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from cyxtrain.environment.processes import Process, State, state_of
 from cyxtrain.errors import CyxtrainError, PeerLostError, PeerSilentError
 
 STOPPED_SECONDS = 4.0
-"""How long a rank on this machine may be stopped. Looked at every second, a stop of three is let pass and one of six
-never."""
+"""How long a rank on this machine may be stopped: three seconds always pass, six never do."""
 
 GONE_SECONDS = 0.5
 
 
 class Heartbeat:
-    """The signs of life of all other ranks.
+    """The last signs of life of all other ranks.
 
     Args:
         own: This process.
         others: By rank, as errors name it.
-        timeout_seconds: How long a rank may say nothing, where the kernel cannot be asked about it.
+        timeout_seconds: How long a rank on another machine may be silent.
         now: In seconds of `time.monotonic`, as all times here.
     """
 
@@ -29,27 +28,27 @@ class Heartbeat:
         self._own = own
         self._others = dict(others)
         self._timeout_seconds = timeout_seconds
-        self._heard = dict.fromkeys(others, now)
+        self._last_data = dict.fromkeys(others, now)
         self._since: dict[int, float] = {}
         self._states: dict[int, State] = {}
 
     def received(self, peer: int, now: float) -> None:
-        """A rank has said something."""
-        self._heard[peer] = now
+        """Note that data arrived from a rank."""
+        self._last_data[peer] = now
         self._states.pop(peer, None)
 
     def forget(self, peer: int) -> None:
-        """A rank has left: it may end."""
+        """Stop watching a rank that has left."""
         self._others.pop(peer, None)
 
     def was_stopped(self, seconds: float, now: float) -> None:
-        """This process was stopped itself for so long: the time counts for nobody."""
-        for clock in (self._heard, self._since):
+        """Discount a time for which this process itself was stopped."""
+        for clock in (self._last_data, self._since):
             for peer, since in clock.items():
                 clock[peer] = min(since + seconds, now)
 
     def examine(self, now: float) -> CyxtrainError | None:
-        """Returns why the group must end, or None. Cost: one file of /proc for each rank on this machine."""
+        """Return why the group must end, or None. Cost: two files of /proc for each rank on this machine."""
         for peer, process in self._others.items():
             state = state_of(process, self._own)
             error = self._silence(peer, now) if state is None else self._stop(peer, process, state, now)
@@ -58,12 +57,12 @@ class Heartbeat:
         return None
 
     def _silence(self, peer: int, now: float) -> CyxtrainError | None:
-        seconds = now - self._heard[peer]
+        seconds = now - self._last_data[peer]
         if seconds < self._timeout_seconds:
             return None
         return PeerSilentError(
             f"rank {peer} is connected and has said nothing for {seconds:.1f} s: its process is stopped, or one call "
-            f"in it keeps Python's lock (GIL) for as long. Look at rank {peer}; CYXTRAIN_HEARTBEAT_TIMEOUT_MS sets "
+            f"in it holds Python's lock (GIL) for as long. Look at rank {peer}; CYXTRAIN_HEARTBEAT_TIMEOUT_MS sets "
             "how long it may be silent.",
             rank=peer,
         )
@@ -75,19 +74,19 @@ class Heartbeat:
             return None
         seconds = now - self._since[peer]
         if state is State.GONE:
-            # The end of its connection tells sooner; and a goodbye may have come that nobody has read yet.
+            # The end of its connection is noticed sooner; and a goodbye may have arrived that is not read yet.
             return None if seconds < GONE_SECONDS else lost(peer)
         if seconds < STOPPED_SECONDS:
             return None
         return PeerSilentError(
-            f"rank {peer} is stopped (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s: so the kernel says of its "
-            f"process {process.pid}. Start all ranks again, and stop none of them for longer than three seconds.",
+            f"rank {peer} is stopped (SIGSTOP or Ctrl-Z), and has been for {seconds:.1f} s (process {process.pid}). "
+            "Start all ranks again, and stop none of them for longer than three seconds.",
             rank=peer,
         )
 
 
 def lost(peer: int) -> PeerLostError:
-    """Returns the error for a rank that has ended without a word."""
+    """Return the error for a rank that has ended without a goodbye."""
     return PeerLostError(
         f"rank {peer} is lost: its process has ended without a word (killed, or out of memory?). "
         f"Look at the output of rank {peer}, and start all ranks again.",

@@ -1,7 +1,7 @@
-"""What happens beside the ring: signs of life, aborts with their cause, goodbyes, strangers at the door.
+"""Control connections of a group: heartbeats, aborts with their cause, goodbyes, and who waits for whom.
 
-One thread per group hears all control connections. The first error of a group is kept for ever: it is told to
-all others, then every link is stopped, so that whoever waits wakes and finds the cause here.
+One thread per group reads them all. The first error of a group is final: it is sent to all other ranks, then every link
+is stopped, so that every thread that waits wakes and finds the cause here.
 """
 
 from __future__ import annotations
@@ -35,45 +35,39 @@ from cyxtrain.ring.wire.link import watch_over
 
 _log = logging.getLogger("cyxtrain.ring")
 _CAUSE_SECONDS = 1.0
-"""How long a broken data link waits for the cause, which comes on another connection."""
+"""How long a broken data link waits for the cause, which arrives on another connection."""
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_BEAT_SECONDS = 0.5
-"""A kernel counts the time without an answer from the first byte that is not acknowledged, and asks by itself only
-where nothing is on its way: were beats rarer, a cut of the network would be noticed so much later."""
+"""A kernel counts from the first byte that is not acknowledged: with rarer heartbeats it would notice a cut later."""
 _LATE_SECONDS = 0.5
-"""A thread that wakes so much later than it wanted was stopped, with its whole process."""
+"""If the thread wakes so much too late, its whole process was stopped."""
 _LEAVE_SECONDS = 2.0
-"""How long a rank that leaves waits for the thread, which may hang in a log that nobody reads."""
+"""How long leaving waits for the thread, which may hang in a log that nothing reads."""
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-"""By number: Python raises some of them as TimeoutError, which is also what its own timeouts raise."""
+"""By number: Python raises some of them as TimeoutError, like its own timeouts."""
 
 
 class PeerMonitor:
-    """Hears and tells why a group ends.
-
-    Attributes:
-        rank: This rank, as errors name it.
-        failed_at: When the group failed, in seconds of `time.monotonic`.
-        is_raised: Whether this rank's program has seen the failure, as an error that a call has raised.
+    """Notices, keeps and reports why a group ends.
 
     Args:
-        rank: This rank, as errors name it.
-        controls: The control connection to each other rank; the watch owns them from now on.
-        pulse: Judges whether the others live.
-        door: Turns away strangers.
-        selector: Waits for door and control connections; the data of each is the function to call.
-        heartbeat_timeout_seconds: The shortest that any rank has: this one says more often that it lives.
-        stop_links: Wakes everybody who waits on a link of the group; called once, when the group ends.
-        describe: Returns what this rank does, for one that waits for it.
-        checksums: Those of control frames, which always carry them.
+        controls: The control connection to each other rank; owned from now on.
+        selector: Waits for acceptor and control connections; the data of each is the function to call.
+        heartbeat_timeout_seconds: The shortest that any rank has, which this one must keep.
+        stop_links: Wakes every thread that waits on a link of the group; called once, when the group ends.
+        describe: Returns what this rank is doing, for one that waits for it.
+
+    Attributes:
+        failed_at: When the group failed, in seconds of `time.monotonic`.
+        is_raised: Whether a call of this rank's program has raised the failure.
     """
 
     def __init__(
         self,
         rank: int,
         controls: dict[int, socket.socket],
-        pulse: Heartbeat,
-        door: Acceptor,
+        heartbeat: Heartbeat,
+        acceptor: Acceptor,
         selector: selectors.BaseSelector,
         heartbeat_timeout_seconds: float,
         stop_links: Callable[[], None],
@@ -84,8 +78,8 @@ class PeerMonitor:
         self.failed_at = 0.0
         self.is_raised = False
         self._controls = controls
-        self._pulse = pulse
-        self._door = door
+        self._heartbeat = heartbeat
+        self._acceptor = acceptor
         self._selector = selector
         self._beat_seconds = min(_LONGEST_BEAT_SECONDS, heartbeat_timeout_seconds / _BEATS_PER_TIMEOUT)
         self._stop_links = stop_links
@@ -96,15 +90,15 @@ class PeerMonitor:
         self._on_failure: Callable[[], None] | None = None
         self._departed: dict[int, int] = {}
         self._waits = WaitGraph(rank)
-        self._heard = {peer: bytearray() for peer in controls}
-        self._deaf: set[int] = set()
+        self._received = {peer: bytearray() for peer in controls}
+        self._unreachable: set[int] = set()
         self._leaving = False
         self._wake_reader, self._wake_writer = socket.socketpair()
-        selector.register(self._wake_reader, selectors.EVENT_READ, self._take_leave)
+        selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
         for peer, sock in controls.items():
             sock.setblocking(False)
             watch_over(sock)
-            selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, peer))
+            selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_data, peer))
         self._thread = threading.Thread(target=self._run, name="cyxtrain-watch", daemon=True)
         self._thread.start()
 
@@ -114,22 +108,18 @@ class PeerMonitor:
         return self._failure
 
     def is_over(self, peer: int) -> bool:
-        """Returns whether nothing more will come from `peer`: it has left, or the group has failed."""
+        """Return whether nothing more will arrive from `peer`: it has left, or the group has failed."""
         return self._failure is not None or peer in self._departed
 
     def fail(self, error: CyxtrainError) -> CyxtrainError:
-        """Keeps the first error, tells it to all others, then stops every link.
-
-        Returns:
-            The error that counts: an earlier one, or this one.
-        """
+        """Keep the first error, report it to all ranks, stop every link; return the error that counts."""
         with self._changed:
             if self._failure is not None:
                 return self._failure
             self._failure, self.failed_at = error, time.monotonic()
             try:
-                self._say(Control.ABORT, error.to_facts())
-            finally:  # also where Ctrl-C comes just then
+                self._send(Control.ABORT, error.to_facts())
+            finally:  # also if Ctrl-C arrives just then
                 self._stop_links()
                 self._changed.notify_all()
             on_failure = self._on_failure
@@ -151,9 +141,9 @@ class PeerMonitor:
             return self._failure
 
     def explain(self, peer: int, reason: str) -> CyxtrainError:
-        """Returns why the link to `peer` broke: the cause somebody told, or that the peer is lost.
+        """Return why the link to `peer` broke: the cause that a rank reported, or that the peer is lost.
 
-        Waits up to a second: the cause travels on another connection than the data.
+        Waits up to a second: the cause arrives on another connection.
         """
         if self.has_left(peer):
             return CollectiveMismatchError(
@@ -168,49 +158,49 @@ class PeerMonitor:
         )
 
     def has_left(self, peer: int) -> bool:
-        """Returns whether `peer`, whose link has ended, said goodbye before; waits up to a second for a word."""
+        """Return whether `peer`, whose link has ended, said goodbye; wait up to a second for it."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or peer in self._departed, _CAUSE_SECONDS)
             return self._failure is None and peer in self._departed
 
     @contextlib.contextmanager
     def waiting(self, operation: Numbered, peer: int, since: float) -> Iterator[None]:
-        """Tells all that this rank has been waiting for `peer` for long, and warns if it goes on for very long."""
+        """Report to all that this rank has been waiting for `peer` for long, and warn after `WARN_SECONDS`."""
         thread = threading.get_ident()
         with self._changed:
             self._waits.begin(thread, operation.sequence, peer, operation.describe(), since)
             if self._failure is None:
-                self._say(Control.WAITING, {"sequence": operation.sequence, "peer": peer})
+                self._send(Control.WAITING, {"sequence": operation.sequence, "peer": peer})
         try:
             yield
         finally:
             with self._changed:
                 self._waits.end(thread)
                 if self._failure is None and operation.sequence == MESSAGES:
-                    self._say(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
+                    self._send(Control.WAITING, {"sequence": MESSAGES, "peer": NOBODY})
 
     def blame(self, sequence: int, peer: int) -> int:
-        """Returns whom all wait for in the end, where this rank waits for `peer`, and `peer` perhaps for another."""
+        """Return the rank at the end of the chain of waits that begins with `peer`."""
         with self._changed:
             return self._waits.blame(sequence, peer)
 
     def leave(self, collectives: int) -> None:
-        """Says goodbye to all, unless the group has failed, stops every link and ends the thread."""
+        """Send a goodbye to all, unless the group has failed, stop every link and end the thread."""
         with self._changed:
             if self._failure is None:
-                self._say(Control.GOODBYE, {"collectives": collectives})
+                self._send(Control.GOODBYE, {"collectives": collectives})
                 self._failure = CyxtrainError(
                     f"rank {self.rank} has left this group (finalize, destroy_process_group, or the end of the "
                     "program). Make a new group, or leave later."
                 )
                 self._stop_links()
                 self._changed.notify_all()
-        self._wake_writer.send(b"!")  # its end alone would not wake us while a child of a fork still holds it
+        self._wake_writer.send(b"!")  # closing it alone would not wake the thread while a forked child has it open
         self._thread.join(_LEAVE_SECONDS)
         self._wake_writer.close()
         for sock in self._controls.values():
             with contextlib.suppress(OSError):
-                while sock.recv(65536):  # what is unread would make the kernel take back what we said last
+                while sock.recv(65536):  # unread data would make the kernel discard what was sent last
                     pass
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -218,7 +208,7 @@ class PeerMonitor:
         self._wake_reader.close()
 
     def abandon(self) -> None:
-        """Closes everything without a word, in a forked child: it has no thread of ours, and is no rank."""
+        """Close everything without a goodbye, in a forked child, which has no such thread and is no rank."""
         self._changed = threading.Condition()
         self._failure = CyxtrainError(
             f"this process was forked from rank {self.rank} and is no rank itself: only its parent can communicate."
@@ -226,13 +216,13 @@ class PeerMonitor:
         for sock in (*self._controls.values(), self._wake_reader, self._wake_writer):
             sock.close()
 
-    def _say(self, kind: Control, facts: dict[str, object], peers: Iterable[int] | None = None) -> None:
-        """Says something to some ranks, or to all. The caller holds the lock."""
+    def _send(self, kind: Control, facts: dict[str, object], peers: Iterable[int] | None = None) -> None:
+        """Send a control frame to some ranks, or to all. The caller holds the lock."""
         frame = control_frame(kind, facts, self._checksums)
         for peer in self._controls if peers is None else peers:
-            if peer in self._departed or peer in self._deaf:
+            if peer in self._departed or peer in self._unreachable:
                 continue
-            # A short frame fits into the buffer, unless the peer has read nothing for very long.
+            # A short frame fits into the buffer, unless the peer has read nothing for long.
             try:
                 sent = self._controls[peer].send(frame)
             except (BlockingIOError, InterruptedError):
@@ -240,17 +230,19 @@ class PeerMonitor:
             except OSError:
                 sent = 0
             if sent < len(frame):
-                self._deaf.add(peer)  # half a frame was said: whatever follows would not be understood
+                self._unreachable.add(peer)  # half a frame was sent: what follows would not be understood
 
     def _run(self) -> None:
         try:
-            self._listen()
+            self._read()
         except BaseException as error:
-            # Without this thread no loss would be noticed any more.
-            self.fail(CyxtrainError(f"rank {self.rank} can no longer hear the others ({error!r}).", rank=self.rank))
+            # Without this thread no loss would be noticed.
+            self.fail(
+                CyxtrainError(f"rank {self.rank} can no longer receive control frames ({error!r}).", rank=self.rank)
+            )
             raise
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         next_tick = time.monotonic() + self._beat_seconds
         while not self._leaving:
             for key, _ in self._selector.select(max(next_tick - time.monotonic(), 0.0)):
@@ -259,34 +251,34 @@ class PeerMonitor:
             if now < next_tick:
                 continue
             if now - next_tick > _LATE_SECONDS:
-                self._pulse.was_stopped(now - next_tick, now)
+                self._heartbeat.was_stopped(now - next_tick, now)
             self._tick(now)
             next_tick = time.monotonic() + self._beat_seconds
 
     def _tick(self, now: float) -> None:
-        """Does what is to be done at every beat."""
-        self._door.expire(now)
+        """Send heartbeats, examine those of others, and ask or warn about slow ranks."""
+        self._acceptor.expire(now)
         with self._changed:
             if self._failure is not None:
                 return
-            self._say(Control.HEARTBEAT, {})
-        error = self._pulse.examine(now)
+            self._send(Control.HEARTBEAT, {})
+        error = self._heartbeat.examine(now)
         if error is not None:
             self.fail(error)
         with self._changed:
             warning = self._waits.unanswered(now)
             asked = self._waits.question(now)
             if asked is not None:
-                self._say(Control.QUESTION, {}, [asked])
+                self._send(Control.QUESTION, {}, [asked])
         if warning is not None:
             _log.warning(warning)
 
-    def _take_leave(self) -> None:
+    def _on_wake(self) -> None:
         self._leaving = True
 
-    def _hear(self, peer: int) -> None:
-        """Takes what a peer says."""
-        received, sock, broken = self._heard[peer], self._controls[peer], None
+    def _on_data(self, peer: int) -> None:
+        """Read and apply the control frames of a peer."""
+        received, sock, broken = self._received[peer], self._controls[peer], None
         try:
             part = sock.recv(65536)
         except (BlockingIOError, InterruptedError):
@@ -294,39 +286,39 @@ class PeerMonitor:
         except OSError as error:
             part, broken = b"", error
         received += part
-        self._pulse.received(peer, time.monotonic())
+        self._heartbeat.received(peer, time.monotonic())
         try:
             while (frame := take_control_frame(received, self._checksums)) is not None:
-                self._take(peer, *frame)
+                self._apply(peer, *frame)
         except DamagedError:
-            self.fail(damaged(peer, self.rank, "what is said beside the ring"))
+            self.fail(damaged(peer, self.rank, "a control frame"))
             part = b""
         except FrameError as error:
-            self.fail(PeerLostError(f"rank {peer} said what is no frame ({error}).", rank=peer))
+            self.fail(PeerLostError(f"rank {peer} sent an invalid control frame ({error}).", rank=peer))
             part = b""
         if part:
             return
         self._selector.unregister(sock)
-        self._pulse.forget(peer)
+        self._heartbeat.forget(peer)
         if peer not in self._departed:
             self.fail(_end_of(peer, broken))
 
-    def _take(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
-        """Does what a control frame asks for."""
+    def _apply(self, peer: int, kind: Control, facts: dict[str, Any]) -> None:
+        """Apply a control frame."""
         if kind is Control.ABORT:
             self.fail(error_from_facts(facts | {"message": reported(facts.get("message"), peer)}))
         elif kind is Control.GOODBYE:
             with self._changed:
                 self._departed[peer] = _number(facts, "collectives")
-                self._pulse.forget(peer)
+                self._heartbeat.forget(peer)
                 self._changed.notify_all()
         elif kind is Control.WAITING:
             with self._changed:
-                self._waits.told(peer, _number(facts, "sequence"), _number(facts, "peer"))
+                self._waits.peer_waits(peer, _number(facts, "sequence"), _number(facts, "peer"))
         elif kind is Control.QUESTION:
             doing = self._describe()
             with self._changed:
-                self._say(Control.ANSWER, {"doing": doing}, [peer])
+                self._send(Control.ANSWER, {"doing": doing}, [peer])
         elif kind is Control.ANSWER:
             with self._changed:
                 warning = self._waits.answered(peer, str(facts.get("doing")), time.monotonic())
@@ -337,12 +329,12 @@ class PeerMonitor:
 def _number(facts: dict[str, Any], name: str) -> int:
     value = facts.get(name)
     if type(value) is not int:
-        raise FrameError("a control frame counts in something else than whole numbers")
+        raise FrameError("a control frame without a whole number")
     return value
 
 
 def _end_of(peer: int, error: OSError | None) -> PeerLostError:
-    """Returns the error for a control connection that has ended without a goodbye."""
+    """Return the error for a control connection that has ended without a goodbye."""
     if error is None or error.errno not in _NETWORK_ERRORS:
         return lost(peer)
     return PeerLostError(

@@ -78,9 +78,7 @@ class Acceptor:
     """Authenticates connections at listening sockets and hands over those of members.
 
     Args:
-        listeners: Non-blocking; they stay the caller's.
         name: For the log: "rank 3".
-        key: The secret of the run.
         authorize: Called with the hello of a client that knows the secret; returns why it is refused, or "".
         accept: Called with the hello and the socket of each member.
         selector: Waits for all sockets; the data of each is the function to call.

@@ -50,14 +50,7 @@ def dial(
 ) -> socket.socket:
     """Connect to a rank.
 
-    Args:
-        record: Where it listens.
-        peer: Its rank in the world, for errors.
-        who: For errors, this rank: "rank 3".
-        hello: What we send first.
-        key: The secret of the run.
-        membership: Knows why the rendezvous failed, and its deadline.
-        unix: Whether to try its Unix socket first.
+    `peer` and `who` are for errors. `unix`: try the Unix socket first.
 
     Raises:
         RendezvousError: It cannot be reached, or refuses us.
@@ -122,12 +115,7 @@ def dial_once(
 ) -> socket.socket:
     """Connect and authenticate, in one try.
 
-    Args:
-        address: From `socket_address`.
-        hello: What we send first.
-        key: The secret of the run.
-        deadline: When to give up.
-        poll: Called again and again while this waits.
+    `address` is that of `socket_address`; `poll` is called again and again while this waits.
 
     Raises:
         RefusedError: The other side knows the secret and refuses us.

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -104,11 +104,6 @@ class KeyValueServer:
     """Serves keys to the members of one run, in a thread of rank 0 that sleeps until a request arrives.
 
     Cost: a thread, a connection per rank, at most 16 MiB of values, and twice 4 MiB for each connection.
-
-    Args:
-        listener: Owned from now on.
-        key: What members know.
-        world_size: How many ranks there are.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
@@ -254,20 +249,23 @@ class Connection:
             dist.DistNetworkError: The connection has ended, or there is no answer in time (caused by a TimeoutError).
             ValueError: The store refuses.
         """
-        with self._lock:
-            try:
-                self._socket.settimeout(max(seconds, 0.001))
-                self._socket.sendall(_frame(request))
-                received = bytearray()
-                while (body := take_message(received, b"", _MAX_FRAME_BYTES)) is None:
-                    part = self._socket.recv(_READ_BYTES)
-                    if not part:
-                        raise ConnectionError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-                    received += part
-                found = json_object(body)
-            except (OSError, FrameError) as error:
-                self._socket.close()  # a late answer must not be taken for that to the next request
-                raise dist.DistNetworkError(f"the store of rank 0: {reason_of(error)}") from error
+        if not self._lock.acquire(timeout=seconds):
+            raise dist.DistNetworkError("the store of rank 0: no answer to another thread") from TimeoutError()
+        try:
+            self._socket.settimeout(max(seconds, 0.001))
+            self._socket.sendall(_frame(request))
+            received = bytearray()
+            while (body := take_message(received, b"", _MAX_FRAME_BYTES)) is None:
+                part = self._socket.recv(_READ_BYTES)
+                if not part:
+                    raise ConnectionError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                received += part
+            found = json_object(body)
+        except (OSError, FrameError) as error:
+            self._socket.close()  # a late answer must not be taken for that to the next request
+            raise dist.DistNetworkError(f"the store of rank 0: {reason_of(error)}") from error
+        finally:
+            self._lock.release()
         if "error" in found:
             raise ValueError(found["error"])
         return found["answer"]
@@ -295,10 +293,7 @@ class KeyValueStore(dist.Store):
     Args:
         source: What answers requests: the server in rank 0, a connection elsewhere; owned from now on.
         host: Host name or address of rank 0.
-        timeout: Of `get` and `wait`, until `set_timeout`.
-
-    Attributes:
-        answer_seconds: How long to wait for one answer, which rank 0 gives at once.
+        timeout: Of `get` and `wait`, until `set_timeout`; and of every answer, which rank 0 gives at once.
     """
 
     timeout: timedelta  # a property of PyTorch's that its stubs lack
@@ -306,7 +301,8 @@ class KeyValueStore(dist.Store):
     def __init__(self, source: KeyValueServer | Connection, host: str, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self.answer_seconds = timeout.total_seconds()
+        self._answer_seconds = timeout.total_seconds()
+        self._thread = threading.local()
         self.host = host
         self.source = source
 
@@ -314,6 +310,15 @@ class KeyValueStore(dist.Store):
     def unproven(self) -> Mapping[int, int]:
         """By rank, how many clients claimed to be it without knowing the secret; known on rank 0."""
         return self.source.unproven
+
+    @contextlib.contextmanager
+    def answering_within(self, seconds: float) -> Iterator[None]:
+        """Wait within at most so long for each answer to this thread."""
+        self._thread.answer_seconds = seconds
+        try:
+            yield
+        finally:
+            del self._thread.answer_seconds
 
     def await_end(self, seconds: float) -> bool:
         """Wait until rank 0 has closed the store, which on rank 0 is up to the caller; return whether it has."""
@@ -391,7 +396,8 @@ class KeyValueStore(dist.Store):
     getNumKeys = num_keys  # noqa: N815
 
     def _ask(self, operation: str, *keys: str, **fields: Any) -> Any:
-        return self.source.ask({"do": operation, "keys": [*keys], **fields}, self.answer_seconds)
+        seconds = getattr(self._thread, "answer_seconds", self._answer_seconds)
+        return self.source.ask({"do": operation, "keys": [*keys], **fields}, seconds)
 
 
 def _frame(facts: dict[str, Any]) -> bytes:

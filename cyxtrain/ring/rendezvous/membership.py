@@ -52,16 +52,9 @@ class Membership:
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
-        rank: This rank.
         names: By rank, what errors call it: its rank in the world.
-        deadline: When to give up; the first rank that gives up ends joining for all.
         options: The secret, the name of the group, and whether a launcher has restarted this rank. If another process
             is this rank then, it is the previous one, and the store may be that of the previous rank 0: both end soon.
-        registry: The other groups of the same world; None: there are none.
-        generation: Of the group.
-
-    Attributes:
-        store: The client of the store.
     """
 
     def __init__(
@@ -133,7 +126,7 @@ class Membership:
             last, holder = _parse_claim(before)
             if last and holder != token:
                 error = self._taken(last)
-                while self._options.comes_again and not self.deadline.passed():
+                while self._options.is_restarted and not self.deadline.passed():
                     self.store.has("claims/0")  # raises StoreLostError when the previous rank 0 has ended
                     time.sleep(POLL_SECONDS)
                 raise error

@@ -34,11 +34,7 @@ def share_tcp_store(store: Store, rank: int, world_size: int, deadline: Deadline
 
     Once all are connected nobody else gets in.
 
-    Args:
-        store: That of the run; returned as it is if it is PyTorch's already.
-        rank: This rank.
-        world_size: How many ranks there are.
-        deadline: When to give up.
+    If `store`, that of the run, is one of PyTorch already, it is returned.
     """
     ours = root_of(store)
     if not isinstance(ours, KeyValueStore):

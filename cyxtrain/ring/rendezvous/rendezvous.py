@@ -98,14 +98,7 @@ def rendezvous(
 ) -> RendezvousResult:
     """Connect this rank with all others.
 
-    Args:
-        store: Shared by all ranks, which may meet there again and again.
-        rank: This rank.
-        names: By rank, what errors call it: its rank in the world.
-        timeout: Until it gives up.
-        options: Secret, transport, and what the ranks must have in common.
-        generation: Of the group.
-        registry: The other groups of the same world; None: there are none.
+    Ranks may meet again and again at the same store. `names` are their ranks in the world, for errors.
 
     Raises:
         RendezvousError: Ranks are missing at the deadline (with their names), a rank exists twice or has ended, ranks

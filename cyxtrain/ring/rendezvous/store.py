@@ -30,13 +30,7 @@ def open_store(
 ) -> KeyValueStore:
     """Open the store of a run as rank 0, or reach that of rank 0, which may start later.
 
-    Args:
-        rank: This rank.
-        address: Host name or address of rank 0.
-        port: TCP port; it must be free on rank 0.
-        world_size: How many ranks there are.
-        secret: Of the run; None: every process that speaks this protocol is accepted.
-        seconds: Until it gives up.
+    Without a secret every process that speaks this protocol is accepted.
 
     Raises:
         RendezvousError: The port is in use, or rank 0 cannot be reached; with the true cause.

@@ -42,9 +42,7 @@ class StoreClient:
     """The keys of one group.
 
     Args:
-        store: Shared by all ranks, with keys of its own for this group.
         who: For errors, this rank: "rank 3".
-        deadline: When to give up.
         secret: Of the run; None: values carry no proof.
         group: What tells this group from others of the same run.
 
@@ -159,9 +157,10 @@ class StoreClient:
         """
         seconds = self._deadline.left() + _GRACE_SECONDS
         if isinstance(self._root, KeyValueStore):
-            self._root.answer_seconds = seconds
-        is_bounded = isinstance(self._root, (KeyValueStore, HashStore))
-        result = _attempt(call) if is_bounded else self._call_in_thread(call, seconds)
+            with self._root.answering_within(seconds):
+                result = _attempt(call)
+        else:
+            result = _attempt(call) if isinstance(self._root, HashStore) else self._call_in_thread(call, seconds)
         if isinstance(result, TimeoutError) or isinstance(getattr(result, "__cause__", None), TimeoutError):
             self.lost = True
             raise RendezvousError(

@@ -37,14 +37,7 @@ def compare_tables(
     If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
     about 1 KiB each way between each two ranks.
 
-    Args:
-        rank: This rank.
-        names: By rank, what errors call it.
-        table: The record of each rank, as this one has read it.
-        readable: The ranks whose memory this one can read.
-        sockets: To each other rank; nothing has been sent there yet.
-        checksums: Of the group; they are always sent with this.
-        deadline: When to give up.
+    Nothing has been sent on the sockets yet. `readable` are the ranks whose memory this one can read.
 
     Returns:
         By rank, whose memory it can read.

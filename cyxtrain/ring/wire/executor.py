@@ -19,7 +19,6 @@ from functools import partial
 from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Step, Transfer
 from cyxtrain.ring.shared_memory.peer_read import LargePages
 from cyxtrain.ring.wire.checksums import Checksums
@@ -37,6 +36,7 @@ from cyxtrain.ring.wire.frames import (
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.messages import Mailbox
+from cyxtrain.ring.wire.peer_failures import PeerFailures
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     SHORT_BYTES,
@@ -96,7 +96,7 @@ class Executor:
     """
 
     def __init__(
-        self, links: dict[int, Link], mailbox: Mailbox, watch: PeerMonitor, checksums: Checksums | None
+        self, links: dict[int, Link], mailbox: Mailbox, watch: PeerFailures, checksums: Checksums | None
     ) -> None:
         self._checksums = checksums
         self._rank = watch.rank

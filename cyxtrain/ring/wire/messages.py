@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -30,6 +29,7 @@ from cyxtrain.ring.wire.frames import (
     payload_sum,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
+from cyxtrain.ring.wire.peer_failures import PeerFailures
 
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0
@@ -111,7 +111,7 @@ class Mailbox:
         checksums: Those of the group; None: frames carry none.
     """
 
-    def __init__(self, links: dict[int, Link], watch: PeerMonitor, checksums: Checksums | None) -> None:
+    def __init__(self, links: dict[int, Link], watch: PeerFailures, checksums: Checksums | None) -> None:
         self._checksums = checksums
         self._links = links
         self._watch = watch

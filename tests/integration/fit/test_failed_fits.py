@@ -155,7 +155,7 @@ def test_world_that_lost_a_rank_has_ended_and_says_so_at_once():
         assert [kind for kind, _ in errors] == ["PeerLostError"] * 3
         assert not errors[0][1].startswith("this world has ended")
         for _, text in errors[1:]:
-            assert text.startswith("this world has ended with an earlier error. To go on, start all ranks again.")
+            assert text.startswith("this world has ended with an earlier error. To continue, start all ranks again.")
             assert text.count("this world has ended") == 1
             assert "rank 1 is lost" in text
 
@@ -164,4 +164,4 @@ def test_group_that_pytorch_made_is_the_programs_to_make_anew():
     for failed, refused in values(run_ranks(2, fail_in_a_group_that_pytorch_made)):
         assert "broken in forward" in failed[1]
         assert refused[0] == "DistributedTrainingError"
-        assert "To go on, make the default process group anew on every rank." in refused[1]
+        assert "To continue, make a new default process group on every rank." in refused[1]

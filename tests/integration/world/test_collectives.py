@@ -5,6 +5,8 @@ What PyTorch's collectives then do, on any dtype, shape and reduction, is in tes
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +38,10 @@ CALLS = {
 def test_before_init_every_function_says_what_to_call(name):
     with pytest.raises(cx.NotInitializedError, match=rf"^{name}\(\) needs the world: call cyxtrain\.init\(\) first"):
         CALLS[name](torch.ones(1))
+
+
+def test_a_collective_can_be_pickled():
+    assert pickle.loads(pickle.dumps(cx.all_reduce)) is cx.all_reduce
 
 
 def own():

@@ -80,10 +80,10 @@ def test_what_a_rank_sees_survives_its_way_to_the_others_and_nothing_takes_no_by
 
 
 def test_a_backend_that_one_rank_was_asked_for_is_that_of_all_and_two_are_refused():
-    assert devices.asked_backend(ranks(2)[0]) is None
-    assert devices.asked_backend([Seen(), Seen("nccl")]) is cx.BackendType.NCCL
+    assert devices.common_backend(ranks(2)[0]) is None
+    assert devices.common_backend([Seen(), Seen("nccl")]) is cx.BackendType.NCCL
     with pytest.raises(cx.ConfigError, match="rank 0 was started with the backend cpu and rank 1 with nccl"):
-        devices.asked_backend([Seen("cpu"), Seen("nccl")])
+        devices.common_backend([Seen("cpu"), Seen("nccl")])
 
 
 def test_nccl_that_one_rank_was_asked_for_and_another_cannot_use_is_refused_on_all():

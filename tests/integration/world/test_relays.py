@@ -283,7 +283,7 @@ def test_ranks_that_read_different_tables_all_say_which_field(monkeypatch):
     await_all = Membership.await_all
     monkeypatch.setattr(
         Membership,
-        "table",
+        "await_all",
         lambda self: [replace(entry, cores=entry.cores + (self._rank == 1)) for entry in await_all(self)],
     )
     store, found = dist.HashStore(), {}

@@ -180,5 +180,5 @@ def test_world_of_one_of_an_earlier_cell_gives_way_to_the_world_that_is_describe
 def test_environment_that_contradicts_the_world_of_several_is_an_error_that_says_both():
     for rank, (said, is_same) in enumerate(values(run_ranks(2, change_the_environment_of_a_rank))):
         assert len(set(said)) == 1
-        assert f"joined as rank {rank} of 2, and the environment has RANK={1 - rank} and WORLD_SIZE=2 by now" in said[0]
+        assert f"joined as rank {rank} of 2, and the environment has RANK={1 - rank} and WORLD_SIZE=2 now" in said[0]
         assert is_same

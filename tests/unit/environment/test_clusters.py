@@ -9,8 +9,14 @@ import torch
 from worlds import free_port
 
 import cyxtrain as cx
+from cyxtrain.config import complete_config
 from cyxtrain.environment import process_env, schedulers
 from cyxtrain.world import join
+
+
+def read_config(variables):
+    return complete_config(cx.DistributedConfig(), variables)
+
 
 # What the third of four tasks finds, two on each of two nodes, as each scheduler's documents list it.
 SLURM = {
@@ -68,7 +74,7 @@ ON_ONE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     ],
 )
 def test_each_scheduler_says_who_this_process_is(variables, by, local_rank, address):
-    config = process_env.read_config(variables)
+    config = read_config(variables)
     assert (config.rank, config.world_size, config.local_rank) == (2, 4, local_rank)
     assert config.master_addr == address
     assert process_env.is_launched(variables)
@@ -79,7 +85,7 @@ def test_each_scheduler_says_who_this_process_is(variables, by, local_rank, addr
 @pytest.mark.parametrize("variables", [SLURM, OPEN_MPI | ON_ONE, MPICH | NODE1, LSF, KUBERNETES])
 def test_torchruns_variables_rule(variables):
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "other", "MASTER_PORT": "1234"}
-    config = process_env.read_config(variables | torchrun)
+    config = read_config(variables | torchrun)
     assert (config.rank, config.world_size, config.local_rank) == (1, 2, 1)
     assert (config.master_addr, config.master_port) == ("other", 1234)
     assert process_env.started_by(1, 2, variables | torchrun) == ""
@@ -88,13 +94,13 @@ def test_torchruns_variables_rule(variables):
 
 @pytest.mark.parametrize("variables", [SLURM, OPEN_MPI | ON_ONE, MPICH | NODE1, LSF, KUBERNETES])
 def test_single_variables_rule_over_a_scheduler(variables):
-    config = process_env.read_config(variables | {"LOCAL_RANK": "3", "MASTER_ADDR": "here", "MASTER_PORT": "29501"})
+    config = read_config(variables | {"LOCAL_RANK": "3", "MASTER_ADDR": "here", "MASTER_PORT": "29501"})
     assert (config.rank, config.world_size, config.local_rank) == (2, 4, 3)
     assert (config.master_addr, config.master_port) == ("here", 29501)
 
 
 def test_what_a_program_sets_itself_is_not_asked_of_a_scheduler():
-    config = process_env.complete(cx.DistributedConfig(rank=0, world_size=2), SLURM)
+    config = complete_config(cx.DistributedConfig(rank=0, world_size=2), SLURM)
     assert (config.rank, config.world_size, config.master_addr) == (0, 2, "127.0.0.1")
     assert process_env.started_by(0, 2, SLURM) == ""
 
@@ -112,7 +118,7 @@ def test_what_a_program_sets_itself_is_not_asked_of_a_scheduler():
     ],
 )
 def test_the_first_of_slurms_hosts_is_that_of_rank_0(hosts, first):
-    assert process_env.read_config(SLURM | {"SLURM_STEP_NODELIST": hosts}).master_addr == first
+    assert read_config(SLURM | {"SLURM_STEP_NODELIST": hosts}).master_addr == first
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "batch"])
@@ -120,7 +126,7 @@ def test_a_batch_script_and_an_interactive_shell_of_slurms_are_alone(step):
     variables = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP_")}
     if step is not None:
         variables["SLURM_STEP_ID"] = step
-    assert process_env.read_config(variables).world_size == 1
+    assert read_config(variables).world_size == 1
     assert not process_env.is_launched(variables)
     assert process_env.started_by(0, 1, variables) == ""
 
@@ -131,7 +137,7 @@ def test_one_task_of_slurms_may_start_workers_itself():
 
 def test_all_processes_of_a_job_have_one_port_and_those_of_another_a_different_one():
     def port(**others):
-        return process_env.read_config(SLURM | others).master_port
+        return read_config(SLURM | others).master_port
 
     assert port() == port(SLURM_PROCID="0", SLURM_LOCALID="1", SLURM_NODEID="0")
     assert 20_000 <= port() < 30_000
@@ -142,14 +148,14 @@ def test_mpirun_within_a_slurm_job_is_mpiruns():
     # The processes are children of a daemon that srun has started, once per node.
     daemon = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     for mpi, by in ((OPEN_MPI, "Open MPI"), (MPICH, "MPICH")):
-        assert process_env.read_config(daemon | mpi | NODE1).world_size == 4
+        assert read_config(daemon | mpi | NODE1).world_size == 4
         assert by in process_env.started_by(2, 4, daemon | mpi | NODE1)
 
 
 @pytest.mark.parametrize("tasks", ["1", "2"])
 def test_the_first_rank_of_mpiexec_within_a_slurm_job_is_mpiexecs_too(tasks):
     daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks}
-    assert process_env.read_config(daemon | MPICH | {"PMI_RANK": "0"} | NODE1).world_size == 4
+    assert read_config(daemon | MPICH | {"PMI_RANK": "0"} | NODE1).world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -175,8 +181,8 @@ def test_srun_that_speaks_pmi_is_slurm():
 @pytest.mark.parametrize(("variables", "by"), [(OPEN_MPI, "Open MPI"), (MPICH, "MPICH")])
 def test_over_several_machines_mpi_does_not_say_where_rank_0_is(variables, by):
     with pytest.raises(cx.ConfigError, match=f"{by} has started 4 ranks and does not say where rank 0 is: set MASTER"):
-        process_env.read_config(variables)
-    config = process_env.complete(cx.DistributedConfig(master_addr="node7"), variables)
+        read_config(variables)
+    config = complete_config(cx.DistributedConfig(master_addr="node7"), variables)
     assert (config.rank, config.master_addr) == (2, "node7")
 
 
@@ -203,7 +209,7 @@ def test_over_several_machines_mpi_does_not_say_where_rank_0_is(variables, by):
 )
 def test_half_of_what_a_scheduler_says_is_an_error_with_the_remedy(variables, words):
     with pytest.raises(cx.ConfigError, match=words):
-        process_env.read_config(variables)
+        read_config(variables)
 
 
 def test_error_of_joining_says_how_a_scheduler_contradicts_rank(monkeypatch):
@@ -219,7 +225,7 @@ def test_error_of_joining_says_how_a_scheduler_contradicts_rank(monkeypatch):
 
 def test_a_rank_that_torchrun_has_started_in_a_pod_is_itself():
     variables = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0"}
-    assert process_env.read_config(variables).rank == 1
+    assert read_config(variables).rank == 1
 
 
 def test_each_rank_takes_its_share_of_the_cores_where_nobody_has_seen_to_it(monkeypatch):

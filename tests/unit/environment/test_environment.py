@@ -7,7 +7,7 @@ import os
 import pytest
 
 import cyxtrain as cx
-from cyxtrain.config import RingOptions
+from cyxtrain.config import RingOptions, complete_config
 from cyxtrain.environment import process_env
 
 # What `torchrun --nnodes 2 --nproc-per-node 2` gives to the last of its processes.
@@ -32,12 +32,16 @@ TORCHRUN = {
 PAIR = {"RANK": "1", "WORLD_SIZE": "2"}
 
 
+def read_config(variables):
+    return complete_config(cx.DistributedConfig(), variables)
+
+
 def identity(config):
     return config.rank, config.world_size, config.local_rank
 
 
 def test_empty_environment_is_a_world_of_one():
-    config = process_env.read_config({})
+    config = read_config({})
     assert identity(config) == (0, 1, 0)
     assert (config.master_addr, config.master_port) == ("127.0.0.1", 29500)
     assert config.backend is None
@@ -45,7 +49,7 @@ def test_empty_environment_is_a_world_of_one():
 
 
 def test_variables_of_torchrun_are_taken_as_they_are():
-    config = process_env.read_config(TORCHRUN)
+    config = read_config(TORCHRUN)
     assert identity(config) == (3, 4, 1)
     assert (config.master_addr, config.master_port) == ("node-0", 29400)
 
@@ -54,14 +58,15 @@ def test_variables_of_torchrun_are_taken_as_they_are():
 def test_an_ipv6_address_may_have_brackets(address):
     bare = address.strip("[]")
     agent = TORCHRUN | {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    by_environment = process_env.read_config(agent)
-    by_program = process_env.complete(cx.DistributedConfig(rank=1, world_size=2, master_addr=address), {})
+    by_environment = read_config(agent)
+    by_program = complete_config(cx.DistributedConfig(rank=1, world_size=2, master_addr=address), {})
     assert by_environment.master_addr == by_program.master_addr == bare
-    assert process_env.agent_store_prefix(by_environment, agent) == "/worker/attempt_1"
+    port = by_environment.master_port
+    assert process_env.agent_store_prefix(bare, port, agent) == "/worker/attempt_1"
 
 
 def test_local_rank_is_the_rank_where_nothing_says_otherwise():
-    assert identity(process_env.read_config(PAIR)) == (1, 2, 1)
+    assert identity(read_config(PAIR)) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +81,19 @@ def test_local_rank_is_the_rank_where_nothing_says_otherwise():
 )
 def test_half_an_environment_is_an_error_that_names_what_is_missing(variables, there, missing):
     with pytest.raises(cx.ConfigError, match=f"half set: {there} is there and {missing} is missing"):
-        process_env.read_config(variables)
+        read_config(variables)
 
 
 @pytest.mark.parametrize("variable", ["MASTER_PORT", "OMP_NUM_THREADS", "DISTRIBUTED_TIMEOUT_MS"])
 def test_what_a_shell_may_set_for_a_launcher_is_no_half_environment(variable):
-    assert identity(process_env.read_config({variable: "29501"})) == (0, 1, 0)
+    assert identity(read_config({variable: "29501"})) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "DISTRIBUTED_TIMEOUT_MS"])
 @pytest.mark.parametrize("value", ["one", "1.5", "0x1"])
 def test_number_that_is_none_is_refused_with_its_variable(variable, value):
     with pytest.raises(cx.ConfigError, match=f"{variable}='{value}' in the environment is not a whole number"):
-        process_env.read_config(PAIR | {variable: value})
+        read_config(PAIR | {variable: value})
 
 
 @pytest.mark.parametrize(
@@ -104,35 +109,35 @@ def test_number_that_is_none_is_refused_with_its_variable(variable, value):
 )
 def test_number_out_of_range_is_refused(variables, words):
     with pytest.raises(cx.ConfigError, match=words):
-        process_env.read_config(PAIR | variables)
+        read_config(PAIR | variables)
 
 
 @pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT", "DISTRIBUTED_BACKEND", "DISTRIBUTED_TIMEOUT_MS"])
 def test_empty_variable_is_as_good_as_none(variable):
-    assert process_env.read_config(PAIR | {variable: ""}) == process_env.read_config(PAIR)
+    assert read_config(PAIR | {variable: ""}) == read_config(PAIR)
 
 
 @pytest.mark.parametrize("name", ["cpu", "GLOO", "nccl"])
 def test_backend_comes_from_the_environment(name):
-    assert process_env.read_config({"DISTRIBUTED_BACKEND": name}).backend is cx.BackendType(name.lower())
+    assert read_config({"DISTRIBUTED_BACKEND": name}).backend is cx.BackendType(name.lower())
 
 
 def test_unknown_backend_is_refused_with_its_variable_and_the_nearest_one():
     with pytest.raises(cx.ConfigError, match=r"DISTRIBUTED_BACKEND.*'nclc'.*Did you mean 'nccl'"):
-        process_env.read_config({"DISTRIBUTED_BACKEND": "nclc"})
+        read_config({"DISTRIBUTED_BACKEND": "nclc"})
 
 
 def test_nccl_timeout_gets_a_warning_that_names_what_to_set():
     with pytest.warns(UserWarning, match="NCCL_TIMEOUT.*collective_timeout_ms"):
-        process_env.read_config({"NCCL_TIMEOUT": "60"})
+        read_config({"NCCL_TIMEOUT": "60"})
 
 
 def test_timeout_comes_from_the_environment():
-    assert process_env.read_config({"DISTRIBUTED_TIMEOUT_MS": "1500"}).timeout_ms == 1500
+    assert read_config({"DISTRIBUTED_TIMEOUT_MS": "1500"}).timeout_ms == 1500
 
 
 def test_what_the_config_leaves_open_comes_from_the_environment():
-    config = process_env.complete(cx.DistributedConfig(collective_timeout_ms=5000), TORCHRUN)
+    config = complete_config(cx.DistributedConfig(collective_timeout_ms=5000), TORCHRUN)
     assert identity(config) == (3, 4, 1)
     assert (config.master_addr, config.master_port) == ("node-0", 29400)
     assert config.collective_timeout_ms == 5000
@@ -140,7 +145,7 @@ def test_what_the_config_leaves_open_comes_from_the_environment():
 
 def test_rank_and_world_size_in_code_still_meet_where_the_environment_says():
     """PyTorch's tutorials set MASTER_ADDR and MASTER_PORT, and pass rank and world_size."""
-    config = process_env.complete(
+    config = complete_config(
         cx.DistributedConfig(rank=1, world_size=2), {"MASTER_ADDR": "node-0", "MASTER_PORT": "12355"}
     )
     assert (config.master_addr, config.master_port) == ("node-0", 12355)
@@ -151,18 +156,18 @@ def test_what_the_config_says_rules_over_the_environment():
     said = cx.DistributedConfig(
         rank=0, world_size=2, local_rank=5, master_addr="node-9", master_port=1234, backend="gloo", timeout_ms=77
     )
-    assert process_env.complete(said, TORCHRUN | {"DISTRIBUTED_TIMEOUT_MS": "1", "DISTRIBUTED_BACKEND": "nccl"}) == said
+    assert complete_config(said, TORCHRUN | {"DISTRIBUTED_TIMEOUT_MS": "1", "DISTRIBUTED_BACKEND": "nccl"}) == said
 
 
 def test_rank_alone_takes_its_world_from_the_environment():
-    assert identity(process_env.complete(cx.DistributedConfig(rank=0), {"WORLD_SIZE": "3"})) == (0, 3, 0)
+    assert identity(complete_config(cx.DistributedConfig(rank=0), {"WORLD_SIZE": "3"})) == (0, 3, 0)
     with pytest.raises(cx.ConfigError, match="rank is set and world_size is not"):
-        process_env.complete(cx.DistributedConfig(rank=0), {})
+        complete_config(cx.DistributedConfig(rank=0), {})
 
 
 def test_completing_leaves_the_users_config_as_it_is():
     config = cx.DistributedConfig()
-    process_env.complete(config, TORCHRUN)
+    complete_config(config, TORCHRUN)
     assert config == cx.DistributedConfig()
 
 
@@ -184,22 +189,22 @@ def test_reading_changes_no_variable(monkeypatch):
 
 
 def test_store_of_torchruns_agent_is_used_only_where_the_agent_is():
-    config = process_env.read_config(TORCHRUN)
-    assert process_env.agent_store_prefix(config, TORCHRUN) == "/worker/attempt_1"
-    assert process_env.agent_store_prefix(config, PAIR) is None
-    elsewhere = process_env.complete(cx.DistributedConfig(master_port=1234), TORCHRUN)
-    assert process_env.agent_store_prefix(elsewhere, TORCHRUN) is None
+    config = read_config(TORCHRUN)
+    assert process_env.agent_store_prefix(config.master_addr, config.master_port, TORCHRUN) == "/worker/attempt_1"
+    assert process_env.agent_store_prefix(config.master_addr, config.master_port, PAIR) is None
+    elsewhere = complete_config(cx.DistributedConfig(master_port=1234), TORCHRUN)
+    assert process_env.agent_store_prefix(elsewhere.master_addr, elsewhere.master_port, TORCHRUN) is None
 
 
 def test_ring_has_its_usual_options_where_nobody_says_otherwise():
-    assert process_env.ring_options({}) == RingOptions(None, 30.0, False)
+    assert RingOptions.from_environment({}) == RingOptions(None, 30.0, False)
     empty = dict.fromkeys(("CYXTRAIN_SECRET", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS", "CYXTRAIN_CHECKSUMS"), "")
-    assert process_env.ring_options(empty) == RingOptions(None, 30.0, False)
+    assert RingOptions.from_environment(empty) == RingOptions(None, 30.0, False)
 
 
 def test_options_of_the_ring_come_from_the_environment():
     variables = {"CYXTRAIN_SECRET": "s", "CYXTRAIN_HEARTBEAT_TIMEOUT_MS": "5000", "CYXTRAIN_CHECKSUMS": "1"}
-    assert process_env.ring_options(variables) == RingOptions("s", 5.0, True)
+    assert RingOptions.from_environment(variables) == RingOptions("s", 5.0, True)
 
 
 @pytest.mark.parametrize(
@@ -212,24 +217,24 @@ def test_options_of_the_ring_come_from_the_environment():
 )
 def test_option_that_is_none_is_refused_with_its_variable(name, value):
     with pytest.raises(cx.ConfigError, match=name):
-        process_env.ring_options({name: value})
+        RingOptions.from_environment({name: value})
 
 
 def test_a_secret_that_is_required_and_absent_is_refused_with_the_remedy():
     config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True)
     with pytest.raises(cx.ConfigError, match=r"CYXTRAIN_SECRET is not set: .*token_hex"):
-        process_env.complete(config, {})
-    process_env.complete(config, {"CYXTRAIN_SECRET": "s"})
+        complete_config(config, {})
+    complete_config(config, {"CYXTRAIN_SECRET": "s"})
 
 
 def test_a_world_of_one_needs_no_secret():
-    process_env.complete(cx.DistributedConfig(rank=0, world_size=1, require_secret=True), {})
+    complete_config(cx.DistributedConfig(rank=0, world_size=1, require_secret=True), {})
 
 
 def test_a_secret_is_not_pretended_where_the_backend_asks_for_none():
     config = cx.DistributedConfig(rank=0, world_size=2, require_secret=True, backend="gloo")
-    with pytest.raises(cx.ConfigError, match="the gloo backend lets in whoever"):
-        process_env.complete(config, {"CYXTRAIN_SECRET": "s"})
+    with pytest.raises(cx.ConfigError, match="the gloo backend lets in every process"):
+        complete_config(config, {"CYXTRAIN_SECRET": "s"})
 
 
 def test_what_is_set_is_shown_and_the_secret_is_not():
@@ -240,5 +245,5 @@ def test_what_is_set_is_shown_and_the_secret_is_not():
 def test_a_worker_takes_its_channel_out_of_the_environment(monkeypatch):
     monkeypatch.setenv(process_env.WORKER_CHANNEL, "127.0.0.1 4711")
     assert process_env.take_worker_channel() == "127.0.0.1 4711"
-    with pytest.raises(cx.ConfigError, match="where num_processes asks for it"):
+    with pytest.raises(cx.ConfigError, match="Only a trainer starts workers"):
         process_env.take_worker_channel()
