@@ -47,6 +47,7 @@ from cyxtrain.errors import (
 )
 from cyxtrain.experiment import Config, Experiment
 from cyxtrain.models import get_model, list_models, register_model
+from cyxtrain.notebook import run_in_workers as _run_in_workers
 from cyxtrain.parallel import DistributedDataParallel, all_gather_with_grad
 from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory
 from cyxtrain.training.amp_trainer import DistributedAMPTrainer
@@ -141,6 +142,7 @@ __all__ = [  # noqa: RUF022
 ]
 
 ring.register()
+_run_in_workers.register()
 
 # cx.distributed.X works without another import. Last: it takes every name above.
 from cyxtrain import distributed as distributed

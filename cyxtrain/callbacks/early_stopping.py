@@ -97,7 +97,7 @@ class EarlyStopping(Monitoring):
         if self.best_weights is not None:
             if speaks:
                 print(f"the model has the weights of epoch {self.best_epoch + 1}")
-            load_plain_state(self.trainer._state.trained, self.best_weights)
+            load_plain_state(self.trainer.trained, self.best_weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what it has seen."""
@@ -118,7 +118,7 @@ class EarlyStopping(Monitoring):
     def _remember(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            weights = plain_state(self.trainer._state.trained)  # with those of a loss that learns
+            weights = plain_state(self.trainer.trained)  # with those of a loss that learns
             self.best_weights = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in weights.items()

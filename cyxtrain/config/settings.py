@@ -177,6 +177,17 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     require(not missing, f"{owner} needs {' and '.join(missing)}.")
 
 
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function takes this many positional arguments; True if it is written in C and does not tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 def names_checked(function: _Function) -> _Function:
     """Lets a method refuse an argument that it does not have, with the nearest name that it has."""
     known = [*inspect.signature(function).parameters][1:]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
+from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.model.compile import own_copy
 from cyxtrain.world import runtime
 
 

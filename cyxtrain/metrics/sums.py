@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.data.batches.structure import Tree
-from cyxtrain.environment.accelerator import HostCopy, from_host
+from cyxtrain.environment.accelerator import HostCopy, from_host, may_use_cuda_graphs, own_copy
 from cyxtrain.metrics.loss import BatchLoss, Loss, Weighting
 from cyxtrain.metrics.metric import Metrics, mean_of
-from cyxtrain.training.model.compile import may_use_cuda_graphs, own_copy
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 _COLUMNS = 4

@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,7 @@ from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import schedules_in
 from cyxtrain.optim.optimizers import place_state
-
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: parameters, buffers and children have names of their own; hooks stay."""

@@ -13,11 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cyxtrain.checkpoint.format.encoding import encode_tree
 from cyxtrain.checkpoint.format.validation import same_kinds
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
-from cyxtrain.training.model.forward import takes
 
 _PARTS = "_schedulers"
 """Where PyTorch keeps the state of schedules within a schedule."""

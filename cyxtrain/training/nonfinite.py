@@ -42,6 +42,8 @@ _LOOK = (
     "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
 )
 
+_LOOK_IN_LOOP = "Look for 0/0, log(0) and sqrt(0) in model and loss, and at the data"
+
 
 class Verdict(enum.Enum):
     """What becomes of a step, on every rank alike."""
@@ -80,6 +82,7 @@ class FiniteGuard:
         scale: Of the loss, or None: it goes on here. An overflow that a smaller one may cure is no fault.
         ends: Whether such a step ends the fit in good order.
         waits: Whether all ranks compute on accelerators, and the wrapper uses reports; then a verdict may be late.
+        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class FiniteGuard:
         *,
         ends: bool = False,
         waits: bool = False,
+        is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
         self.is_late = waits and on_nonfinite != SKIP and not ends and not (scale is not None and scale.is_dynamic)
@@ -100,6 +104,7 @@ class FiniteGuard:
         self._spare = BuffersKept(ddp.module) if self.is_late else None
         self._skips = on_nonfinite == SKIP
         self._ends = ends
+        self._is_fit = is_fit
         self._position = position
         self._device = device
         self._scale = scale
@@ -138,7 +143,7 @@ class FiniteGuard:
             self._used_scale = self._scale.value
             self._scale.update(overflowed=not finite)
         if finite:
-            self._position.skipped = 0
+            self._position.count_skipped(skipped=False)
             self._taken += 1
             return Verdict.TAKEN
         if curable and self._ddp.losses_are_finite():
@@ -187,7 +192,7 @@ class FiniteGuard:
             return
         if pending.report.is_good():
             self._ddp.hear(pending.report)
-            self._position.skipped = 0
+            self._position.count_skipped(skipped=False)
             self._taken += 1
             return
         self._undo(pending)
@@ -207,7 +212,7 @@ class FiniteGuard:
     def _undo(self, pending: _Pending) -> None:
         pending.buffers.bring_back()
         self._ddp.buffer_rows = pending.rows
-        vars(self._position).update(pending.position)
+        self._position.restore(pending.position)
         pending.undo_rates()
 
     def _explain(
@@ -260,22 +265,25 @@ class FiniteGuard:
     def _judge(self, share: Share, everyone: Sequence[dict[str, Any]], words: str) -> None:
         """Raises, or goes on to the next step and says so."""
         position, ranks = self._position, _ranks_at_fault(everyone)
-        where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
-        position.skipped += 1
+        where = f"step {position.step + 1}: {words}."
+        if self._is_fit:
+            where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
+        position.count_skipped(skipped=True)
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
             return
         if self._ends:
-            position.stopped = 1
+            position.stop()
             if runtime.is_master():
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
-        advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
+        advice = "" if self._skips or not self._is_fit else ', or go on without such steps, with on_nonfinite="skip"'
         has_data = any(facts.get("data") for facts in everyone)
-        remedy = "Mend those rows of the data, or leave them out" if has_data else _LOOK
+        look = _LOOK if self._is_fit else _LOOK_IN_LOOP
+        remedy = "Mend those rows of the data, or leave them out" if has_data else look
         error = NonFiniteError(
             f"{where} {in_a_row}The step was not taken: the model is as before. {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,

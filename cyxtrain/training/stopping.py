@@ -52,6 +52,7 @@ REASONS = {
 _SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
+_URGENCY = (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH)
 _PATIENCE_SECONDS = 8.0
 """After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
 
@@ -66,9 +67,9 @@ class StoppedError(Exception):
         wish: Why.
     """
 
-    def __init__(self, wish: StopRequest) -> None:
-        super().__init__(wish.name)
-        self.wish = wish
+    def __init__(self, request: StopRequest) -> None:
+        super().__init__(request.name)
+        self.request = request
 
 
 _NO_WISH = [0.0] * len(StopRequest)
@@ -85,7 +86,7 @@ class StopSignals:
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
         self._state = state
-        self._wished: set[StopRequest] = set()
+        self._requested: set[StopRequest] = set()
         limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
         self._ends = None if limit is None else time.monotonic() + limit
         self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
@@ -97,18 +98,18 @@ class StopSignals:
         if self._ends is not None or self._save_seconds is not None:
             self._look_at_the_clock(time.monotonic())
         if self._state.stop_training:
-            self._wished.add(StopRequest.COMPLETE)
-        return [float(wish in self._wished) for wish in StopRequest] if self._wished else list(_NO_WISH)
+            self._requested.add(StopRequest.COMPLETE)
+        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NO_WISH)
 
     def saved(self) -> None:
         """A checkpoint has been made: the next one is due later."""
         self._saved = time.monotonic()
-        self._wished.discard(StopRequest.SAVE)
+        self._requested.discard(StopRequest.SAVE)
 
-    def heeded(self) -> None:
+    def clear(self) -> None:
         """The fit stops for what any rank wishes: no wish is left to fulfil."""
         self._cancel()
-        self._wished.clear()
+        self._requested.clear()
         self._ends = None
 
     @property
@@ -137,7 +138,7 @@ class StopSignals:
         before = {number: signal.getsignal(number) for number in _SIGNALS}
 
         def hear(number: int, _: FrameType | None) -> None:
-            self._wished.add(_SIGNALS[signal.Signals(number)])
+            self._requested.add(_SIGNALS[signal.Signals(number)])
             signal.signal(number, before[signal.Signals(number)])
             if number != signal.SIGINT:
                 self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
@@ -162,8 +163,8 @@ class StopSignals:
                 if handler is not None:
                     signal.signal(number, handler)
             # What came when no step was left to heed it is as if it came now.
-            for number, wish in _SIGNALS.items():
-                if wish in self._wished:
+            for number, request in _SIGNALS.items():
+                if request in self._requested:
                     signal.raise_signal(number)
 
     def _cancel(self) -> None:
@@ -172,9 +173,9 @@ class StopSignals:
 
     def _look_at_the_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:
-            self._wished.add(StopRequest.FINISH)
+            self._requested.add(StopRequest.FINISH)
         if self._save_seconds is not None and now - self._saved >= self._save_seconds:
-            self._wished.add(StopRequest.SAVE)
+            self._requested.add(StopRequest.SAVE)
 
 
 @contextlib.contextmanager
@@ -204,28 +205,32 @@ def _second_ctrl_c_heard() -> Iterator[None]:
 
 
 def first_reason_to_stop(received: Sequence[float]) -> StopRequest | None:
-    """Returns the weightiest wish to stop before the end that any rank has; None: nobody has one."""
-    return next(
-        (wish for wish in (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH) if received[wish] > 0),
-        None,
-    )
+    """Return the most urgent request of any rank to stop before the end; None: there is none."""
+    return next((each for each in _URGENCY if received[each] > 0), None)
 
 
-def leave_for(wish: StopRequest | None) -> None:
+def stop_if_requested(received: Sequence[float]) -> None:
+    """Raise StoppedError for the most urgent request to stop of any rank, if there is one."""
+    request = first_reason_to_stop(received)
+    if request is not None:
+        raise StoppedError(request)
+
+
+def leave_for(request: StopRequest | None) -> None:
     """Does what a wish means for the program, after the fit has stopped for it: nothing where it shall go on.
 
     Raises:
         SystemExit: After SIGTERM, with the code that a shell gives it.
         KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
     """
-    if wish is StopRequest.TERMINATE:
+    if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
-    if wish is StopRequest.INTERRUPT and not runtime.is_interactive():
+    if request is StopRequest.INTERRUPT and not runtime.is_interactive():
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(wish: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
+def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
     """Returns where a fit has stopped before its end, why, and what is left of it."""
     kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
-    return f"{where}: {REASONS[wish]}; {kept}"
+    return f"{where}: {REASONS[request]}; {kept}"

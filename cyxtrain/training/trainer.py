@@ -9,45 +9,45 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice
-from cyxtrain.data.sources.source import TrainingData
-from cyxtrain.errors import CollectiveMismatchError, ConfigError
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import named
-from cyxtrain.notebook.run_in_workers import run_in_workers
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.progress.header import explain
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows
+from cyxtrain.training.checkpoints.numerics import arithmetic
+from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
+from cyxtrain.training.delegation import delegated
+from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
+from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
+from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
 from cyxtrain.training.inputs.plan import CheckedData, FitPlan, LossLike, plan_fit, plan_rows, warn_of_data
-from cyxtrain.training.inputs.training_data import open_fit, open_rows
+from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
-from cyxtrain.training.prediction import predict_rows
-from cyxtrain.training.resuming.numerics import arithmetic
-from cyxtrain.training.resuming.resume import start_or_resume
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.stopping import explain_stop, leave_for
 from cyxtrain.training.trained import trained_with
@@ -128,6 +128,16 @@ class DistributedTrainer:
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
 
+    def __repr__(self) -> str:
+        world = counted(runtime.get_world_size(), "rank") if runtime.is_initialized() else "not joined yet"
+        parts = {
+            "model": type(self.model).__name__,
+            "loss": name_of_loss(self.loss_fn),
+            "optimizer": type(self.optimizer).__name__,
+            "world": world,
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in parts.items())})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
@@ -139,6 +149,11 @@ class DistributedTrainer:
     @property
     def _loss(self) -> Any:
         return with_weights(self.loss_fn, self.loss_weights)
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model and, as one module with it, a loss that has parameters or buffers of its own."""
+        return self._state.trained
 
     @property
     def epoch(self) -> int:
@@ -199,7 +214,7 @@ class DistributedTrainer:
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
-        self._state.stop_training = bool(value)
+        self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
         """Lets layers calculate anew in backward what they have not kept in forward: less memory, a third more time.
@@ -214,74 +229,159 @@ class DistributedTrainer:
         """
         self._recomputed = layers_of(self.model, layers)
 
-    @run_in_workers
-    def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
-        """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        y: Data | None = None,
+        *,
+        config: DistributedTrainingConfig | None = None,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        y: Data | None,
+        config: DistributedTrainingConfig,
+        /,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        config: DistributedTrainingConfig,
+        /,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        y: Data,
+        X_val: Data,  # noqa: N803
+        y_val: Data,
+        config: DistributedTrainingConfig | None = None,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(self, *, x: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...
+    def fit(
+        self,
+        X: Any = None,  # noqa: N803
+        y: Any = None,
+        X_val: Any = None,  # noqa: N803
+        y_val: Any = None,
+        config: Any = None,
+        *,
+        validation_data: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        callbacks: Any = None,
+        initial_epoch: int | None = None,
+        resume: Any = None,
+        **settings: Any,
+    ) -> TrainingHistory:
+        """Train: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, `fit(loader, val_loader, config)`.
 
-        Every rank gives the same data, and sees its part. Fitting again goes on: the epochs count on.
+        Every rank passes the same data and trains on its share. Calling `fit` again continues training.
 
         Args:
-            *data: X and y, arrays or tensors with a row per sample, or several by name; a Dataset, a DataLoader, or
-                what gives batches. The same to validate with, and a `DistributedTrainingConfig`, or none.
-            **keywords: Fields of the config; `validation_data`, `sample_weight`, `class_weight`, `callbacks`,
-                `initial_epoch`; `resume="auto"` (the newest intact checkpoint, or none) or a path: its fit goes on.
+            X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or what gives batches.
+            y: Targets, with a row per sample; or validation data if `X` gives batches.
+            X_val: Inputs to validate with.
+            y_val: Targets to validate with.
+            config: Settings; keywords take precedence. It may also be passed in the place of an array.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or what gives batches.
+            sample_weight: How much the loss of each row counts, shape (n,).
+            class_weight: How much the rows of each class count, by class number.
+            callbacks: For this fit, called after the trainer's own.
+            initial_epoch: Number of epochs that count as completed; `epochs` is then the number of the last one.
+            resume: "auto" (the newest intact checkpoint, if there is one) or the path of a checkpoint to continue from.
+            **settings: Fields of `DistributedTrainingConfig`.
 
         Returns:
             The numbers of each epoch, the same on every rank.
 
         Raises:
             ConfigError: The input is wrong, on any rank; nothing has started.
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank is gone, or does something else.
-            CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
-            NonFiniteError: A loss or a gradient is NaN or infinite, where `on_nonfinite="raise"`, or ten in a row.
-            ReplicasDifferError: Ranks have come to hold different parameters.
-            DistributedTrainingError: Another rank has failed, with its traceback.
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank died, or fell out of step.
+            CheckpointError: A checkpoint could not be read, or with `on_save_error="raise"`, written.
+            NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`, or ten in a row.
+            ReplicasDifferError: Ranks hold different parameters.
+            DistributedTrainingError: Another rank failed, with its traceback.
         """
-        if self._fit is not None:
-            raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
-        self._call_roll("fit", works_alone=False)
-        arguments, opened = open_fit(lambda: self._parsed(data, keywords), self._loss, self.epoch)
-        run, everyone = agree_on(lambda: self._plan(arguments, opened))
-        run.take_facts(everyone)
-        with ending_group_on_error():
-            warn_of_data(everyone)
-            resumed, says = start_or_resume(self._state, run, arithmetic(self.model, run, self.ddp_config))
-            if run.config.sync_batchnorm:
-                nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-            ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(modes_kept(self.model, *run.data.loss.modules))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(float32_products(run.config.float32_precision))
-            if run.fuses:
-                stack.enter_context(fused(self.optimizer))
-            stack.enter_context(recomputed(self._recomputed))
-            stack.enter_context(compiled(self.model, run.config.compile, by_layer=run.compiles_layers))
-            for wrapper in self._wrappers:
-                stack.enter_context(wrapper.suspended())
-            try:
-                run.display.header([*explain(self._state, run, self.ddp_config), *says])
-                self._fit = FitLoop(self._state, run, ddp, resumed)
-                stopped = self._fit.train()
-            finally:
-                self._fit = None
-                self._state.rates.leave()
-                run.display.close()
-                ddp.close()
-                self._state.trained.zero_grad()
+        arguments = (X, y, X_val, y_val, config)
+        keywords = {
+            "validation_data": validation_data,
+            "sample_weight": sample_weight,
+            "class_weight": class_weight,
+            "callbacks": callbacks,
+            "initial_epoch": initial_epoch,
+            "resume": resume,
+            **settings,
+        }
+        history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
+        if history is not None:
+            return history
+        plan, ddp, resumed, notes = self._open(arguments, keywords)
+        with self._prepared(plan, ddp):
+            plan.display.header([*explain(self._state, plan, self.ddp_config), *notes])
+            self._fit = FitLoop(self._state, plan, ddp, resumed)
+            stopped = self._fit.fit()
         if stopped is None:
-            self._state.complete_fits = self._state.position.fits
+            self._state.complete_fit()
         else:
-            run.display.header([("stopped", explain_stop(stopped, self._state.position, run.config))])
+            plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         leave_for(stopped)
         return self._state.history
 
+    def _open(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
+        """Check with all ranks what `fit` is asked for; return the plan, and where it begins, with lines about that."""
+        if self._fit is not None:
+            raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
+        self._call_roll("fit", works_alone=False)
+        asked, opened = open_fit(lambda: self._parsed(arguments, keywords), self._loss, self.epoch)
+        plan, everyone = agree_on(lambda: self._plan(asked, opened))
+        plan.take_facts(everyone)
+        with ending_group_on_error():
+            warn_of_data(everyone)
+            resumed, notes = start_or_resume(self._state, plan, arithmetic(self.model, plan, self.ddp_config))
+            if plan.config.sync_batchnorm:
+                nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+            ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
+        return plan, ddp, resumed, notes
+
+    @contextlib.contextmanager
+    def _prepared(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Set modes, precision and kernels as a fit needs them; restore them, and the wrappers, afterwards."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(float32_products(plan.config.float32_precision))
+            if plan.fuses:
+                stack.enter_context(fused(self.optimizer))
+            stack.enter_context(recomputed(self._recomputed))
+            stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.suspended())
+            try:
+                yield
+            finally:
+                self._fit = None
+                self._state.rates.leave()
+                plan.display.close()
+                ddp.close()
+                self._state.trained.zero_grad()
+
     @names_checked
-    @run_in_workers
     def evaluate(
         self,
-        X: Any,  # noqa: N803
-        y: Any = None,
+        X: Data,  # noqa: N803
+        y: Data | None = None,
         *,
         batch_size: int | None = None,
         distributed: bool = True,
@@ -303,6 +403,10 @@ class DistributedTrainer:
             ConfigError: The input is wrong: two rows of it are tried first.
             CollectiveMismatchError: Ranks call different things.
         """
+        given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
+        evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
+        if evaluation is not None:
+            return evaluation
         distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
         rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
         with float32_products(self.config.float32_precision):
@@ -311,10 +415,9 @@ class DistributedTrainer:
         return evaluation
 
     @names_checked
-    @run_in_workers
     def predict(
         self,
-        X: Any,  # noqa: N803
+        X: Data,  # noqa: N803
         *,
         batch_size: int | None = None,
         distributed: bool = True,
@@ -337,6 +440,9 @@ class DistributedTrainer:
                 a row per row.
             CollectiveMismatchError: Ranks call different things.
         """
+        given = {"batch_size": batch_size, "distributed": distributed}
+        if (output := delegated(self, "predict", (X,), given)) is not None:
+            return output
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
         with float32_products(self.config.float32_precision):
@@ -399,7 +505,7 @@ class DistributedTrainer:
             ConfigError: A callback calls it.
         """
         if self._fit is not None:
-            raise ConfigError("load_checkpoint was called within fit, by a callback: it would go on from nowhere.")
+            raise ConfigError("load_checkpoint was called within fit, by a callback: call it when the fit has ended.")
         self._call_roll("load_checkpoint", works_alone=False)
         self._state.load_file(path)
 
@@ -440,23 +546,32 @@ class DistributedTrainer:
 
     def _parsed(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
         """Returns what a fit is asked for; what it does not say of the schedule, the trainer was built with."""
-        arguments = parse_fit(data, dict(keywords))
+        arguments = parse_fit(*data, **keywords)
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
-    def _plan(self, arguments: FitArguments, opened: TrainingData) -> tuple[FitPlan, dict[str, Any]]:
+    def _plan(self, arguments: FitArguments, opened: Sources) -> tuple[FitPlan, dict[str, Any]]:
         """Returns what this rank is asked to do, and what must be the same on every rank."""
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
         with recomputed(self._recomputed):
-            run, facts = plan_fit(*given)
+            plan, facts = plan_fit(*given)
         rates = self._state.rates
-        steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
-        facts |= scheduler_facts(check_rates(rates, run.config, steps))
-        run.callbacks.meet(self, run.params(first + run.config.epochs))
+        steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
+        facts |= scheduler_facts(check_rates(rates, plan.config, steps))
+        plan.callbacks.meet(self, plan.params(first + plan.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             own |= value_facts(self._state.trained)
-        return run, {**facts, **own, "the number of epochs trained before": self.epoch}
+        return plan, {**facts, **own, "the number of epochs trained before": self.epoch}
+
+
+def name_of_loss(loss_fn: Any) -> str:
+    """Return a loss as a name."""
+    if isinstance(loss_fn, Mapping):
+        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
+    if loss_fn is None or isinstance(loss_fn, str):
+        return loss_fn or "the model's own"
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

@@ -6,7 +6,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -177,10 +177,3 @@ class FetchedSource(Source):
         found = rows if self._weigh is None else self._weigh(rows)
         check_parts(found, self.example)
         return found
-
-
-class TrainingData(NamedTuple):
-    """What a call is given: rows, and those for validation."""
-
-    training: Source
-    validation: Source | None

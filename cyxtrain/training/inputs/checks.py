@@ -158,26 +158,6 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
         )
 
 
-def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
-    """Refuses batch norm over ranks where PyTorch has none.
-
-    Args:
-        model: Not wrapped.
-        device: Where it computes.
-        wanted: Whether its layers shall be such.
-
-    Raises:
-        ConfigError: On a CPU, with the layers.
-    """
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if device.type == "cpu" and (layers or wanted):
-        asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
-        raise ConfigError(
-            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
-            "those of each rank's samples, or nn.GroupNorm, which needs no others."
-        )
-
-
 def check_precision(model: nn.Module, precision: str) -> None:
     """Refuses parameters of 16 bits where the loss is scaled: their gradients could not be divided again.
 

@@ -20,6 +20,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, leaves, map_output
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
+from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
@@ -32,7 +33,6 @@ from cyxtrain.training.inputs.weight_check import ROWS, WeightCheck, warning_of
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
-from cyxtrain.training.model.placement import remedy_for_devices
 from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime
 

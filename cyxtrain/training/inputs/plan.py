@@ -20,7 +20,7 @@ from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.sources.source import Source, TrainingData
+from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
@@ -30,22 +30,22 @@ from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import (
-    check_batch_norm,
-    check_model,
-    check_optimizer,
-    check_precision,
-    check_targets,
-)
+from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision, check_targets
 from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
-from cyxtrain.training.inputs.training_data import about
+from cyxtrain.training.inputs.training_data import Sources, about
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.memory_format import put_channels_last
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.placement import check_devices, choose_device, device_facts, explain_device
+from cyxtrain.training.model.placement import (
+    check_batch_norm,
+    check_devices,
+    choose_device,
+    device_facts,
+    explain_device,
+)
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -53,26 +53,34 @@ from cyxtrain.world import runtime
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
 
-@dataclass
-class CheckedData:
-    """Rows that the model and the loss have been tried on, and how they come to the model.
+@dataclass(kw_only=True)
+class ModelSetup:
+    """How batches reach the model, and what is computed of its output.
 
     Attributes:
-        source: The rows.
+        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
+        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
+    """
+
+    placement: Placement
+    loss: Loss
+    call: ModelCall
+    metrics: Metrics
+    num_micro_batches: int | None = 1
+    without_rows: EmptyBatch | None = None
+
+
+@dataclass(kw_only=True)
+class CheckedData(ModelSetup):
+    """Data that passed a dry run.
+
+    Attributes:
         batch_size: Rows at once, outside training.
-        placement: Of batches.
-        loss: For these rows.
-        call: How the model is called.
-        metrics: What is measured beside loss and accuracy.
         flops_per_row: Operations of forward and backward; None: not counted.
     """
 
     source: Source
     batch_size: int
-    placement: Placement
-    loss: Loss
-    call: ModelCall
-    metrics: Metrics
     flops_per_row: float | None = None
 
 
@@ -85,8 +93,7 @@ class FitPlan:
     those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
     end the fit in good order; `uses_reports`: whether all ranks compute on accelerators, where the host need not wait
     for a step; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that are used, and
-    those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or None: no rank
-    does, or the others do not need it.
+    those that are visible, in words.
     """
 
     config: DistributedTrainingConfig
@@ -103,7 +110,6 @@ class FitPlan:
     uses_reports: bool = False
     attempt: int = 0
     devices: str = ""
-    without_rows: EmptyBatch | None = None
     training_seconds: float = 0.0
     training_rows: int = 0
 
@@ -265,7 +271,7 @@ def plan_fit(
     optimizer: torch.optim.Optimizer,
     device: str | torch.device,
     metrics: Mapping[str, Any],
-    opened: TrainingData,
+    opened: Sources,
     epoch: int,
 ) -> tuple[FitPlan, dict[str, Any]]:
     """Returns what this rank is asked to do, and what must be the same on every rank.
@@ -309,9 +315,9 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
     ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
-    run = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
-    _check_best(run)
-    return run, facts
+    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    _check_best(plan)
+    return plan, facts
 
 
 def _is_on_accelerator(trained: nn.Module) -> bool:
@@ -347,20 +353,20 @@ def _facts(
     }
 
 
-def _check_best(run: FitPlan) -> None:
-    best = run.config.keep_best
+def _check_best(plan: FitPlan) -> None:
+    best = plan.config.keep_best
     if best is None:
         return
-    if best in run.measured:
-        if best.removeprefix("val_") not in run.larger_is_better:
+    if best in plan.measured:
+        if best.removeprefix("val_") not in plan.larger_is_better:
             raise ConfigError(
                 f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
                 "my_function.higher_is_better = True."
             )
         return
-    if best.removeprefix("val_") in run.measured:
+    if best.removeprefix("val_") in plan.measured:
         raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, run.measured)}")
+    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, plan.measured)}")
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
@@ -461,4 +467,12 @@ def _tried(
     else:
         counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
         measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
-    return CheckedData(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)
+    return CheckedData(
+        source=source,
+        batch_size=batch_size,
+        placement=placement,
+        loss=loss,
+        call=call,
+        metrics=measures,
+        flops_per_row=dry_run.flops_per_row,
+    )

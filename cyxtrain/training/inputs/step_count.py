@@ -30,13 +30,13 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
     """
     runtime.join_if_nobody_has()
     runtime.roll_call("count_steps")
-    config = parse_fit(data, dict(keywords)).config
+    config = parse_fit(*data, **keywords).config
     if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
         steps = asked_steps(config)
     else:
-        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), None, 0)
+        arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
         config = arguments.config
-        feed = opened.training.feed(config, *_rank_and_world_size(config))
+        feed = opened[0].feed(config, *_rank_and_world_size(config))
         steps = steps_per_epoch(config, feed)
     if steps is None:
         raise ConfigError("nobody knows how many batches the data will give: set steps_per_epoch.")

@@ -10,7 +10,7 @@ from typing import Any
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.open import open_source
-from cyxtrain.data.sources.source import Source, TrainingData
+from cyxtrain.data.sources.source import Source
 from cyxtrain.data.split import validation_rows
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
@@ -19,11 +19,14 @@ from cyxtrain.training.inputs.facts import config_facts
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on
 
+Sources = tuple[Source, Source | None]
+"""Rows to train on, and rows to validate with."""
+
 _NAMES = ("training", "validation")
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
-def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, TrainingData]:
+def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
     """Returns what a fit is asked for, and its data. All ranks call it.
 
     Args:
@@ -35,7 +38,7 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
         ConfigError: What cannot work, on any rank.
     """
 
-    def opened() -> tuple[tuple[FitArguments, TrainingData], dict[str, Any]]:
+    def opened() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
         found = _open(arguments, loss_fn, epoch)
         return (arguments, found), {**config_facts(arguments.config), **_openings(found)}
@@ -44,9 +47,9 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
     config = arguments.config
     with marked():
         _meet(found, everyone, runtime.get_rank(), config.sharded_data)
-        _check_batch_size(found.training, config)
-    if found.training.batch_size is not None:
-        config = dataclasses.replace(config, batch_size=found.training.batch_size)
+        _check_batch_size(found[0], config)
+    if found[0].batch_size is not None:
+        config = dataclasses.replace(config, batch_size=found[0].batch_size)
     return dataclasses.replace(arguments, config=config), found
 
 
@@ -67,10 +70,10 @@ def open_rows(
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
-    def opened() -> tuple[TrainingData, dict[str, Any]]:
+    def opened() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        found = TrainingData(open_source(inputs, targets, weights, asked, 0, trains=False), None)
-        brings = found.training.batch_size
+        found = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
+        brings = found[0].batch_size
         if brings is not None and batch_size not in (None, brings):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {brings}: leave batch_size out.")
         return found, _openings(found)
@@ -82,7 +85,7 @@ def open_rows(
         found, everyone = agree_on(opened)
         with marked():
             _meet(found, everyone, runtime.get_rank(), config.sharded_data)
-    return found.training
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -94,7 +97,7 @@ def marked() -> Iterator[None]:
         raise on_all_ranks(error) from error.__cause__
 
 
-def _openings(found: TrainingData) -> dict[str, Any]:
+def _openings(found: Sources) -> dict[str, Any]:
     """Returns what the ranks show each other, of which the kind must be the same."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
@@ -103,14 +106,14 @@ def _openings(found: TrainingData) -> dict[str, Any]:
     return facts
 
 
-def _meet(found: TrainingData, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
+def _meet(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
             with about(name):
                 source.meet([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
-def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
+def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
     """Returns the data of a fit, on this rank: the last rows are for validation, where a fraction is asked for."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
@@ -138,7 +141,7 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
-    return TrainingData(source, validation)
+    return source, validation
 
 
 def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None:

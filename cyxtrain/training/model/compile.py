@@ -1,23 +1,24 @@
 """The model compiled by `torch.compile`, for as long as a fit lasts; and CUDA graphs, which compiled models may use.
 
 A CUDA graph writes its results to the same memory in every step. What is kept longer is copied (`own_copy`), and each
-step tells PyTorch where it begins (`steps_marked`).
+step tells PyTorch where it begins (`marked_steps`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.environment.accelerator import is_accelerator, may_use_cuda_graphs
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.model.recompute import stacked_layers
 
+_Batch = TypeVar("_Batch")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes in which a model's kernels are launched together, as a CUDA graph."""
 
@@ -118,27 +119,18 @@ def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> I
             torch_compat.set_compiled_call(part, call)
 
 
-def may_use_cuda_graphs(device: torch.device) -> bool:
-    """Returns whether anything that runs on a device may have been compiled, by `fit` or by the user."""
-    return device.type == "cuda" and "torch._dynamo" in sys.modules
+def marked_steps(batches: Iterable[_Batch], device: torch.device) -> Generator[_Batch]:
+    """Yield batches, and tell PyTorch where the step with each begins, so that CUDA graphs may reuse their memory.
 
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that later steps do not overwrite: itself, where no CUDA graph can have made it."""
-    return tensor.clone() if may_use_cuda_graphs(tensor.device) else tensor
-
-
-@contextlib.contextmanager
-def steps_marked(device: torch.device) -> Iterator[Callable[[], None] | None]:
-    """Gives what is called where a step begins, so that CUDA graphs may overwrite what the one before gave.
-
-    Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite what
-    is still needed of the first, its gradients too. None: there is nobody to tell.
+    Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
+    outputs and gradients of the first one that are still needed.
     """
     if not may_use_cuda_graphs(device):
-        yield None
+        yield from batches
         return
     try:
-        yield torch.compiler.cudagraph_mark_step_begin
+        for batch in batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            yield batch
     finally:
         torch_compat.unmark_cuda_graph_steps()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain.config.settings import takes
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree, map_output
@@ -133,17 +134,6 @@ class ModelCall:
         for target in targets:
             named |= target if isinstance(target, dict) else {self._target_name: target}
         return (), named
-
-
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with so many arguments, one after the other."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # it does not say: it is written in C
-        return True
-    return True
 
 
 def _way_of(model: nn.Module, inputs: Tree) -> _Way:

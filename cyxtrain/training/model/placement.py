@@ -11,27 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from cyxtrain.environment import accelerator, torch_compat
-from cyxtrain.errors import ConfigError, counted, on_all_ranks
-from cyxtrain.training.inputs.checks import check_batch_norm
+from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
 
 _NOT_COUNTED = ("cpu", "meta", "mps")
 """Kinds of device of which `accelerator` does not know how many there are."""
-
-
-_OTHER_DEVICE = ("on the same device", "and weight type")
-"""PyTorch's words in the errors of operations whose tensors are on several devices."""
-
-
-def remedy_for_devices(error: Exception) -> str:
-    """Returns what to do about an error of a user's code whose tensors are on several devices; "" about others."""
-    text = str(error)
-    if not any(words in text for words in _OTHER_DEVICE):
-        return ""
-    return ("" if text.endswith(("!", ".")) else ".") + (
-        " One of your tensors has stayed where it was made: make what a model or a loss keeps a buffer "
-        "(self.register_buffer), and the others on the device of what comes in (device=x.device)."
-    )
 
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
@@ -102,6 +86,26 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
         )
     torch.accelerator.set_device_index(chosen.index)
     return chosen
+
+
+def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
+    """Refuses batch norm over ranks where PyTorch has none.
+
+    Args:
+        model: Not wrapped.
+        device: Where it computes.
+        wanted: Whether its layers shall be such.
+
+    Raises:
+        ConfigError: On a CPU, with the layers.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if device.type == "cpu" and (layers or wanted):
+        asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
+        raise ConfigError(
+            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
+            "those of each rank's samples, or nn.GroupNorm, which needs no others."
+        )
 
 
 def own_index() -> int:

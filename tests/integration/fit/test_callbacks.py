@@ -254,7 +254,7 @@ def follow(values: list[float], **arguments: Any) -> tuple[int | None, int]:
     """Returns (the epoch after which it stops, or None; the best one), both from 0."""
     callback = EarlyStopping("loss", **arguments)
     model = nn.Linear(1, 1)
-    trainer: Any = types.SimpleNamespace(stop_training=False, model=model, _state=types.SimpleNamespace(trained=model))
+    trainer: Any = types.SimpleNamespace(stop_training=False, model=model, trained=model)
     callback.set_trainer(trainer)
     callback.on_train_begin()
     for epoch, value in enumerate(values):

@@ -15,9 +15,9 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 
 
-def arithmetic(model: nn.Module, run: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
     """Returns the arithmetic in use, by what people call it: JSON values."""
-    device = run.data.placement.device
+    device = plan.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     travelling = {
         "the size of buckets": ddp_config.bucket_size_mb,
@@ -27,13 +27,13 @@ def arithmetic(model: nn.Module, run: FitPlan, ddp_config: DDPConfig) -> dict[st
     return {
         "PyTorch": torch.__version__,
         "the parameters' dtypes": ", ".join(dtypes),
-        "the precision": run.config.precision,
-        "the model": explain_compiled(run.config.compile, run.compiles_layers) or "run as it is",
-        "the optimizer's kernel": "fused" if run.fuses else "as it was built",
+        "the precision": plan.config.precision,
+        "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
+        "the optimizer's kernel": "fused" if plan.fuses else "as it was built",
         "the device": device.type,
         "the backend": dist.get_backend(),
         **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
-        "the precision of float32 products": _product_precision(device, run.config.float32_precision),
+        "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
         **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
     }
 

@@ -15,7 +15,7 @@ import torch
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig
 from cyxtrain.optim.schedules import schedule_settings
-from cyxtrain.training.resuming.numerics import differences
+from cyxtrain.training.checkpoints.numerics import differences
 from cyxtrain.training.state import TrainingState
 
 _DONE = ("learning_rate_scaling", "warmup_steps")

@@ -106,13 +106,13 @@ class CheckpointManager:
             "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-        self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
+        self._state.keep_ranks([decode_tree(json.loads(text)) for text in texts])
         self.gather_compression()
 
     def gather_compression(self) -> None:
         """Takes into the state what gradient compression keeps, where it may be written. All ranks call it."""
         state = self._compression_state()
-        self._state.compression = state if self._writer is not None or runtime.is_master() else {}
+        self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
 
     def after_epoch(self) -> None:
         """An epoch is complete, with its validation and its entry in the history."""

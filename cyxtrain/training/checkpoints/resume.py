@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
-from cyxtrain.training.resuming.numerics import differences
-from cyxtrain.training.resuming.resume_diff import as_in_checkpoint, done_otherwise, put_back, what_is_set
+from cyxtrain.training.checkpoints.numerics import differences
+from cyxtrain.training.checkpoints.resume_diff import as_in_checkpoint, done_otherwise, put_back, what_is_set
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
@@ -46,61 +45,40 @@ _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
 _DATA = {"data": "the training data are others", "validation": "the validation data are others"}
 
 
-@dataclass
-class Resumed:
-    """What belongs to this rank of a checkpoint that a fit goes on from.
+Checkpoint = tuple[CheckpointState, str]
+"""A checkpoint, and its name for messages."""
 
-    Attributes:
-        checkpoint: What it holds.
-        source: What it is, for messages.
+
+def asked_to_stop(checkpoint: CheckpointState) -> bool:
+    """Return whether a callback had asked for the end, and the ranks did not know of it yet."""
+    return any(each.get("stop") is True for each in checkpoint.ranks)
+
+
+def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, device: torch.device) -> None:
+    """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch.
+
+    Raises:
+        CheckpointError: The checkpoint holds something else.
     """
-
-    checkpoint: CheckpointState
-    source: str
-
-    @property
-    def ranks(self) -> Sequence[dict[str, Any]]:
-        """What belonged to each rank that wrote it."""
-        return self.checkpoint.ranks
-
-    @property
-    def callbacks(self) -> dict[str, Any]:
-        """The states of callbacks, by name."""
-        states: dict[str, Any] = self.checkpoint.others.get("callbacks", {})
-        return states
-
-    @property
-    def stop_training(self) -> bool:
-        """Whether a callback had asked for the end, and the ranks had not heard of it yet."""
-        return any(each.get("stop") is True for each in self.ranks)
-
-    def hand_over(self, totals: MetricSums, device: torch.device) -> None:
-        """Gives this rank its generators, where there are as many ranks as there were, and its sums of the epoch.
-
-        Raises:
-            CheckpointError: The checkpoint holds something else.
-        """
-        rank, world_size = runtime.get_rank(), runtime.get_world_size()
-        try:
-            tables = [each["sums"] for each in self.ranks]
-            if not any(tables):
-                return  # made between two epochs: the next one begins with generators of its own
-            if len(self.ranks) == world_size:
-                set_generators(self.ranks[rank]["generators"], device)
-                totals.go_on_from(tables[rank])
-                totals.metrics.merge([self.ranks[rank].get("metrics", {})])
-                return
-            totals.metrics.merge([each.get("metrics", {}) for each in self.ranks[rank::world_size]])
-            if rank == 0:
-                # Added up once: which rank has counted what makes no difference to the result but in its last bits.
-                totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"Cannot resume from {self.source}: what belongs to rank {rank} is wrong: {error}."
-            ) from error
+    rank, world_size, ranks = runtime.get_rank(), runtime.get_world_size(), checkpoint.ranks
+    try:
+        tables = [each["sums"] for each in ranks]
+        if not any(tables):
+            return  # made between two epochs: the next one begins with generators of its own
+        if len(ranks) == world_size:
+            set_generators(ranks[rank]["generators"], device)
+            totals.go_on_from(tables[rank])
+            totals.metrics.merge([ranks[rank].get("metrics", {})])
+            return
+        totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+        if rank == 0:
+            # Added up once: which rank has counted what changes only the last bits of the result.
+            totals.go_on_from([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
 
 
-def find_checkpoint(run: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
+def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
     """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
 
     A program that runs again makes all its calls of `fit` again. Each goes on from its own newest checkpoint, also
@@ -109,7 +87,7 @@ def find_checkpoint(run: FitPlan, state: TrainingState) -> tuple[CheckpointState
     `resume` says.
 
     Args:
-        run: What is asked for. `resume` is "auto": the newest one of `checkpoint_dir` that is intact; else its path,
+        plan: What is asked for. `resume` is "auto": the newest one of `checkpoint_dir` that is intact; else its path,
             or None.
         state: What the call of `fit` finds.
 
@@ -117,8 +95,8 @@ def find_checkpoint(run: FitPlan, state: TrainingState) -> tuple[CheckpointState
         CheckpointError: The one that was named is not there, or damaged; the same on every rank.
     """
     launched, _ = process_env.launched_run()  # rank 0's, which reads
-    folder, resume, initial_epoch = _folder_of(run.config), run.resume, run.initial_epoch
-    if run.attempt and resume != AUTO:
+    folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
+    if plan.attempt and resume != AUTO:
         # What goes on from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
@@ -138,13 +116,13 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 
 def start_or_resume(
-    state: TrainingState, run: FitPlan, arithmetic: dict[str, Any]
-) -> tuple[Resumed | None, list[tuple[str, str]]]:
+    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     """Goes to where a fit begins: where the model is, or where a checkpoint was made. All ranks call it.
 
     Args:
         state: What is trained.
-        run: What is asked for.
+        plan: What is asked for.
         arithmetic: In use.
 
     Returns:
@@ -155,7 +133,7 @@ def start_or_resume(
         ConfigError: It is of a fit with other samples.
     """
     try:
-        return _begin_or_go_on(state, run, arithmetic)
+        return _begin_or_go_on(state, plan, arithmetic)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # they have the same checkpoint, and the same to do
         runtime.gather_texts("")  # nobody leaves before all have read it
@@ -163,45 +141,42 @@ def start_or_resume(
 
 
 def _begin_or_go_on(
-    state: TrainingState, run: FitPlan, arithmetic: dict[str, Any]
-) -> tuple[Resumed | None, list[tuple[str, str]]]:
-    is_named = run.resume not in (None, AUTO)
-    found = find_checkpoint(run, state)
-    data = run.digests()
+    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
+    is_named = plan.resume not in (None, AUTO)
+    found = find_checkpoint(plan, state)
+    data = plan.digests()
     if found is None:
-        _check_batch_norm(state, run)
-        scheduled = run.schedule_steps(run.warmup_steps if state.rates.warms_up_first else 0)
-        _check_schedule(run, state.rates.tried(scheduled), scheduled, run.steps_per_epoch)
-        _warn_of_warmup(run)
-        effective, lengths = run.feed.effective_batch_size, (run.warmup_steps, run.all_steps, scheduled)
-        state.begin_fit(run.config, data, effective, lengths, run.initial_epoch)
-        state.arithmetic = arithmetic
-        return None, _say_what_is_there(run, state)
+        _check_batch_norm(state, plan)
+        scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
+        _check_schedule(plan, state.rates.tried(scheduled), scheduled, plan.steps_per_epoch)
+        _warn_of_warmup(plan)
+        effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
+        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, arithmetic)
+        return None, _say_what_is_there(plan, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
-    check_same_fit(checkpoint, name, run.config, data, run.feed.effective_batch_size)
-    given, asked, trained = what_is_set(state, run.config), run.config, _trained(state)
-    run.config = as_in_checkpoint(asked, checkpoint.config)
-    state.resume_from(checkpoint, source, run.config, data, is_new_run=is_named)
-    if is_named:
-        state.complete_fits = max(0, state.position.fits - 1)
+    check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
+    given, asked, trained = what_is_set(state, plan.config), plan.config, _trained(state)
+    plan.config = as_in_checkpoint(asked, checkpoint.config)
+    state.resume_from(checkpoint, source, plan.config, data, arithmetic, is_new_run=is_named)
     with taking_over(source):
-        _go_on_in_data(run, state, checkpoint)
-    if run.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
-        left = run.initial_epoch + run.config.epochs - state.position.first_epoch
-        run.config = state.config = dataclasses.replace(run.config, epochs=max(left, 0))
-    says = put_back(given, what_is_set(state, run.config)) + _changed(trained, _trained(state))
-    stretched = state.rates.resume_from(run.schedule_steps(state.rates.warmup_steps))
-    if not run.is_over(state.position):
+        _go_on_in_data(plan, state, checkpoint)
+    if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
+        left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
+        state.change_epochs(max(left, 0))
+        plan.config = state.config
+    says = put_back(given, what_is_set(state, plan.config)) + _changed(trained, _trained(state))
+    stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
+    if not plan.is_over(state.position):
         says += [("schedule", stretched)] if stretched else []
-        to_come = run.schedule_steps(state.rates.warmup_steps_left, state.position)
-        _check_schedule(run, state.rates.scheduler, to_come)
+        to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
+        _check_schedule(plan, state.rates.scheduler, to_come)
     says += _what_is_dropped(checkpoint)
     _say_what_is_different(
         name, differences(checkpoint.arithmetic, arithmetic), done_otherwise(asked, checkpoint.config)
     )
-    state.arithmetic = arithmetic
-    return Resumed(checkpoint, source), [("resume", _where(name, state, run, checkpoint.world_size)), *says]
+    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *says]
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
@@ -221,47 +196,48 @@ def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> lis
 
 
 def _check_schedule(
-    run: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
+    plan: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
 ) -> None:
     """Refuses a schedule that would raise, and warns of one that is not as long as the fit.
 
     Args:
-        run: The fit.
+        plan: The fit.
         scheduler: Its schedule.
         steps: Times that it is still to be stepped, or None: nobody knows.
         steps_per_epoch: As `warn_of_length`; None also where a fit continues: the schedule has been stepped before.
     """
-    interval = run.config.scheduler_interval or "step"
+    interval = plan.config.scheduler_interval or "step"
     check_schedule(scheduler, steps or 0, interval)
     if runtime.is_master():
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
-def _go_on_in_data(run: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
-    run.resume_from(state, checkpoint.world_size)
-    run.feed.load_state_dict(checkpoint.others.get("data", {}))
-    _check_batch_norm(state, run)
+def _go_on_in_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
+    plan.resume_from(state, checkpoint.world_size)
+    plan.feed.load_state_dict(checkpoint.others.get("data", {}))
+    _check_batch_norm(state, plan)
 
 
-def _check_batch_norm(state: TrainingState, run: FitPlan) -> None:
+def _check_batch_norm(state: TrainingState, plan: FitPlan) -> None:
     """Refuse rows that batch norm cannot be trained on, once it is known how many each rank has in a step."""
-    check_single_rows(state.model, run)
-    run.without_rows = part_without_rows(state.model, run)
+    check_single_rows(state.model, plan)
+    plan.data.without_rows = part_without_rows(state.model, plan)
+    plan.data.num_micro_batches = plan.feed.micro_batches
 
 
-def _warn_of_warmup(run: FitPlan) -> None:
-    if run.all_steps is not None and run.warmup_steps > run.all_steps and runtime.is_master():
+def _warn_of_warmup(plan: FitPlan) -> None:
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
         warn(
-            f"warmup_steps={run.warmup_steps:,} and this fit has {counted(run.all_steps, 'step')}: the learning "
+            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning "
             "rate will not reach its value."
         )
 
 
-def _where(name: str, state: TrainingState, run: FitPlan, ranks: int) -> str:
+def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     """Returns from which checkpoint a fit goes on, how many ranks made it, and whether anything is left of it."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
-    there = _folder_of(run.config).newest_first() if runtime.is_master() else []
+    there = _folder_of(plan.config).newest_first() if runtime.is_master() else []
     later = sum(found.fits is not None and found.fits > position.fits for found in there)
     if later:
         text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
@@ -269,15 +245,15 @@ def _where(name: str, state: TrainingState, run: FitPlan, ranks: int) -> str:
         text += f"; made by {counted(ranks, 'rank')}, the same samples come in the same order"
     if position.stopped:
         return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
-    return text if not run.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
+    return text if not plan.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
 
 
-def _say_what_is_there(run: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
+def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
     """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
-    config = run.config
+    config = plan.config
     if not runtime.is_master():
         return []
-    if run.resume is None and not config.makes_checkpoints:
+    if plan.resume is None and not config.makes_checkpoints:
         is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
         return [("keeps", "no checkpoint: checkpoint_dir is set, and checkpoint_every_n_epochs is not")] * is_named
     there = _folder_of(config).newest_first()
@@ -287,7 +263,7 @@ def _say_what_is_there(run: FitPlan, state: TrainingState) -> list[tuple[str, st
             f"{config.checkpoint_dir} holds {counted(len(others), 'checkpoint')} of another training: those with the "
             "names of new ones will be replaced. Give each training a folder of its own (checkpoint_dir)."
         )
-    if run.resume is None:
+    if plan.resume is None:
         return []
     found = f"{counted(len(there), 'checkpoint')} there, none intact of this call of fit (number {state.position.fits})"
     what = found if there else "nothing is there"
