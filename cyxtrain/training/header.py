@@ -1,4 +1,4 @@
-"""The lines that explain a run before it starts: one fact each."""
+"""The lines that explain a fit before it starts."""
 
 from __future__ import annotations
 
@@ -42,13 +42,7 @@ _PRODUCTS = {
 
 
 def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
-    """Returns (what, how) of a run, in the order in which they are shown.
-
-    Args:
-        state: What is trained.
-        plan: What is asked for.
-        ddp_config: How gradients travel.
-    """
+    """Return (what, how) of a fit, in the order in which they are shown."""
     model, rates, position = state.model, state.rates, state.position
     effective = plan.feed.effective_batch_size
     loss = plan.data.loss
@@ -94,7 +88,7 @@ def _model(model: nn.Module, plan: FitPlan) -> str:
 
 
 def _precision(model: nn.Module, plan: FitPlan) -> Iterator[tuple[str, str]]:
-    """Yield what is computed in which precision, where it is not PyTorch's usual one, or a GPU could be much faster."""
+    """Yield precisions that are not PyTorch's defaults, and a hint if a GPU could be much faster."""
     config, device = plan.config, plan.data.placement.device
     if config.precision != "fp32":
         yield "precision", f"{config.precision}, by autocast"
@@ -136,7 +130,7 @@ def _world(num_processes: int | str | None) -> str:
 
 
 def _converted(plan: FitPlan) -> str:
-    """Returns which floats become others, batch by batch: parameters are of one type."""
+    """Describe inputs that are converted to the parameters' type."""
     wanted = plan.data.placement.dtype
     inputs = leaves(plan.data.source.inputs, "X")
     others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
@@ -145,7 +139,7 @@ def _converted(plan: FitPlan) -> str:
 
 
 def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what the parts of a batch are taken for, where a user may have meant something else."""
+    """Yield what parts of a batch are taken for, if a user may have meant something else."""
     if not_taken:
         yield "left out", f"inputs that the model's forward does not take: {shortened(not_taken)}"
     if source.left_out:
@@ -183,7 +177,7 @@ def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
 
 
 def _scaling(config: DistributedTrainingConfig, effective_batch_size: int) -> str:
-    """Returns how the rate has been scaled: for what it was given, and what it is used for."""
+    """Describe how the learning rate was scaled."""
     given = config.batch_size * config.accumulation_steps
     return f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective_batch_size:,}"
 

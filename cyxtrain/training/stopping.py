@@ -1,7 +1,7 @@
-"""What asks a fit to stop, or to save, before its last epoch; and how all ranks do so at the same step.
+"""Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
 
-Each rank has wishes of its own: a signal reached it, its clock says that time is over. They travel with the gradients
-of a step, so that after it every rank knows whether any rank has one, without a message more.
+Each rank has requests of its own: a signal arrived, or its time limit has passed. They are sent with the gradients of a
+step, so that after it every rank knows those of all ranks, without another message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cyxtrain.world import runtime
 
 
 class StopRequest(enum.IntEnum):
-    """What a rank can wish, by its place among the signals."""
+    """What a rank can request, by its index among the signals."""
 
     TERMINATE = 0
     """SIGTERM: the program shall end."""
@@ -61,11 +61,7 @@ _HANDLER_SECONDS = 2.0
 
 
 class StoppedError(Exception):
-    """A fit stops in good order; never seen outside of it.
-
-    Attributes:
-        wish: Why.
-    """
+    """Stops a fit in good order; never seen outside of it."""
 
     def __init__(self, request: StopRequest) -> None:
         super().__init__(request.name)
@@ -76,11 +72,11 @@ _NO_WISH = [0.0] * len(StopRequest)
 
 
 class StopSignals:
-    """What this rank wishes, while a fit runs.
+    """The requests of this rank, while a fit runs.
 
     Args:
         config: Time limits.
-        state: Of the training; in it callbacks say that it shall stop.
+        state: In which callbacks ask to stop.
         keeps_time: Whether this rank's clock decides when a checkpoint is due.
     """
 
@@ -94,7 +90,7 @@ class StopSignals:
         self._timer: threading.Timer | None = None
 
     def own(self) -> list[float]:
-        """Returns the wishes of this rank as signals."""
+        """Return the requests of this rank as signals."""
         if self._ends is not None or self._save_seconds is not None:
             self._look_at_the_clock(time.monotonic())
         if self._state.stop_training:
@@ -102,27 +98,23 @@ class StopSignals:
         return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NO_WISH)
 
     def saved(self) -> None:
-        """A checkpoint has been made: the next one is due later."""
+        """Note that a checkpoint was written: the next one is due later."""
         self._saved = time.monotonic()
         self._requested.discard(StopRequest.SAVE)
 
     def clear(self) -> None:
-        """The fit stops for what any rank wishes: no wish is left to fulfil."""
+        """Drop all requests: the fit stops."""
         self._cancel()
         self._requested.clear()
         self._ends = None
 
     @property
     def want_to_stop(self) -> bool:
-        """Whether this rank wishes that the fit stops."""
+        """Whether this rank requests to stop."""
         return first_reason_to_stop(self.own()) is not None
 
     def agree(self, *, speaks: bool = False) -> tuple[list[float], int | None]:
-        """Returns (what any rank wishes, the first rank that speaks, or None), the same on every rank. All call it.
-
-        Args:
-            speaks: Whether this one has something to say: what, the caller knows.
-        """
+        """Return (requests of any rank, the first rank that speaks, or None), the same on every rank. All call it."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         numbers = torch.tensor([*self.own(), float(world_size - rank) if speaks else 0.0], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
@@ -131,7 +123,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
-        """Within, the first Ctrl-C or SIGTERM is a wish; the second does what it did before."""
+        """Turn the first Ctrl-C or SIGTERM within into a request; the second does what it did before."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread hears signals
             return
@@ -180,10 +172,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def _second_ctrl_c_heard() -> Iterator[None]:
-    """Within, Ctrl-C ends the group if it does not end what the main thread waits for in C++.
+    """End the group on Ctrl-C if Python's own handler does not run within two seconds.
 
-    While an accelerator runs backward, the main thread waits in C++, where Python calls no handler of signals. Once the
-    group has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
+    While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the group
+    has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
     """
     ended, (reader, writer) = threading.Event(), socket.socketpair()
     writer.setblocking(False)
@@ -217,11 +209,11 @@ def stop_if_requested(received: Sequence[float]) -> None:
 
 
 def leave_for(request: StopRequest | None) -> None:
-    """Does what a wish means for the program, after the fit has stopped for it: nothing where it shall go on.
+    """Exit or raise as a request asks for, after the fit has stopped; return if the program is to continue.
 
     Raises:
-        SystemExit: After SIGTERM, with the code that a shell gives it.
-        KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
+        SystemExit: After SIGTERM, with a shell's exit code for it.
+        KeyboardInterrupt: After Ctrl-C, except at a prompt or in a notebook.
     """
     if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
@@ -230,7 +222,7 @@ def leave_for(request: StopRequest | None) -> None:
 
 
 def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
-    """Returns where a fit has stopped before its end, why, and what is left of it."""
+    """Describe where a fit has stopped before its end, and why."""
     kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
     return f"{where}: {REASONS[request]}; {kept}"

@@ -22,17 +22,15 @@ from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Makes the checkpoints of one fit. Every rank has one, and calls it at the same points.
+    """Writes the checkpoints of one fit, and keeps those that are asked for. Every rank has one and calls it alike.
 
     Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
-    written to beside the training. With compression="powersgd", what it has left out on each rank is gathered too.
+    written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
 
     Args:
-        state: What is saved.
-        config: When, where, and which are kept.
-        device: Whose generators are saved, beside the CPU's.
-        compression_state: Returns what gradient compression keeps, of all ranks, which all call it.
-        larger_is_better: Whether a number of the history shall grow, by its name without val_.
+        device: Whose generators are saved, besides the CPU's.
+        compression_state: Returns the state of gradient compression of all ranks, which all call it.
+        larger_is_better: By name of a number of the history, without val_.
     """
 
     def __init__(
@@ -64,12 +62,7 @@ class CheckpointManager:
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
-        """Looks for what would let the first checkpoint fail. All ranks call it, before the first step.
-
-        Raises:
-            ConfigError: A callback has a state that no checkpoint could hold; on every rank.
-            CheckpointError: The folder takes no files, where `on_save_error="raise"`; on every rank.
-        """
+        """Look for what would make the first checkpoint fail; raise on all ranks. All ranks call it, before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
             try:
@@ -87,18 +80,18 @@ class CheckpointManager:
         raise_together(problem)
 
     def is_due(self) -> bool:
-        """Returns whether the latest step, in the middle of an epoch or at its end, is one to save after."""
+        """Return whether a checkpoint is due after the latest step."""
         every = self._config.checkpoint_every_n_steps
         return bool(every) and self._state.position.step % every == 0
 
     def save_step(self, totals: MetricSums) -> None:
-        """Makes a checkpoint in the middle of an epoch, unless there is one of this very step."""
+        """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
         if self.is_on and self._saved != self._here():
             self.gather(totals)
             self._save(f"step-{self._state.position.step:08d}")
 
     def gather(self, totals: MetricSums) -> None:
-        """Takes into the state what belongs to each rank in the middle of an epoch."""
+        """Take into the state what each rank has of its own in the middle of an epoch. All ranks call it."""
         own = {
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
@@ -110,12 +103,12 @@ class CheckpointManager:
         self.gather_compression()
 
     def gather_compression(self) -> None:
-        """Takes into the state what gradient compression keeps, where it may be written. All ranks call it."""
+        """Take the state of gradient compression into the state of the rank that writes. All ranks call it."""
         state = self._compression_state()
         self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
 
     def after_epoch(self) -> None:
-        """An epoch is complete, with its validation and its entry in the history."""
+        """Save a completed epoch, with its validation and its entry in the history, if that is due."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
@@ -123,11 +116,7 @@ class CheckpointManager:
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: MetricSums | None) -> None:
-        """The fit is complete, or stops in good order: the last state is kept, and all is on the disk afterwards.
-
-        Args:
-            totals: Of this rank in the epoch in which it stops; None: it stops between two.
-        """
+        """Save the last state, and wait until all is on the disk; `totals`: of the epoch in which the fit stops, or None."""
         # Also for whoever saves by hand afterwards.
         if totals is not None:
             self.gather(totals)
@@ -144,7 +133,7 @@ class CheckpointManager:
         self._complain(problem)
 
     def close(self) -> None:
-        """Ends the writing thread, also after an error; what it has begun is written."""
+        """Stop the writing thread, after an error too; it completes the file that it has begun."""
         if self._writer is not None:
             self._complain(self._take_problem())
             if self._missing > 1:
@@ -168,7 +157,7 @@ class CheckpointManager:
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
     def _may_be_best(self) -> bool:
-        """Returns whether what is called the best is no checkpoint, or one of this fit: not of one that came later."""
+        """Return whether the best checkpoint on disk is missing or of this fit, and not of a later one."""
         assert self._writer is not None
         best = look_into(self._writer.folder.file(BEST))
         return not best.position or best.run.get("id") == self._state.run.get("id")
@@ -197,7 +186,7 @@ class CheckpointManager:
             self._problem = error  # said with those that come later
 
     def _settle(self) -> None:
-        """Waits for the checkpoint before, and says what became of it."""
+        """Wait for the previous checkpoint, and report its error."""
         problem = self._take_problem()
         if self._config.on_save_error == "raise":
             raise_together(problem)
@@ -212,7 +201,7 @@ class CheckpointManager:
         return self._state.position.epoch, self._state.position.step
 
     def _complain(self, problem: Exception | None) -> None:
-        """Says why there is no checkpoint; where it is for the same reason as before, only how many in the end."""
+        """Warn that a checkpoint is missing; of repeated errors only their number, in the end."""
         if problem is not None:
             self._missing += 1
             if _reason(problem) != self._failing:

@@ -1,4 +1,4 @@
-"""What decides the last bits of a training's numbers, beside model, data and settings."""
+"""What decides the last bits of a training's numbers, besides model, data and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cyxtrain.training.model.compile import explain_compiled
 
 
 def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
-    """Returns the arithmetic in use, by what people call it: JSON values."""
+    """Return the numerics in use, as JSON values by their names in messages."""
     device = plan.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     travelling = {
@@ -39,12 +39,12 @@ def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[s
 
 
 def _product_precision(device: torch.device, asked: str | None) -> str:
-    """Returns how matrices of float32 are multiplied, whichever of PyTorch's two ways has set it."""
+    """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with float32_products(asked):
         return str(backend.fp32_precision)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns, in words, what has another value than before; what was not known then is passed over."""
+    """Describe what has another value than before; what was unknown then is skipped."""
     return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

@@ -1,4 +1,4 @@
-"""Which checkpoint a fit goes on from, whether it fits, and what of it belongs to this rank."""
+"""Which checkpoint a fit continues from, whether it fits, and what of it belongs to this rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Checkpoint = tuple[CheckpointState, str]
 
 
 def asked_to_stop(checkpoint: CheckpointState) -> bool:
-    """Return whether a callback had asked for the end, and the ranks did not know of it yet."""
+    """Return whether a callback had asked to end the fit, which the ranks had not yet agreed on."""
     return any(each.get("stop") is True for each in checkpoint.ranks)
 
 
@@ -79,20 +79,12 @@ def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, d
 
 
 def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
-    """Returns (state, name) of the checkpoint to go on from, on every rank; None: there is none, or nobody asked.
+    """Return the checkpoint to continue from, on every rank; None: there is none, or none is asked for.
 
-    A program that runs again makes all its calls of `fit` again. Each goes on from its own newest checkpoint, also
-    where it was complete: what the program does between two calls then sees the model as it was between them.
-    Where the launcher has started all ranks again, the newest one that this launch has made comes first, whatever
-    `resume` says.
-
-    Args:
-        plan: What is asked for. `resume` is "auto": the newest one of `checkpoint_dir` that is intact; else its path,
-            or None.
-        state: What the call of `fit` finds.
-
-    Raises:
-        CheckpointError: The one that was named is not there, or damaged; the same on every rank.
+    A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
+    it was complete: the program then sees the model between two calls as it was. If the launcher has restarted the
+    ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError, on every rank, if
+    the named one does not exist or is corrupt.
     """
     launched, _ = process_env.launched_run()  # rank 0's, which reads
     folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
@@ -111,22 +103,14 @@ def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointStat
 
 
 def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
-    """Returns the folder that rank 0 reads from: its own checkpoints, where each rank writes some."""
+    """Return the folder that rank 0 reads: of its own checkpoints, if each rank writes some."""
     return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
 
 
 def start_or_resume(
     state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
-    """Goes to where a fit begins: where the model is, or where a checkpoint was made. All ranks call it.
-
-    Args:
-        state: What is trained.
-        plan: What is asked for.
-        arithmetic: In use.
-
-    Returns:
-        What of the checkpoint belongs to this rank, or None; and what the header says of it.
+    """Go to where a fit begins or continues; return the checkpoint, and lines for the header. All ranks call it.
 
     Raises:
         CheckpointError: It cannot be read, or does not fit.
@@ -184,7 +168,7 @@ def _trained(state: TrainingState) -> dict[str, bool]:
 
 
 def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
-    """Returns what the header says of parameters that the checkpoint has unfrozen or frozen."""
+    """Return the header's line about parameters that the checkpoint has frozen or unfrozen."""
     found = {True: "frozen", False: "trained"}
     words = []
     for value, before in found.items():
@@ -198,13 +182,11 @@ def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> lis
 def _check_schedule(
     plan: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
 ) -> None:
-    """Refuses a schedule that would raise, and warns of one that is not as long as the fit.
+    """Refuse a schedule that would raise, and warn if its length differs from the fit's.
 
     Args:
-        plan: The fit.
-        scheduler: Its schedule.
-        steps: Times that it is still to be stepped, or None: nobody knows.
-        steps_per_epoch: As `warn_of_length`; None also where a fit continues: the schedule has been stepped before.
+        steps: Times that it is still to be stepped; None: unknown.
+        steps_per_epoch: None also if a fit continues: the schedule has been stepped before.
     """
     interval = plan.config.scheduler_interval or "step"
     check_schedule(scheduler, steps or 0, interval)
@@ -219,7 +201,7 @@ def _go_on_in_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointSt
 
 
 def _check_batch_norm(state: TrainingState, plan: FitPlan) -> None:
-    """Refuse rows that batch norm cannot be trained on, once it is known how many each rank has in a step."""
+    """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
     check_single_rows(state.model, plan)
     plan.data.without_rows = part_without_rows(state.model, plan)
     plan.data.num_micro_batches = plan.feed.micro_batches
@@ -234,7 +216,7 @@ def _warn_of_warmup(plan: FitPlan) -> None:
 
 
 def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
-    """Returns from which checkpoint a fit goes on, how many ranks made it, and whether anything is left of it."""
+    """Describe the checkpoint that a fit continues from, and whether anything is left to train."""
     position = state.position
     text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
     there = _folder_of(plan.config).newest_first() if runtime.is_master() else []
@@ -249,7 +231,7 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
 
 
 def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
-    """Returns what the header says where a fit begins; warns where its checkpoints would mix with others."""
+    """Return the header's lines where a fit begins; warn if its checkpoints would mix with others."""
     config = plan.config
     if not runtime.is_master():
         return []
@@ -279,13 +261,7 @@ def _what_is_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
 
 
 def _say_what_is_different(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
-    """Warns of what is not as it was.
-
-    Args:
-        name: Of the checkpoint.
-        computed: In words, what decides the last bits.
-        done: In words, what a step does.
-    """
+    """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
     if computed and runtime.is_master():
         warn(
             f"what is resumed from {name} was computed otherwise: {'; '.join(computed)}. The numbers may differ in "
@@ -298,15 +274,14 @@ def _say_what_is_different(name: str, computed: Sequence[str], done: Sequence[st
 def _newest_of_call(
     folder: CheckpointFolder, call: tuple[Any, Any], launched: tuple[str, int] | None = None
 ) -> tuple[bytes, str]:
-    """Returns (bytes, path) of the newest checkpoint that is intact and of this call of `fit`; "": there is none.
+    """Return (bytes, path) of the newest intact checkpoint of this call of `fit`; "": there is none.
 
-    Where one of an earlier call is newer than all of this call, or this call has begun at another epoch than one that
-    is there, the earlier ones have been trained otherwise since.
+    If one of an earlier call is newer, or this call begins at another epoch than the one on disk, the earlier ones were
+    trained differently since.
 
     Args:
-        folder: Where to look.
         call: Its number, from 1, and the epochs before it.
-        launched: By which command and which trainer in it it must have been made; None: by any.
+        launched: The command and the trainer in it that must have written it; None: any.
     """
     for found in folder.newest_first():
         own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched
@@ -336,18 +311,7 @@ def check_same_fit(
     data: Mapping[str, str],
     effective_batch_size: int | None = None,
 ) -> None:
-    """Refuses to go on with other data, or other samples of them, than those that the checkpoint would have seen.
-
-    Args:
-        state: The checkpoint.
-        name: Its name.
-        config: Of the fit.
-        data: Digests, by what the data are for.
-        effective_batch_size: Samples of its steps, over all ranks.
-
-    Raises:
-        ConfigError: With what differs.
-    """
+    """Refuse to continue with other data, or other samples of them; `data`: digests by what the data are for."""
     now = dataclasses.asdict(config)
     hidden = set()
     same_steps = state.position.get("effective_batch_size") == effective_batch_size

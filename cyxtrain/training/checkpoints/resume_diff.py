@@ -1,7 +1,7 @@
-"""What a program that resumes has given otherwise than the one whose checkpoint it is: it is said, never silent.
+"""Reports settings that differ from the checkpoint's.
 
-Optimizer, schedule, and what has been done to the rates are the checkpoint's; how a step is made from here on is the
-program's.
+The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
+taken.
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ _NO_OPTIONS = {"params", "lr", "initial_lr"}
 
 
 def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
-    """Returns a config in which what is not done again is as it was.
-
-    Args:
-        config: Of the fit that resumes.
-        saved: The checkpoint's.
-    """
+    """Return the config with the checkpoint's values of what a fit does once."""
     fields = {name: saved.get(name, getattr(config, name)) for name in _DONE}
     if config.precision == saved.get("precision") == "fp16":
         began = _loss_scaling(saved)["initial_scale"]
@@ -44,7 +39,7 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
 
 
 def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
-    """Returns the settings that a checkpoint puts back, as they are: by what the header calls them, part by part."""
+    """Return the settings that a checkpoint restores, by their names in the header, part by part."""
     _, groups = optimizer_state_by_name(state.optimizer, state.trained)
     hidden = _NO_OPTIONS | state.rates.moved_options
     options = []
@@ -62,12 +57,7 @@ def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict
 def put_back(
     program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
 ) -> list[tuple[str, str]]:
-    """Returns (what, how) of what the checkpoint has put in the place of what the program had.
-
-    Args:
-        program: As `what_is_set`, before.
-        checkpoint: As that, after.
-    """
+    """Return (what, how) of settings of the program that the checkpoint has replaced."""
     found = []
     for what, parts in program.items():
         words = {
@@ -81,12 +71,7 @@ def put_back(
 
 
 def done_otherwise(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
-    """Returns, in words, what is done in a step from here on and was not before.
-
-    Args:
-        config: Of the fit that resumes.
-        saved: The checkpoint's.
-    """
+    """Describe what steps do differently from now on."""
     own = dataclasses.asdict(config)
     found = differences(saved, {name: own[name] for name in _EACH_STEP})
     if config.precision == saved.get("precision") == "fp16":

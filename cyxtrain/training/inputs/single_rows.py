@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none, which batch norm cannot be trained on: found before the first step."""
+"""Micro-batches of a single row, or none, on which batch norm cannot be trained: found before the first step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,11 @@ from cyxtrain.world import runtime
 
 
 def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
-    """Refuse a model with batch norm where it would be trained on a single row, such as that of the last step.
+    """Refuse a model with batch norm that would be trained on a single row, such as that of the last step.
 
-    Whether its batch norm can take one is asked of the model: images have many values per channel. All ranks come to
-    the same answer, which depends on nothing but the numbers of rows, ranks and micro-batches. Of SyncBatchNorm the
-    rows of all ranks count together.
-
-    Args:
-        model: Not wrapped.
-        plan: What is asked for.
-
-    Raises:
-        ConfigError: With the counts and what can be done.
+    The model tells whether its batch norm can: images have many values per channel. The answer depends only on the
+    numbers of rows, ranks and micro-batches, so all ranks have the same. For SyncBatchNorm the rows of all ranks count
+    together.
     """
     feed, source, ranks = plan.feed, plan.data.source, runtime.get_world_size()
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
@@ -79,15 +72,7 @@ def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: Check
 
 
 def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
-    """Return what a rank that has run out of rows computes; None: no rank does, or its model has no such layers.
-
-    Args:
-        model: Not wrapped, on its device.
-        plan: What is asked for.
-
-    Raises:
-        ConfigError: The model cannot compute on no rows; with the counts, on every rank alike.
-    """
+    """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
     layers = _layers_together(model, converts=plan.config.sync_batchnorm)
     uneven = plan.feed.uneven_step() if layers and runtime.get_world_size() > 1 else None
     if uneven is None:
@@ -115,6 +100,6 @@ def _described(uneven: UnevenStep, plan: FitPlan) -> str:
 
 
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:
-    """Return the layers that ranks compute together; `converts`: all batch norms will be such."""
+    """Return the layers that ranks compute together; `converts`: all batch norms will become such."""
     kind = torch_compat.BatchNormModule if converts else nn.SyncBatchNorm
     return [module for module in model.modules() if isinstance(module, kind)]

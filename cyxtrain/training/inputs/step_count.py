@@ -1,4 +1,4 @@
-"""How many steps a fit will take, asked before it."""
+"""How many steps a fit will take."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
 
 
 def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
-    """Returns those of this process; of a program that no launcher started, those of its worker processes."""
+    """Return those of this process, or those of the workers that a notebook would start."""
     rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
     if asked is None or world_size > 1 or process_env.is_launched():
         return rank, world_size

@@ -1,4 +1,4 @@
-"""The data of a call: each rank opens what it was given, then all learn what the others have."""
+"""The data of a call: each rank opens its own, then all learn what the others have."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
 def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
-    """Returns what a fit is asked for, and its data. All ranks call it.
+    """Return what a fit is asked for, and its data; raise ConfigError on all ranks. All ranks call it.
 
     Args:
         parse: Returns what this rank is asked for, or raises.
         loss_fn: Of the fit.
         epoch: From which it is likely to begin, from 0.
-
-    Raises:
-        ConfigError: What cannot work, on any rank.
     """
 
     def opened() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
@@ -56,16 +53,13 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
 def open_rows(
     data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig, *, distributed: bool
 ) -> Source:
-    """Returns the rows of an evaluation or a prediction. All ranks that share them call it.
+    """Return the rows of an evaluation or a prediction. All ranks that share them call it.
 
     Args:
         data: X; or X, y, and how much each row counts.
-        batch_size: Rows at once; None: as in the latest fit, or as the data bring along.
+        batch_size: Rows at once; None: as in the latest fit, or as the data have it.
         config: Of the latest fit.
-        distributed: Whether ranks share them; else they are this rank's alone.
-
-    Raises:
-        ConfigError: As `open_fit`.
+        distributed: Whether ranks share them.
     """
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
@@ -90,7 +84,7 @@ def open_rows(
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Within, what is refused is refused on all ranks: they have seen the same."""
+    """Mark a ConfigError within as one that all ranks have."""
     try:
         yield
     except ConfigError as error:
@@ -98,7 +92,7 @@ def marked() -> Iterator[None]:
 
 
 def _openings(found: Sources) -> dict[str, Any]:
-    """Returns what the ranks show each other, of which the kind must be the same."""
+    """Return what ranks compare of their data: the kind, and what `Source.meet` takes."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
         opening = {"kind": "none"} if source is None else source.opening()
@@ -114,7 +108,7 @@ def _meet(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, shar
 
 
 def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
-    """Returns the data of a fit, on this rank: the last rows are for validation, where a fraction is asked for."""
+    """Return this rank's data of a fit; the last rows validate, if a fraction is asked for."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source, validation = open_source(*given, config, epoch, trains=True), None
@@ -153,7 +147,7 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Returns as much to validate with as is asked for."""
+    """Return as much validation data as is asked for."""
     size, brings = config.validation_batch_size, validation.batch_size
     if size is not None and brings not in (None, size):
         raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {brings}: give one.")
@@ -163,7 +157,7 @@ def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
 
 @contextlib.contextmanager
 def about(name: str) -> Iterator[None]:
-    """Says of an error within that it is about the validation data, where it is."""
+    """Prefix a ConfigError within, if it is about the validation data."""
     try:
         yield
     except ConfigError as error:

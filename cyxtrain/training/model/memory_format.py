@@ -1,4 +1,4 @@
-"""How tensors of images and convolution weights lie in memory: by channel, or by pixel (`channels_last`)."""
+"""The memory format of images and convolution weights: by channel, or by pixel (`channels_last`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from cyxtrain.errors import ConfigError
 
 
 def put_channels_last(model: nn.Module) -> None:
-    """Gives a model's weights of four and five dimensions that format, in place: an optimizer has them still.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Give a model's weights of four and five dimensions that format, in place; raise ConfigError if it has none."""
     if not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
         raise ConfigError(
             f"channels_last=True is for 2-d and 3-d convolutions, and no parameter of {type(model).__name__} has 4 or "

@@ -19,11 +19,7 @@ _NOT_COUNTED = ("cpu", "meta", "mps")
 
 
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
-    """Returns the device that a user named, "auto" as it is.
-
-    Raises:
-        ConfigError: There is no such device, or the model cannot be trained there.
-    """
+    """Return the device that a user named, "auto" unchanged; raise ConfigError if it cannot be used."""
     visible, count = accelerator.visible(), accelerator.count()
     try:
         found = torch.device("cpu" if device == "auto" else device)
@@ -48,15 +44,9 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
 
 
 def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
-    """Returns where a model is to be, an accelerator with its number, and makes that one this thread's.
+    """Return where a model is to be, an accelerator with its number, and make that one this thread's.
 
-    Args:
-        asked: As `checked_device` returned it. "auto": where the model is, if that is an accelerator; else one that is
-            visible, unless a backend of CPUs was asked for; else the CPU.
-        model: Not wrapped.
-
-    Raises:
-        ConfigError: NCCL has connected this rank on another GPU, or the model is spread over several.
+    "auto" is where the model is, if that is an accelerator; otherwise the visible one, unless CPUs are asked for.
     """
     parameter = next(model.parameters(), None)
     here = torch.device("cpu") if parameter is None else parameter.device
@@ -89,16 +79,7 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
 
 
 def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
-    """Refuses batch norm over ranks where PyTorch has none.
-
-    Args:
-        model: Not wrapped.
-        device: Where it computes.
-        wanted: Whether its layers shall be such.
-
-    Raises:
-        ConfigError: On a CPU, with the layers.
-    """
+    """Refuse SyncBatchNorm on a CPU, where PyTorch has none; `wanted`: whether batch norms are to become such."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if device.type == "cpu" and (layers or wanted):
         asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
@@ -109,17 +90,13 @@ def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) ->
 
 
 def own_index() -> int:
-    """Returns the number of this rank's accelerator: the one that the program has set; else that of the local rank."""
+    """Return the number of this rank's accelerator: the program's choice, otherwise by local rank."""
     current = torch.accelerator.current_device_index()
     return current or runtime.get_local_rank() % accelerator.count()
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Returns what ranks tell each other about their devices.
-
-    Args:
-        device: This rank's, with its number.
-    """
+    """Return what ranks compare of their devices; `device` has its number."""
     identity = f"{device} of {platform.node()}"
     if device.type == "cuda":
         identity = torch_compat.identity_of_gpu(device.index)[0] or identity
@@ -127,15 +104,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Refuses ranks that use one GPU over a NCCL that has not connected them yet, on every rank.
-
-    Args:
-        everyone: The facts of all ranks, by rank.
-        device: This rank's.
-
-    Raises:
-        ConfigError: With the ranks and the device.
-    """
+    """Refuse ranks that share a GPU over NCCL, on every rank, if NCCL has not connected them yet."""
     group = runtime.group_for(device)
     is_connected = getattr(group, "bound_device_id", None) is not None
     if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
@@ -154,12 +123,7 @@ def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> N
 
 
 def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> str:
-    """Returns which devices are used and which are visible, in words.
-
-    Args:
-        device: This rank's.
-        everyone: The facts of all ranks, by rank.
-    """
+    """Describe which devices are used and which are visible."""
     visible, count = accelerator.visible(), accelerator.count()
     words = str(device)
     if device.type == "cpu":

@@ -56,7 +56,7 @@ trainer.fit(X, y, callbacks=[print])  # E: expected "Callback"
 trainer.fit(X, y, X, y, X)  # E: No overload variant
 trainer.evaluate(X, y, batch_sise=2)  # E: Unexpected keyword argument "batch_sise"
 trainer.evaluate(X, y, batch_size="2")  # E: has incompatible type "str"
-trainer.predict(X, y)  # E: Too many positional arguments
+trainer.predict(X, y)  # E: incompatible type
 trainer.predict()  # E: Missing positional argument "X"
 """
 
