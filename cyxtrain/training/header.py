@@ -125,7 +125,7 @@ def _world(num_processes: int | str | None) -> str:
     world_size = dist.get_world_size()
     said = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
     if num_processes not in (None, "auto", 1, world_size):
-        said.append(f"those that were launched: num_processes={num_processes} is not used")
+        said.append(f"as launched: ignored num_processes={num_processes}")
     return ", ".join(filter(None, said))
 
 

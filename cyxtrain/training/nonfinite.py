@@ -37,7 +37,7 @@ _SHOWN_RANKS = 4
 _REPORT_SECONDS = 10.0
 """After an error the device may never come to a report."""
 _LOOK = (
-    "Lower the learning rate (and begin anew, or load_checkpoint() an earlier one and fit() without resume, which "
+    "Lower the learning rate (and start again, or load_checkpoint() an earlier one and fit() without resume, which "
     "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
 )
 
@@ -253,10 +253,10 @@ class FiniteGuard:
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
-        advice = "" if self._skips or not self._is_fit else ', or go on without such steps, with on_nonfinite="skip"'
+        advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
         has_data = any(facts.get("data") for facts in everyone)
         look = _LOOK if self._is_fit else _LOOK_IN_LOOP
-        remedy = "Mend those rows of the data, or leave them out" if has_data else look
+        remedy = "Fix or drop those rows of the data" if has_data else look
         error = NonFiniteError(
             f"{where} {in_a_row}The step was not taken: the model is as before. {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
@@ -285,7 +285,7 @@ class FiniteGuard:
         parameters = self._ddp.module.named_parameters()
         value = _first_not_finite(once_more)
         if value is None and _first_not_finite(losses):
-            by_chance = "and finite when its batch is run once more: chance decides, as in dropout"
+            by_chance = "and finite when its batch runs again: the computation is random, as with dropout"
             value = f"{_first_not_finite(losses)}, {by_chance}"
         return {
             "data": "; ".join(_rows(share)),

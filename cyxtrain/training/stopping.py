@@ -44,9 +44,9 @@ class StopRequest(enum.IntEnum):
 
 assert len(StopRequest) == NUM_SIGNALS
 REASONS = {
-    StopRequest.TERMINATE: "SIGTERM has come",
-    StopRequest.INTERRUPT: "Ctrl-C has come",
-    StopRequest.FINISH: "max_time_seconds is over",
+    StopRequest.TERMINATE: "terminated by SIGTERM",
+    StopRequest.INTERRUPT: "interrupted by Ctrl-C",
+    StopRequest.FINISH: "max_time_seconds has passed",
 }
 """Why a fit stops before its end, for people."""
 _SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
@@ -68,7 +68,7 @@ class StoppedError(Exception):
         self.request = request
 
 
-_NO_WISH = [0.0] * len(StopRequest)
+_NONE = [0.0] * len(StopRequest)
 
 
 class StopSignals:
@@ -95,7 +95,7 @@ class StopSignals:
             self._look_at_the_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
-        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NO_WISH)
+        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
 
     def saved(self) -> None:
         """Note that a checkpoint was written: the next one is due later."""
@@ -174,8 +174,8 @@ class StopSignals:
 def _second_ctrl_c_heard() -> Iterator[None]:
     """End the group on Ctrl-C if Python's own handler does not run within two seconds.
 
-    While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the group
-    has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
+    While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the
+    group has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
     """
     ended, (reader, writer) = threading.Event(), socket.socketpair()
     writer.setblocking(False)
@@ -223,6 +223,10 @@ def leave_for(request: StopRequest | None) -> None:
 
 def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
     """Describe where a fit has stopped before its end, and why."""
-    kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
+    kept = (
+        f"a checkpoint is in {config.checkpoint_dir}"
+        if config.makes_checkpoints
+        else "checkpoints are off, nothing was saved"
+    )
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
     return f"{where}: {REASONS[request]}; {kept}"

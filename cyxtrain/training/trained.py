@@ -20,8 +20,8 @@ _LOSS = "loss_fn"
 class Trained(nn.Module):
     """A model and its loss as one module, called as the model is.
 
-    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.` if the
-    model has a part of that name.
+    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.` if
+    the model has a part of that name.
     """
 
     def __init__(self, model: nn.Module, losses: Mapping[str, nn.Module]) -> None:

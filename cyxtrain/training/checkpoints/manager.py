@@ -76,7 +76,7 @@ class CheckpointManager:
                     problem = problem or error
                 else:
                     self._failing = _reason(error)
-                    warn(f'{error} Training begins without; on_save_error="raise" would end it here.')
+                    warn(f'{error} Training continues without; on_save_error="raise" makes this an error.')
         raise_together(problem)
 
     def is_due(self) -> bool:
@@ -205,7 +205,7 @@ class CheckpointManager:
         if problem is not None:
             self._missing += 1
             if _reason(problem) != self._failing:
-                warn(f"{problem} Training goes on without this checkpoint.")
+                warn(f"{problem} Training continues without this checkpoint.")
                 self._failing = _reason(problem)
 
 

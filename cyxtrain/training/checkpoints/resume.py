@@ -42,7 +42,7 @@ _SAME_FIELDS = (
 """What decides the samples of a step, beside the data."""
 _BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
 """What a checkpoint was made with that is older than a field."""
-_DATA = {"data": "the training data are others", "validation": "the validation data are others"}
+_DATA = {"data": "the training data differ", "validation": "the validation data differ"}
 
 
 Checkpoint = tuple[CheckpointState, str]
@@ -224,10 +224,10 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     if later:
         text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
     if ranks != runtime.get_world_size():
-        text += f"; made by {counted(ranks, 'rank')}, the same samples come in the same order"
+        text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
     if position.stopped:
-        return f"{text}; a callback had ended this fit there: load_checkpoint() and fit() go on"
-    return text if not plan.is_over(position) else f"{text}; nothing is left: for more, raise epochs"
+        return f"{text}; a callback ended this fit there: to continue, call load_checkpoint() and fit()"
+    return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
 
 
 def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
@@ -237,38 +237,38 @@ def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, s
         return []
     if plan.resume is None and not config.makes_checkpoints:
         is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
-        return [("keeps", "no checkpoint: checkpoint_dir is set, and checkpoint_every_n_epochs is not")] * is_named
+        return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")] * is_named
     there = _folder_of(config).newest_first()
     others = [found for found in there if found.position and found.run.get("id") not in state.runs]
     if others and config.makes_checkpoints:
         warn(
             f"{config.checkpoint_dir} holds {counted(len(others), 'checkpoint')} of another training: those with the "
-            "names of new ones will be replaced. Give each training a folder of its own (checkpoint_dir)."
+            "names of new ones will be replaced. Use another folder for each training (checkpoint_dir)."
         )
     if plan.resume is None:
         return []
-    found = f"{counted(len(there), 'checkpoint')} there, none intact of this call of fit (number {state.position.fits})"
-    what = found if there else "nothing is there"
-    keeps = "" if config.makes_checkpoints else "; no checkpoint will be made, because none is asked for"
-    return [("resume", f"from {config.checkpoint_dir}: {what}, and the fit begins{keeps}")]
+    found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none intact of this call of fit"
+    what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
+    keeps = "" if config.makes_checkpoints else "; checkpoints are off"
+    return [("resume", f"{what}, starting from scratch{keeps}")]
 
 
 def _what_is_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
     kept = checkpoint.others.get("compression")
     if not kept or runtime.get_world_size() > 1:
         return []
-    return [("gradients", "what compression had left out is dropped: alone nothing is compressed")]
+    return [("gradients", "compression's error feedback is dropped: a single rank compresses nothing")]
 
 
 def _say_what_is_different(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
     """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
     if computed and runtime.is_master():
         warn(
-            f"what is resumed from {name} was computed otherwise: {'; '.join(computed)}. The numbers may differ in "
-            "their last bits, or more."
+            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
+            "bits, or more."
         )
     if done and runtime.is_master():
-        warn(f"what is resumed from {name} goes on in another way: {'; '.join(done)}.")
+        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
 
 
 def _newest_of_call(
@@ -329,6 +329,6 @@ def check_same_fit(
     ]
     if differences:
         raise ConfigError(
-            f"fit cannot resume from {name}: {'; '.join(differences)}. Give what was given before; or "
+            f"fit cannot resume from {name}: {'; '.join(differences)}. Pass what was passed before; or call "
             "load_checkpoint() and fit() without resume, to begin a new fit with that model."
         )

@@ -128,7 +128,7 @@ def _refuse_settings(given: Sequence[Any]) -> None:
     wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
     if wrong is not None:
         what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: beside arrays it takes a DistributedTrainingConfig(...).")
+        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
     if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in given):
         raise ConfigError(
             "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."

@@ -170,7 +170,7 @@ class FitPlan:
         asked = self.config.warmup_steps
         if asked and asked < 1 and self.all_steps is None:
             raise ConfigError(
-                f"warmup_steps={asked} is a fraction of the fit, and nobody knows how many batches the data will give: "
+                f"warmup_steps={asked} is a fraction of the fit, and the number of batches is unknown: "
                 "set steps_per_epoch, or give a number of steps."
             )
         return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
@@ -322,7 +322,7 @@ def _check_best(plan: FitPlan) -> None:
     if best in plan.measured:
         if best.removeprefix("val_") not in plan.larger_is_better:
             raise ConfigError(
-                f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
+                f"keep_best={best!r}: it is unknown whether larger is better. Set it, as in "
                 "my_function.higher_is_better = True."
             )
         return
@@ -334,8 +334,8 @@ def _check_best(plan: FitPlan) -> None:
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
     """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
     follows = {
-        "_data": "Where the loss becomes NaN by it, on_nonfinite says what happens.",
-        "_validation": "val_loss may become NaN by it, and then no epoch is better than another.",
+        "_data": "on_nonfinite decides what happens if that makes the loss NaN.",
+        "_validation": "val_loss may become NaN, and then no epoch is the best one.",
     }
     warnings = [facts["_loss"] for facts in everyone if facts["_loss"]]
     if warnings and runtime.is_master():
@@ -346,7 +346,7 @@ def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
             where, count = found[0][0], sum(rows for _, rows in found)
             more = f", the first of {count:,} such rows" if count > 1 else ""
             prefix = "validation data: " if name == "_validation" else ""
-            warn(f"{prefix}{where}{more}. {what} Better fill or drop such rows first.")
+            warn(f"{prefix}{where}{more}. {what} Fill or drop such rows first.")
 
 
 def plan_rows(

@@ -26,7 +26,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
         **keywords: As `DistributedTrainer.fit`.
 
     Raises:
-        ConfigError: As `fit`; or nobody knows how many batches the data will give.
+        ConfigError: As `fit`; or the number of batches is unknown.
     """
     runtime.join_if_nobody_has()
     runtime.roll_call("count_steps")
@@ -39,7 +39,7 @@ def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
         feed = opened[0].feed(config, *_rank_and_world_size(config))
         steps = steps_per_epoch(config, feed)
     if steps is None:
-        raise ConfigError("nobody knows how many batches the data will give: set steps_per_epoch.")
+        raise ConfigError("the number of batches is unknown: set steps_per_epoch.")
     return steps, config.epochs * steps
 
 

@@ -57,8 +57,8 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
     """Return the layers to compile one by one, so that gradients are ready as soon as each has run backward.
 
-    These are the layers that have layers themselves, in the model's outermost Sequentials and ModuleLists; none if there
-    are fewer than two, or if the mode captures the model as one CUDA graph.
+    These are the layers that have layers themselves, in the model's outermost Sequentials and ModuleLists; none if
+    there are fewer than two, or if the mode captures the model as one CUDA graph.
     """
     if mode in _WITH_GRAPHS:
         return []
