@@ -1,7 +1,6 @@
 """Keras's `fit` for any module, on as many ranks as there are.
 
-fit -> one epoch after the other (`fit_loop.py`) -> the steps of an epoch (`step.py`). Training and evaluation share
-`run_epoch`.
+fit -> FitLoop (`fit_loop.py`), which takes one epoch after the other -> TrainingStep (`step.py`).
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
 
 _numbers = itertools.count(1)
-"""A program that is started again makes the same trainers in the same order."""
+"""A program that is restarted makes the same trainers in the same order."""
 
 
 class DistributedTrainer:
-    """Trains, evaluates and predicts on every rank of the world; alone, that is a world of one.
+    """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
-    It may be made before `cyxtrain.init()`; `fit` and its like join the world by themselves.
+    It can be made before `cyxtrain.init()`; `fit` and its like join the world by themselves.
 
     Args:
         model: Any `nn.Module`; a wrapped one is unwrapped.
@@ -69,26 +68,26 @@ class DistributedTrainer:
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
             added, and the history has each.
         optimizer: From torch.optim, a factory, or a name.
-        loss_weights: What each of several losses is multiplied by, by its name in loss_fn or in the dictionary of
-            losses that the model returns; 1 if it is not named.
-        metrics: What is measured beside the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
+        loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
+            returns; 1 for others.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
-            objects; or several by name. Accuracy comes by itself where targets are classes; "accuracy" demands it.
+            objects; or several by name. Accuracy is measured if targets are classes; "accuracy" requires it.
         scheduler: Of the learning rate: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one of
             `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
-        callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
-        ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
-        device: "auto": where the model is, if that is a GPU or the like; else the visible one of this rank, unless a
-            backend of CPUs was asked for (DISTRIBUTED_BACKEND=cpu); else the CPU. "cuda" is this rank's own.
+        callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
+        ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
+        device: "auto": where the model is, if that is an accelerator; otherwise this rank's visible one, unless
+            DISTRIBUTED_BACKEND=cpu asks for CPUs; otherwise the CPU. "cuda" is this rank's own GPU.
 
     Attributes:
         model: Not wrapped.
-        loss_fn, loss_weights: As they were given.
+        loss_fn, loss_weights: As given.
         optimizer: Of the model's parameters.
-        ddp_config: How gradients travel.
+        ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
 
     Raises:
@@ -157,59 +156,59 @@ class DistributedTrainer:
 
     @property
     def epoch(self) -> int:
-        """Epochs that the model has been trained for."""
+        """Number of completed epochs."""
         return self._state.position.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps that have been taken, over all calls of `fit`."""
+        """Number of optimizer steps, over all calls of `fit`."""
         return self._state.position.step
 
     @property
     def config(self) -> DistributedTrainingConfig:
-        """Of the latest call of `fit`."""
+        """Settings of the latest call of `fit`."""
         return self._state.config
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Of the learning rate, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
+        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
         return self._state.rates.scheduler
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Sets the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:
-        """What "data", "forward", "backward", "communication" and "optimizer" took in a step, in the latest epoch.
+        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
 
-        By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done; of
+        Averages by rank, the same on every rank. On a GPU, the time until work was launched, not completed; for
         communication over NCCL, how long the GPU waited.
         """
         return self._state.step_seconds
 
     @property
     def device_usage(self) -> dict[str, float]:
-        """What the latest epoch used of this rank's GPU: "peak_memory" (bytes), "flops_per_second" and "mfu".
+        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
 
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their part of what the GPU
-        reaches by its datasheet, where that is known. On CPUs it is empty, but with `profile=True`.
+        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
+        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
         """
         return self._state.device_usage
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What checkpoints keep for whoever reads them, JSON values by name; `load_checkpoint` brings them back."""
+        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
         return self._state.metadata
 
     @property
     def history(self) -> TrainingHistory:
-        """The numbers of the latest fit, also of one that has been stopped."""
+        """The numbers of the latest fit, also of one that was stopped."""
         return self._state.history
 
     @property
     def stop_training(self) -> bool:
-        """Whether a callback on this rank has asked for the end of the fit; setting it to True asks."""
+        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
         return self._state.stop_training
 
     @stop_training.setter
@@ -217,12 +216,12 @@ class DistributedTrainer:
         self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
-        """Lets layers calculate anew in backward what they have not kept in forward: less memory, a third more time.
+        """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
 
         The numbers stay the same, to the bit.
 
         Args:
-            *layers: Their classes or names; none: what stands in the model's Sequentials and ModuleLists.
+            *layers: Their classes or names; none: the layers in the model's Sequentials and ModuleLists.
 
         Raises:
             ConfigError: There are no such layers.
@@ -388,14 +387,14 @@ class DistributedTrainer:
         sample_weight: Any = None,
         verbose: object = 0,
     ) -> Evaluation:
-        """Returns loss and accuracy over all rows, each counted once; the same on every rank and any number of ranks.
+        """Return loss and accuracy over all rows, each counted once; the same on any number of ranks.
 
         Args:
             X: Rows, shape (n, ...).
             y: Targets, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
-            distributed: Share the work with the other ranks, which must call it too; or rank 0 does it alone, while
-                they wait in another call. False: this rank alone.
+            distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
+                rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each row counts, shape (n,); None: all alike.
             verbose: Keras's argument; nothing is printed either way.
 
@@ -423,7 +422,7 @@ class DistributedTrainer:
         distributed: bool = True,
         verbose: object = 0,
     ) -> Any:
-        """Returns the model's output for all rows, in their order, on every rank.
+        """Return the model's output for all rows, in their order, on every rank.
 
         Args:
             X: Rows, shape (n, ...).
@@ -432,8 +431,8 @@ class DistributedTrainer:
             verbose: As in `evaluate`.
 
         Returns:
-            Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU; of several outputs, such for each.
-            Without a loss_fn, the "loss" that the model returns beside them is left out.
+            Shape (n, ...), a NumPy array if X is one, otherwise a tensor on the CPU; of several outputs, one for each.
+            Without a loss_fn, the "loss" that the model returns is left out.
 
         Raises:
             ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
@@ -451,7 +450,7 @@ class DistributedTrainer:
     def _rows(
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
     ) -> CheckedData:
-        """Returns rows for the model, agreed over ranks where they share the work."""
+        """Return checked rows, agreed over ranks if they share the work."""
 
         def plan() -> tuple[CheckedData, dict[str, Any]]:
             given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
@@ -462,7 +461,7 @@ class DistributedTrainer:
         return agree_on(plan)[0] if distributed else plan()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
-        """Shows the model's layers and how many parameters each has, on rank 0; returns the text.
+        """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
             X: Rows, of which two are tried: then the shapes of outputs are shown, too.
@@ -480,13 +479,13 @@ class DistributedTrainer:
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.
+        """Write model, optimizer, position and history as one file. All ranks call it, or rank 0 alone, which writes.
 
         Args:
-            path: Of the file, on rank 0; what other ranks give is not used.
+            path: Of the file, on rank 0; other ranks' values are ignored.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is still there.
+            CheckpointError: It could not be written; the previous file, if any, is intact.
             CollectiveMismatchError: Ranks call different things.
         """
         together = self._call_roll("save_checkpoint", works_alone=True)
@@ -495,13 +494,13 @@ class DistributedTrainer:
         on_master(lambda: write_checkpoint(path, self._state.to_checkpoint()), together=together)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
+        """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Args:
-            path: Of the file, on rank 0; what other ranks give is not used.
+            path: Of the file, on rank 0; other ranks' values are ignored.
 
         Raises:
-            CheckpointError: There is none, it is damaged, or it belongs to another model, optimizer or scheduler.
+            CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
         if self._fit is not None:
@@ -510,7 +509,7 @@ class DistributedTrainer:
         self._state.load_file(path)
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
-        """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
+        """Join the world, and compare the call with the other ranks'; return whether all of them make it."""
         if distributed and self._fit is None:
             runtime.join_for_all(works_alone=works_alone)
         else:
@@ -521,7 +520,7 @@ class DistributedTrainer:
             if self._fit is None:
                 raise
             raise CollectiveMismatchError(
-                f"{call} was called by a callback on some ranks only, while the others go on in fit: in a callback all "
+                f"{call} was called by a callback on some ranks only, while the others continue fit: in a callback all "
                 "ranks call it (rank 0 writes), or rank 0 evaluates and predicts with distributed=False.",
                 rank=error.rank,
                 during=error.during,
@@ -531,27 +530,27 @@ class DistributedTrainer:
         return together
 
     def is_master(self) -> bool:
-        """Returns whether this is rank 0; joins the world where nobody has."""
+        """Return whether this is rank 0; join the world if this process has not."""
         return self.get_rank() == 0
 
     def get_rank(self) -> int:
-        """Returns this rank; joins the world where nobody has."""
+        """Return this rank; join the world if this process has not."""
         runtime.join_if_nobody_has()
         return runtime.get_rank()
 
     def get_world_size(self) -> int:
-        """Returns how many ranks there are; joins the world where nobody has."""
+        """Return the number of ranks; join the world if this process has not."""
         runtime.join_if_nobody_has()
         return runtime.get_world_size()
 
     def _parsed(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
-        """Returns what a fit is asked for; what it does not say of the schedule, the trainer was built with."""
+        """Return what a fit is asked for; the schedule's interval is the trainer's unless the config sets it."""
         arguments = parse_fit(*data, **keywords)
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
     def _plan(self, arguments: FitArguments, opened: Sources) -> tuple[FitPlan, dict[str, Any]]:
-        """Returns what this rank is asked to do, and what must be the same on every rank."""
+        """Return this rank's plan, and what must be the same on every rank."""
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch

@@ -172,7 +172,8 @@ def _is_config(value: Any) -> bool:
 
 
 _COUNTS = _has(epochs=_list_of(_is_count), effective_batch_size=_is_count, world_size=_is_count)
-_OPTIMIZER = _has(step=lambda step: isinstance(step, torch.Tensor) or (_is_finite(step) and 0 <= step < _MOST))
+# A user's own optimizer may keep something else than a number under that name.
+_OPTIMIZER = _has(step=lambda step: not _is_number(step) or (math.isfinite(step) and 0 <= step < _MOST))
 _RANK = _has(generators=_is_dict, sums=_list_of(_list_of(_is_number)), metrics=_is_dict)
 _GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))

@@ -37,7 +37,7 @@ _TRIED: dict[str, Any] = {
     "keep_last": 0,
     "keep_best": None,
 }
-"""What fast_dev_run leaves of a config."""
+"""What fast_dev_run changes in a config."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ def _split(arrays: list[Any], config: Any, settings: dict[str, Any]) -> tuple[li
 
 
 def _refuse_settings(given: Sequence[Any]) -> None:
-    """Refuses what is no array, and was meant as one config or another."""
+    """Refuse configs and settings in the place of arrays."""
     wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
     if wrong is not None:
         what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
@@ -146,14 +146,14 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:
-        keywords["effective_batch_size"] = None  # the one that was asked for last rules
+        keywords["effective_batch_size"] = None  # the latest setting takes precedence
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
     return dataclasses.replace(settings, **_TRIED) if settings.fast_dev_run else settings
 
 
 def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:
-    """Returns how many epochs there are to train: Keras's `epochs` is the number of the last one."""
+    """Return settings with the number of epochs to train: Keras's `epochs` is the number of the last one."""
     if epoch is None:
         return settings
     require_integer("fit", "initial_epoch", epoch, 0)

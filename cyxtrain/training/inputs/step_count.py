@@ -16,10 +16,10 @@ from cyxtrain.world import runtime
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
-    """Returns (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments.
+    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments.
 
-    For schedules that must be told: they are the same on every rank, and fewer the more ranks there are. All ranks call
-    it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+    For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
+    like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
 
     Args:
         *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.

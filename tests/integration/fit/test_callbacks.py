@@ -659,7 +659,7 @@ def test_what_rank_0_cannot_do_alone_in_a_callback_is_said():
     first, second = run_ranks(2, fit_saving_alone, seconds=20.0)
     assert first.kind == second.kind == "CollectiveMismatchError"
     assert first.message.startswith(
-        "save_checkpoint was called by a callback on some ranks only, while the others go on"
+        "save_checkpoint was called by a callback on some ranks only, while the others continue fit"
     )
 
 
@@ -698,7 +698,8 @@ def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
         assert f"from {tmp_path}/step-00000001.ckpt: step 1, epochs complete: 0\n" in shown
         assert "optimizer  lr 0.1 as in the checkpoint (the program has 0.2)\n" in shown
         fit(0.1, resume="auto")
-        end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; nothing is left to train: to continue, raise epochs"
+        over = "nothing is left to train: to continue, raise epochs"
+        end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; {over}"
         assert said(capsys, "resume") == [end]
         with pytest.warns(UserWarning, match="holds 4 checkpoints of another training"):
             fit(0.1, checkpoint_every_n_epochs=1)
