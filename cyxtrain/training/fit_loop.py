@@ -128,7 +128,7 @@ class FitLoop:
             stack.enter_context(contextlib.closing(self._callbacks))
             stack.enter_context(generators_kept(self._device))
             stack.enter_context(self._profile)
-            stack.enter_context(self._requests.hearing_signals())
+            stack.enter_context(self._requests.catching_signals())
             stack.enter_context(_errors_reported(self._ddp))  # before the writer closes, which may take its time
             try:
                 yield

@@ -123,10 +123,10 @@ def _optimizer(state: TrainingState, plan: FitPlan) -> str:
 
 def _world(num_processes: int | str | None) -> str:
     world_size = dist.get_world_size()
-    said = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
+    parts = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
     if num_processes not in (None, "auto", 1, world_size):
-        said.append(f"as launched: ignored num_processes={num_processes}")
-    return ", ".join(filter(None, said))
+        parts.append(f"as launched: ignored num_processes={num_processes}")
+    return ", ".join(filter(None, parts))
 
 
 def _converted(plan: FitPlan) -> str:

@@ -31,13 +31,13 @@ class StopRequest(enum.IntEnum):
     """What a rank can request, by its index among the signals."""
 
     TERMINATE = 0
-    """SIGTERM: the program shall end."""
+    """SIGTERM: end the program."""
     INTERRUPT = 1
-    """SIGINT, that is Ctrl-C: who sits in front of it wants it to stop."""
+    """SIGINT, that is Ctrl-C: stop at the user's request."""
     FINISH = 2
-    """The fit has done enough: time is over."""
+    """The time limit has passed."""
     COMPLETE = 3
-    """A callback has ended the fit: it is complete."""
+    """A callback has ended the fit, which is then complete."""
     SAVE = 4
     """A checkpoint is due by the clock."""
 
@@ -54,7 +54,7 @@ if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
 _URGENCY = (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH)
 _PATIENCE_SECONDS = 8.0
-"""After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
+"""After SIGTERM a process ends within ten seconds, even in a step that does not end."""
 
 _HANDLER_SECONDS = 2.0
 """How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++."""
@@ -92,7 +92,7 @@ class StopSignals:
     def own(self) -> list[float]:
         """Return the requests of this rank as signals."""
         if self._ends is not None or self._save_seconds is not None:
-            self._look_at_the_clock(time.monotonic())
+            self._check_clock(time.monotonic())
         if self._state.stop_training:
             self._requested.add(StopRequest.COMPLETE)
         return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
@@ -122,14 +122,14 @@ class StopSignals:
         return received, world_size - int(first) if first else None
 
     @contextlib.contextmanager
-    def hearing_signals(self) -> Iterator[None]:
+    def catching_signals(self) -> Iterator[None]:
         """Turn the first Ctrl-C or SIGTERM within into a request; the second does what it did before."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread hears signals
+            yield  # Python handles signals in the main thread only
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-        def hear(number: int, _: FrameType | None) -> None:
+        def handle(number: int, _: FrameType | None) -> None:
             self._requested.add(_SIGNALS[signal.Signals(number)])
             signal.signal(number, before[signal.Signals(number)])
             if number != signal.SIGINT:
@@ -137,7 +137,7 @@ class StopSignals:
                 self._timer.daemon = True
                 self._timer.start()
             if number == signal.SIGINT:
-                stack.enter_context(_second_ctrl_c_heard())
+                stack.enter_context(_second_ctrl_c_handled())
                 if sys.stderr.isatty():
                     # Not print: a signal may come in the middle of one.
                     os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
@@ -146,7 +146,7 @@ class StopSignals:
         try:
             for number in _SIGNALS:
                 if before[number] not in (None, signal.SIG_IGN):
-                    signal.signal(number, hear)
+                    signal.signal(number, handle)
             yield
         finally:
             self._cancel()
@@ -154,7 +154,7 @@ class StopSignals:
             for number, handler in before.items():
                 if handler is not None:
                     signal.signal(number, handler)
-            # What came when no step was left to heed it is as if it came now.
+            # A signal after the last step takes effect now.
             for number, request in _SIGNALS.items():
                 if request in self._requested:
                     signal.raise_signal(number)
@@ -163,7 +163,7 @@ class StopSignals:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _check_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:
             self._requested.add(StopRequest.FINISH)
         if self._save_seconds is not None and now - self._saved >= self._save_seconds:
@@ -171,7 +171,7 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def _second_ctrl_c_heard() -> Iterator[None]:
+def _second_ctrl_c_handled() -> Iterator[None]:
     """End the group on Ctrl-C if Python's own handler does not run within two seconds.
 
     While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the
@@ -208,7 +208,7 @@ def stop_if_requested(received: Sequence[float]) -> None:
         raise StoppedError(request)
 
 
-def leave_for(request: StopRequest | None) -> None:
+def exit_for(request: StopRequest | None) -> None:
     """Exit or raise as a request asks for, after the fit has stopped; return if the program is to continue.
 
     Raises:

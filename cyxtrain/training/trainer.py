@@ -31,8 +31,8 @@ from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_fa
 from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.checkpoints.numerics import arithmetic
 from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
+from cyxtrain.training.checkpoints.resume_diff import arithmetic
 from cyxtrain.training.delegation import delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
@@ -48,7 +48,7 @@ from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import explain_stop, leave_for
+from cyxtrain.training.stopping import exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
@@ -333,7 +333,7 @@ class DistributedTrainer:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
-        leave_for(stopped)
+        exit_for(stopped)
         return self._state.history
 
     def _open(

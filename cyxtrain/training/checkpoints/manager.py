@@ -183,7 +183,7 @@ class CheckpointManager:
         try:
             self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
-            self._problem = error  # said with those that come later
+            self._problem = error  # reported with those that come later
 
     def _settle(self) -> None:
         """Wait for the previous checkpoint, and report its error."""

@@ -24,8 +24,8 @@ from cyxtrain.metrics.sums import MetricSums
 from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
-from cyxtrain.training.checkpoints.numerics import differences
-from cyxtrain.training.checkpoints.resume_diff import as_in_checkpoint, done_otherwise, put_back, what_is_set
+from cyxtrain.training.checkpoints.resume_diff import differences
+from cyxtrain.training.checkpoints.resume_diff import as_in_checkpoint, describe_changes, describe_restored, restored_settings
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.world import runtime
 
@@ -89,7 +89,7 @@ def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointStat
     launched, _ = process_env.launched_run()  # rank 0's, which reads
     folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
     if plan.attempt and resume != AUTO:
-        # What goes on from a path is that checkpoint's call of fit.
+        # A fit that resumes from a path is that checkpoint's call of fit.
         named = None if resume is None else look_into(Path(resume)).position
         call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
         found = read_on_all(lambda: _newest_of_call(folder, call, (launched, state.trainer)))
@@ -117,14 +117,14 @@ def start_or_resume(
         ConfigError: It is of a fit with other samples.
     """
     try:
-        return _begin_or_go_on(state, plan, arithmetic)
+        return _begin_or_resume(state, plan, arithmetic)
     except (CheckpointError, ConfigError) as error:
-        on_all_ranks(error)  # they have the same checkpoint, and the same to do
-        runtime.gather_texts("")  # nobody leaves before all have read it
+        on_all_ranks(error)  # all ranks have the same checkpoint
+        runtime.gather_texts("")  # all ranks have read it when the first one leaves
         raise
 
 
-def _begin_or_go_on(
+def _begin_or_resume(
     state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     is_named = plan.resume not in (None, AUTO)
@@ -137,37 +137,37 @@ def _begin_or_go_on(
         _warn_of_warmup(plan)
         effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
         state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, arithmetic)
-        return None, _say_what_is_there(plan, state)
+        return None, _describe_start(plan, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
-    given, asked, trained = what_is_set(state, plan.config), plan.config, _trained(state)
+    given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan.config = as_in_checkpoint(asked, checkpoint.config)
     state.resume_from(checkpoint, source, plan.config, data, arithmetic, is_new_run=is_named)
     with taking_over(source):
-        _go_on_in_data(plan, state, checkpoint)
+        _resume_data(plan, state, checkpoint)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.change_epochs(max(left, 0))
         plan.config = state.config
-    says = put_back(given, what_is_set(state, plan.config)) + _changed(trained, _trained(state))
+    notes = describe_restored(given, restored_settings(state, plan.config)) + _describe_frozen(trained, _trained(state))
     stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
     if not plan.is_over(state.position):
-        says += [("schedule", stretched)] if stretched else []
+        notes += [("schedule", stretched)] if stretched else []
         to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
         _check_schedule(plan, state.rates.scheduler, to_come)
-    says += _what_is_dropped(checkpoint)
-    _say_what_is_different(
-        name, differences(checkpoint.arithmetic, arithmetic), done_otherwise(asked, checkpoint.config)
+    notes += _describe_dropped(checkpoint)
+    _warn_of_differences(
+        name, differences(checkpoint.arithmetic, arithmetic), describe_changes(asked, checkpoint.config)
     )
-    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *says]
+    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *notes]
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in plain_parameters(state.trained)}
 
 
-def _changed(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
+def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
     """Return the header's line about parameters that the checkpoint has frozen or unfrozen."""
     found = {True: "frozen", False: "trained"}
     words = []
@@ -194,7 +194,7 @@ def _check_schedule(
         warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
 
 
-def _go_on_in_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
+def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
     plan.resume_from(state, checkpoint.world_size)
     plan.feed.load_state_dict(checkpoint.others.get("data", {}))
     _check_batch_norm(state, plan)
@@ -230,7 +230,7 @@ def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
     return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
 
 
-def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
+def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
     """Return the header's lines where a fit begins; warn if its checkpoints would mix with others."""
     config = plan.config
     if not runtime.is_master():
@@ -253,14 +253,14 @@ def _say_what_is_there(plan: FitPlan, state: TrainingState) -> list[tuple[str, s
     return [("resume", f"{what}, starting from scratch{keeps}")]
 
 
-def _what_is_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
+def _describe_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
     kept = checkpoint.others.get("compression")
     if not kept or runtime.get_world_size() > 1:
         return []
     return [("gradients", "compression's error feedback is dropped: a single rank compresses nothing")]
 
 
-def _say_what_is_different(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
+def _warn_of_differences(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
     """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
     if computed and runtime.is_master():
         warn(
@@ -291,7 +291,7 @@ def _newest_of_call(
             break
         same_beginning = call[0] == 1 or found.position.get("first_epoch") == call[1]
         if found.position and not (found.fits == call[0] and same_beginning):
-            continue  # what is damaged is read, so that it is said
+            continue  # a corrupt one is read, for its warning
         try:
             data = checkpoint_bytes(found.path)
             checkpoint = unpack_checkpoint(data, str(found.path))

@@ -99,7 +99,7 @@ class DryRun:
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
-            with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+            with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
             if counts_flops:
@@ -146,7 +146,7 @@ class DryRun:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets)
         check_classes(source.targets, output, loss)
-        with _blaming(
+        with _described_error(
             f"the loss cannot take the model's output and y, tried on {_described(output)} and "
             f"{_described(batch.targets)}"
         ):
@@ -157,7 +157,7 @@ class DryRun:
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
         shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
-        with _blaming(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
+        with _described_error(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -225,7 +225,7 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _described_error(what: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:

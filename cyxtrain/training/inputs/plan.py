@@ -34,10 +34,9 @@ from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_
 from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
-from cyxtrain.training.inputs.training_data import Sources, about
+from cyxtrain.training.inputs.training_data import Sources, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.memory_format import put_channels_last
 from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.placement import (
     check_batch_norm,
@@ -45,6 +44,7 @@ from cyxtrain.training.model.placement import (
     choose_device,
     device_facts,
     explain_device,
+    put_channels_last,
 )
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.trained import trained_with
@@ -259,11 +259,11 @@ def plan_fit(
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
     rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
-    data = _tried(source, config.batch_size, *given, trains_on=rows)
+    data = _dry_run(source, config.batch_size, *given, trains_on=rows)
     validation = None
     if validation_source is not None:
-        with about("validation"):
-            validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
+        with naming_validation("validation"):
+            validation = _dry_run(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
@@ -366,7 +366,7 @@ def plan_rows(
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     given = (config, model, loss_fn, optimizer, device, metrics)
-    rows = _tried(source, batch_size, *given, predicting=predicting, is_of_fit=False)
+    rows = _dry_run(source, batch_size, *given, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
         **source.facts("the given"),
@@ -387,7 +387,7 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, cha
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
 
 
-def _tried(
+def _dry_run(
     source: Source,
     batch_size: int,
     config: DistributedTrainingConfig,

@@ -42,8 +42,8 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
 
     (arguments, found), everyone = agree_on(opened)
     config = arguments.config
-    with marked():
-        _meet(found, everyone, runtime.get_rank(), config.sharded_data)
+    with raised_on_all_ranks():
+        _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
         _check_batch_size(found[0], config)
     if found[0].batch_size is not None:
         config = dataclasses.replace(config, batch_size=found[0].batch_size)
@@ -74,16 +74,16 @@ def open_rows(
 
     if not distributed:
         found, facts = opened()
-        _meet(found, [facts], 0, config.sharded_data)
+        _share_sources(found, [facts], 0, config.sharded_data)
     else:
         found, everyone = agree_on(opened)
-        with marked():
-            _meet(found, everyone, runtime.get_rank(), config.sharded_data)
+        with raised_on_all_ranks():
+            _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
     return found[0]
 
 
 @contextlib.contextmanager
-def marked() -> Iterator[None]:
+def raised_on_all_ranks() -> Iterator[None]:
     """Mark a ConfigError within as one that all ranks have."""
     try:
         yield
@@ -100,10 +100,10 @@ def _openings(found: Sources) -> dict[str, Any]:
     return facts
 
 
-def _meet(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
+def _share_sources(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
-            with about(name):
+            with naming_validation(name):
                 source.meet([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
@@ -114,7 +114,7 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
     source, validation = open_source(*given, config, epoch, trains=True), None
     _check_batch_size(source, config)
     if arguments.validation is not None:
-        with about("validation"):
+        with naming_validation("validation"):
             own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
             validation = open_source(*arguments.validation, own, 0, trains=False)
             if validation.reads_once and config.epochs > 1:
@@ -130,7 +130,7 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
         first = validation_rows(len(source), config.validation_split)
         source, validation = source.part(0, first), source.part(first, len(source))
     if validation is not None:
-        with about("validation"):
+        with naming_validation("validation"):
             validation = _limited(validation, config)
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
@@ -156,7 +156,7 @@ def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
 
 
 @contextlib.contextmanager
-def about(name: str) -> Iterator[None]:
+def naming_validation(name: str) -> Iterator[None]:
     """Prefix a ConfigError within, if it is about the validation data."""
     try:
         yield

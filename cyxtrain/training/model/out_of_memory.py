@@ -36,8 +36,8 @@ def memory_explained(*, trains: bool = True) -> Iterator[None]:
         if is_full(error):
             held = "" if _is_of_the_cpu(error) else _held()
             less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
-            said = str(error).rstrip(". \n") or type(error).__name__
-            error.args = (f"rank {runtime.get_rank()} is out of memory: {said}. {held}{less}. {_ON_GPUS}",)
+            reason = str(error).rstrip(". \n") or type(error).__name__
+            error.args = (f"rank {runtime.get_rank()} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Which device a model is trained on."""
+"""Which device a model is trained on, and in which memory format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cyxtrain.data.batches.prefetch import as_channels_last
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
@@ -138,3 +139,15 @@ def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> 
     used = sorted(here, key=lambda name: torch.device(name).index or 0)
     which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"
     return f"{which} ({len(used)} of {count} visible {accelerator.name_of(device)})"
+
+
+def put_channels_last(model: nn.Module) -> None:
+    """Give a model's weights of four and five dimensions that format, in place; raise ConfigError if it has none."""
+    if not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
+        raise ConfigError(
+            f"channels_last=True is for 2-d and 3-d convolutions, and no parameter of {type(model).__name__} has 4 or "
+            "5 dimensions: leave it out."
+        )
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() in (4, 5):
+            tensor.data = as_channels_last(tensor.data)
