@@ -48,7 +48,7 @@ from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import exit_for, explain_stop
+from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
@@ -229,14 +229,7 @@ class DistributedTrainer:
         self._recomputed = layers_of(self.model, layers)
 
     @overload
-    def fit(
-        self,
-        X: Data,  # noqa: N803
-        y: Data | None = None,
-        *,
-        config: DistributedTrainingConfig | None = None,
-        **keywords: Unpack[FitKeywords],
-    ) -> TrainingHistory: ...
+    def fit(self, X: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...  # noqa: N803
     @overload
     def fit(
         self,
@@ -262,6 +255,7 @@ class DistributedTrainer:
         X_val: Data,  # noqa: N803
         y_val: Data,
         config: DistributedTrainingConfig | None = None,
+        /,
         **keywords: Unpack[FitKeywords],
     ) -> TrainingHistory: ...
     @overload
@@ -270,10 +264,10 @@ class DistributedTrainer:
         self,
         X: Any = None,  # noqa: N803
         y: Any = None,
+        *more: Any,
         X_val: Any = None,  # noqa: N803
         y_val: Any = None,
         config: Any = None,
-        *,
         validation_data: Any = None,
         sample_weight: Any = None,
         class_weight: Any = None,
@@ -289,9 +283,10 @@ class DistributedTrainer:
         Args:
             X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or what gives batches.
             y: Targets, with a row per sample; or validation data if `X` gives batches.
+            *more: X_val, y_val and the config, or the config.
             X_val: Inputs to validate with.
             y_val: Targets to validate with.
-            config: Settings; keywords take precedence. It may also be passed in the place of an array.
+            config: Settings; keywords take precedence.
             validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or what gives batches.
             sample_weight: How much the loss of each row counts, shape (n,).
             class_weight: How much the rows of each class count, by class number.
@@ -311,8 +306,11 @@ class DistributedTrainer:
             ReplicasDifferError: Ranks hold different parameters.
             DistributedTrainingError: Another rank failed, with its traceback.
         """
-        arguments = (X, y, X_val, y_val, config)
+        arguments = (X, y, *more)
         keywords = {
+            "X_val": X_val,
+            "y_val": y_val,
+            "config": config,
             "validation_data": validation_data,
             "sample_weight": sample_weight,
             "class_weight": class_weight,
@@ -329,12 +327,16 @@ class DistributedTrainer:
             plan.display.header([*explain(self._state, plan, self.ddp_config), *notes])
             self._fit = FitLoop(self._state, plan, ddp, resumed)
             stopped = self._fit.fit()
+        self._finish(plan, stopped)
+        return self._state.history
+
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+        """Count a completed fit; show why another one stopped, and exit or raise if that is asked for."""
         if stopped is None:
             self._state.complete_fit()
         else:
             plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
         exit_for(stopped)
-        return self._state.history
 
     def _open(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -70,10 +70,10 @@ class FitArguments:
 def parse_fit(
     X: Any = None,  # noqa: N803
     y: Any = None,
+    *more: Any,
     X_val: Any = None,  # noqa: N803
     y_val: Any = None,
     config: Any = None,
-    *,
     validation_data: Any = None,
     sample_weight: Any = None,
     class_weight: Any = None,
@@ -83,7 +83,7 @@ def parse_fit(
     **settings: Any,
 ) -> FitArguments:
     """Return what `fit` is asked for, in one form; raise ConfigError for arguments that do not go together."""
-    arrays, config = _split([X, y, X_val, y_val], config, settings)
+    arrays, config = _split([X, y, *more], [X_val, y_val], config, settings)
     if gives_batches(arrays[0]) and arrays[2] is None and gives_batches(arrays[1]):  # fit(loader, val_loader, config)
         require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
         validation_data, arrays[1] = arrays[1], None
@@ -107,18 +107,22 @@ def parse_fit(
     )
 
 
-def _split(arrays: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return (X, y, X_val and y_val; the config), which may be in the place of an array."""
-    for place, array in enumerate(arrays):
+def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return (X, y, X_val and y_val; the config), each given by position or by name."""
+    for place, array in enumerate(given):
         if isinstance(array, DistributedTrainingConfig):
             require(config is None, "fit got two configs: one by position, one by name.")
-            arrays[place], config = None, array
+            given[place], config = None, array
     if "x" in settings:  # Keras's name
-        require(arrays[0] is None, "fit got X twice.")
-        arrays[0] = settings.pop("x")
+        require(given[0] is None, "fit got X twice.")
+        given[0] = settings.pop("x")
+    more = [array for array in given[2:] if array is not None]
+    named = [array for array in named if array is not None]
+    require(not more or not named, "fit got X_val and y_val twice: by position and by name.")
+    arrays = [*given[:2], *(more or named or (None, None))]
     _refuse_settings(arrays)
     count = sum(array is not None for array in arrays)
-    right = arrays[0] is not None and (arrays[2] is None) == (arrays[3] is None)
+    right = arrays[0] is not None and len(arrays) == 4
     require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
     return arrays, config
 
@@ -185,4 +189,4 @@ def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[A
     return validation[0], validation[1], validation[2] if len(validation) == 3 else None
 
 
-_ARGUMENTS = [name for name in inspect.signature(parse_fit).parameters if name != "settings"]
+_ARGUMENTS = [name for name in inspect.signature(parse_fit).parameters if name not in ("more", "settings")]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 from torch.utils.data import Dataset
 
 from cyxtrain.callbacks.callback import Callback
-from cyxtrain.config import AMPConfig
+from cyxtrain.config import AMPConfig, DistributedTrainingConfig
 
 
 class SupportsArray(Protocol):
@@ -70,8 +70,11 @@ class FitSettings(TypedDict, total=False):
 
 
 class FitKeywords(FitSettings, total=False):
-    """All that `fit` takes by keyword besides the data."""
+    """All that `fit` takes by keyword besides X and y."""
 
+    X_val: Data | None
+    y_val: Data | None
+    config: DistributedTrainingConfig | None
     validation_data: Data | tuple[Any, ...] | None
     sample_weight: Any
     class_weight: Mapping[int, float] | None

@@ -278,7 +278,7 @@ def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
         assert len(found["losses"]) == 3
         first, last = (str(warning.message) for warning in caught)
         assert first.startswith(f"Cannot write checkpoints to {tmp_path / 'file'}: ")
-        assert "choose another folder. Training begins without" in first
+        assert "choose another folder. Training continues without" in first
         assert last == f"3 checkpoints could not be written to {tmp_path / 'file'}."
 
 

@@ -235,7 +235,7 @@ class Phased(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state["step"] = {"phase": "warm", "count": state.get("step", {"count": 0})["count"] + 1}
+            state["step"] = {"warm": 1, "count": state.get("step", {"count": 0})["count"] + 1}
         return super().step(closure)
 
 
