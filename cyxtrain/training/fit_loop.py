@@ -196,9 +196,9 @@ class FitLoop:
         with memory_explained(), contextlib.closing(self._plan.shares(self._state.position)) as shares:
             try:
                 yield marked_steps(step.clock.data.each(shares), self._device)
-                step.settle()
+                step.guard.settle()
             except BaseException:
-                step.give_up()
+                step.guard.give_up()
                 raise
 
     def _end_steps(self, step: TrainingStep) -> None:
@@ -214,7 +214,7 @@ class FitLoop:
         """Measure, validate, record and save the epoch."""
         plan, position = self._plan, self._state.position
         measured = step.totals.over_ranks(runtime.cpu_group())
-        seconds, note = time.perf_counter() - self._epoch_began, step.explain_epoch()
+        seconds, note = time.perf_counter() - self._epoch_began, step.guard.explain_epoch()
         if plan.feed.is_over and not position.epoch_steps:
             self._step = None
             return  # the data had ended before the epoch began
@@ -274,7 +274,7 @@ class FitLoop:
 
     def _settle(self) -> None:
         if self._step is not None:
-            self._step.settle()
+            self._step.guard.settle()
 
     def _call(self, hook: str, *arguments: Any) -> list[float]:
         """Call a hook of all callbacks; return the requests of all ranks.
@@ -316,10 +316,10 @@ class FitLoop:
         """Compare the replicas, and save, if that is due after this step."""
         every = self._plan.config.check_replicas_every_n_steps
         if every and self._state.position.step % every == 0:
-            step.settle()
+            step.guard.settle()
             self._ddp.check_replicas()
         if self._manager.is_due():
-            step.settle()
+            step.guard.settle()
             self._manager.save_step(step.totals)
 
     def _warn_of_forgotten(self) -> None:
@@ -334,7 +334,7 @@ class FitLoop:
         plan.display.step(share.joined_rows, step.totals.cheap_here)
         every = plan.config.log_every_n_batches
         if every and (share.number + 1) % every == 0:
-            step.settle()
+            step.guard.settle()
             text = numbers(step.totals.over_ranks(runtime.cpu_group()))
             of = "" if plan.steps_per_epoch is None else f"/{plan.steps_per_epoch}"
             plan.display.line(f"batch {share.number + 1}{of}  {text}")

@@ -54,6 +54,10 @@ class TrainingStep:
         state: Of the training; the step changes its optimizer, rates and loss scale.
         setup: How batches reach the model, and what is computed of its output.
         guard: Decides whether a step is taken.
+
+    Attributes:
+        totals: Sums of the epoch.
+        clock: What the parts of its steps took.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class TrainingStep:
         self._ddp = ddp
         self._loss = setup.loss
         self._setup = setup
-        self._guard = guard
+        self.guard = guard
         self._step_optimizer = FusedStep(state.optimizer)
         self._rates = state.rates
         self._clip = make_clip(state.config)
@@ -104,7 +108,7 @@ class TrainingStep:
     def begin(self) -> None:
         """Zero the gradients, and keep what a forward changes."""
         self._zero()
-        self._guard.before_step()
+        self.guard.before_step()
         if self._scale is not None:
             self._multiplier = self._scale.of_each(self._world_size)
             self._ddp.expect_scale(self._multiplier)
@@ -156,26 +160,14 @@ class TrainingStep:
         """Return whether the step is taken, and what takes it; None: nothing."""
         losses = [each.value for result in results for _, _, each in self._counted(result.loss)]
         again = partial(self._run_alone, share)
-        if not self._guard.is_late:
-            verdict = self._guard.verdict(share, losses, again)
+        if not self.guard.is_late:
+            verdict = self.guard.verdict(share, losses, again)
             return verdict, self._step_optimizer if verdict is Verdict.TAKEN else None
-        report = self._guard.report(share, losses, again, self._rates.undoable())
+        report = self.guard.report(share, losses, again, self._rates.undoable())
         step = None if self._before_update is not None else self._step_optimizer.unless(report.bad)
         if step is None and report.is_good():  # to ask it is to wait for it
             return Verdict.TAKEN, self._step_optimizer
         return Verdict.TAKEN, step
-
-    def explain_epoch(self) -> str:
-        """Return what there is to say of the epoch's steps, when the last one has been taken."""
-        return self._guard.explain_epoch()
-
-    def settle(self) -> None:
-        """Wait until it is known whether the latest step was taken, as `FiniteGuard.settle`; all ranks call it."""
-        self._guard.settle()
-
-    def give_up(self) -> None:
-        """Undo the latest step if it turns out to be skipped: an error ends the fit, on this rank."""
-        self._guard.give_up()
 
     def _zero(self) -> None:
         for parameter in self._parameters:  # also those that the optimizer does not have, or they would add up
@@ -357,7 +349,7 @@ class TrainingStep:
             for _ in range(rounds - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
-        self._guard.bring_back()
+        self.guard.bring_back()
         return weights
 
     def _divide_by_weight(self, weight: Number, share: Share) -> None:
