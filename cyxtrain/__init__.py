@@ -19,7 +19,9 @@ from cyxtrain import distributed as distributed
 from cyxtrain import ring
 from cyxtrain.distributed import *  # noqa: F403
 from cyxtrain.distributed import __all__ as __all__
+from cyxtrain.notebook import run_in_workers as _run_in_workers
 
 __version__ = "0.1.0"
 
 ring.register()
+_run_in_workers.register()

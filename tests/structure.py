@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -68,6 +69,27 @@ def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
         if node not in index:
             visit(node)
     return sorted(found, key=lambda component: (-len(component), component))
+
+
+def state_objects(root: Path) -> list[str]:
+    """Return the classes of which a fit's state is made: public dataclasses of training, and its pair of sources.
+
+    One that is a field of another, or its base, is a part of it and not counted.
+    """
+    found: dict[str, ast.ClassDef] = {}
+    for name, path in modules(root).items():
+        if name.startswith(f"{PACKAGE}.training.") or name == f"{PACKAGE}.data.sources.source":
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    made = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+                    if any(each.startswith("dataclass") for each in made) or node.name == "TrainingData":
+                        found[node.name] = node
+    parts = set()
+    for node in found.values():
+        fields = [ast.unparse(each.annotation) for each in node.body if isinstance(each, ast.AnnAssign)]
+        words = {word for text in [*fields, *map(ast.unparse, node.bases)] for word in re.findall(r"\w+", text)}
+        parts |= words & found.keys()
+    return sorted(found.keys() - parts)
 
 
 def folder_of(module: str, root: Path) -> str:
@@ -188,6 +210,7 @@ def measures(root: Path) -> dict[str, str]:
         "import cycles": f"{len(found)}: {', '.join(str(len(each)) for each in found)}",
         "cycles of folders": str([len(each) for each in cycles(folder_graph(root))]),
         "basenames that stand twice": str(len(repeated_basenames(root))),
+        "state objects of a fit": ", ".join(state_objects(root)),
         "fit to optimizer.step": f"{len(step)} frames, {len({file for file, _ in step})} files",
         "backward to the socket": f"{len(socket)} frames, {len({file for file, _ in socket})} files",
     }

@@ -50,7 +50,7 @@ class EMA(Callback):
         self._own: list[Tensor] | None = None
 
     def _parameters(self) -> list[Tensor]:
-        trained = self.trainer._state.trained.parameters()
+        trained = self.trainer.trained.parameters()
         return [each.data for each in trained if each.is_floating_point() or each.is_complex()]
 
     def _wide(self) -> list[Tensor]:

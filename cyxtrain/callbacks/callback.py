@@ -9,22 +9,67 @@ on_train_begin -> for each epoch: on_epoch_begin -> for each step: on_train_batc
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cyxtrain.checkpoint.format.encoding import same_kinds
 from cyxtrain.checkpoint.validation import taking_over
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import unknown_name
 from cyxtrain.errors import ConfigError, brief, warn
+from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.world import runtime
 
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
-
 Logs = Mapping[str, float]
+
+
+class Trainer(Protocol):
+    """What a callback may use of the `DistributedTrainer` that calls it; its docstrings tell what each is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stop_training: bool
+
+    @property
+    def trained(self) -> nn.Module: ...  # noqa: D102
+    @property
+    def epoch(self) -> int: ...  # noqa: D102
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def config(self) -> DistributedTrainingConfig: ...  # noqa: D102
+    @property
+    def scheduler(self) -> LRScheduler | None: ...  # noqa: D102
+    @property
+    def step_seconds(self) -> list[dict[str, float]]: ...  # noqa: D102
+    @property
+    def device_usage(self) -> dict[str, float]: ...  # noqa: D102
+    @property
+    def metadata(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def history(self) -> TrainingHistory: ...  # noqa: D102
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None: ...  # noqa: D102
+    def evaluate(  # noqa: D102
+        self,
+        X: Any,  # noqa: N803
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        distributed: bool = True,
+        sample_weight: Any = None,
+    ) -> Any: ...
+    def predict(self, X: Any, *, batch_size: int | None = None, distributed: bool = True) -> Any: ...  # noqa: D102, N803
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None: ...  # noqa: D102
+    def is_master(self) -> bool: ...  # noqa: D102
+    def get_rank(self) -> int: ...  # noqa: D102
+    def get_world_size(self) -> int: ...  # noqa: D102
 
 
 class Callback:
@@ -50,7 +95,7 @@ class Callback:
             for which of them "larger_is_better".
     """
 
-    trainer: DistributedTrainer
+    trainer: Trainer
     params: dict[str, Any]
     belongs_on_all_ranks = False
     """Whether every rank must have it, because it changes the model or calls collectives; otherwise `fit` raises."""
@@ -66,8 +111,8 @@ class Callback:
         """The model that is trained, not wrapped."""
         return self.trainer.model
 
-    def set_trainer(self, trainer: DistributedTrainer) -> None:
-        """Set the trainer, before any other call."""
+    def set_trainer(self, trainer: Trainer) -> None:
+        """Meets the trainer, before anything else is called."""
         self.trainer = trainer
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -177,8 +222,8 @@ class Callbacks:
         self._test_begin = [each for each in self._callbacks if _overrides(each, "on_test_batch_begin")]
         self._test_end = [each for each in self._callbacks if _overrides(each, "on_test_batch_end")]
 
-    def meet(self, trainer: DistributedTrainer, params: dict[str, Any]) -> None:
-        """Set the trainer and the parameters of each."""
+    def meet(self, trainer: Trainer, params: dict[str, Any]) -> None:
+        """Introduces them to a trainer."""
         for callback in self._callbacks:
             callback.set_trainer(trainer)
             callback.set_params(dict(params))

@@ -98,8 +98,8 @@ class EarlyStopping(Monitoring):
             print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
-                print(f"restored the weights of epoch {self.best_epoch + 1}")
-            load_plain_state(self.trainer._state.trained, self.best_weights)
+                print(f"the model has the weights of epoch {self.best_epoch + 1}")
+            load_plain_state(self.trainer.trained, self.best_weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it; without the weights if they are not requested."""
@@ -109,7 +109,7 @@ class EarlyStopping(Monitoring):
     def _remember(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            weights = plain_state(self.trainer._state.trained)  # with those of a loss that learns
+            weights = plain_state(self.trainer.trained)  # with those of a loss that learns
             self.best_weights = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in weights.items()

@@ -8,10 +8,9 @@ from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.monitored_value import Monitoring, require_count, require_float
-from cyxtrain.config.settings import require
+from cyxtrain.config.settings import require, takes
 from cyxtrain.errors import ConfigError
 from cyxtrain.optim.learning_rates import rates_of
-from cyxtrain.training.model.forward import takes
 from cyxtrain.world import runtime
 
 

@@ -165,7 +165,8 @@ HISTORY = {
     "metrics": _dict_of(_NUMBERS),
 }
 """The fields of `TrainingHistory`."""
-_OPTIMIZER = _has(step=lambda step: isinstance(step, torch.Tensor) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
+# A user's own optimizer may keep something else than a number under that name.
+_OPTIMIZER = _has(step=lambda step: not _is_number(step) or (_is_finite(step) and 0 <= step < _MAX_COUNT))
 _RANK = _has(generators=_is_dict, sums=_list_of(_NUMBERS), metrics=_is_dict)
 _GROUP = _has(params=_list_of(_is_text), lr=_is_rate)
 _SCHEDULE = _has(last_epoch=_is_number, base_lrs=lambda rates: bool(rates) and _list_of(_is_rate)(rates))

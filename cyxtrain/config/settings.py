@@ -163,6 +163,17 @@ def check_arguments(owner: str, function: Callable[..., Any], given: Mapping[str
     require(not missing, f"{owner} needs {' and '.join(missing)}.")
 
 
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function takes this many positional arguments; True if it is written in C and does not tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 def names_checked(function: _Function) -> _Function:
     """Make a method refuse unknown arguments with the nearest name."""
     known = [*inspect.signature(function).parameters][1:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 _NOT_DEFAULT = ("mps",)
 """Kinds that are never chosen by default: MPS has no float64, in which losses are summed."""
+_OTHER_DEVICE = ("on the same device", "and weight type")
+"""PyTorch's words in the errors of operations whose tensors are on several devices."""
 
 
 def visible() -> torch.device | None:
@@ -173,3 +176,24 @@ class Stopwatch:
             begin, end = self._events.popleft()
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
+
+
+def may_use_cuda_graphs(device: torch.device) -> bool:
+    """Return whether code on a device may have been compiled, by `fit` or by the user."""
+    return device.type == "cuda" and "torch._dynamo" in sys.modules
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a tensor that later steps do not overwrite, as a CUDA graph overwrites its outputs."""
+    return tensor.clone() if may_use_cuda_graphs(tensor.device) else tensor
+
+
+def remedy_for_devices(error: Exception) -> str:
+    """Return what to do about an error of the user's code whose tensors are on several devices; "" for others."""
+    text = str(error)
+    if not any(words in text for words in _OTHER_DEVICE):
+        return ""
+    return ("" if text.endswith(("!", ".")) else ".") + (
+        " A tensor was left on the device where it was created: register what a model or a loss keeps as a buffer "
+        "(self.register_buffer), and create other tensors on the input's device (device=x.device)."
+    )

@@ -139,8 +139,9 @@ class Experiment:
         """
         self.join()
         validation = self.data.validation
-        given = {"validation_data": as_validation(validation)} if validation else {}
-        return self.trainer.fit(*self.data.train, self._training, resume=resume, **given)
+        inputs, targets = (*self.data.train, None)[:2]
+        given = as_validation(validation) if validation else None
+        return self.trainer.fit(inputs, targets, config=self._training, resume=resume, validation_data=given)
 
     def evaluate(self) -> Evaluation | None:
         """Return the metrics of the test data, or None if there is none. All ranks call it.

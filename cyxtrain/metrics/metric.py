@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
+from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.model.compile import own_copy
 from cyxtrain.world import runtime
 
 

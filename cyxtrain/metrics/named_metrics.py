@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.config.settings import unknown_name
+from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import LibraryMetric, MeanMetric, Metric, Metrics
-from cyxtrain.training.model.placement import remedy_for_devices
 
 _TOP = re.compile(r"top_([1-9]\d*)$")
 ACCURACY = "accuracy"

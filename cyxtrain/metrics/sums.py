@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cyxtrain.data.batches.structure import Tree
-from cyxtrain.environment.accelerator import HostCopy, from_host
+from cyxtrain.environment.accelerator import HostCopy, from_host, may_use_cuda_graphs, own_copy
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics, mean_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
-from cyxtrain.training.model.compile import may_use_cuda_graphs, own_copy
 
 LOSS, WEIGHT, CORRECT, COUNTED = range(4)
 # then two more for each number of `Loss.shown`: its sum and its weight

@@ -6,15 +6,13 @@ fit(num_processes=4) -> if there is no launcher: workers, kept between calls -> 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import DistributedTrainingConfig
@@ -28,31 +26,28 @@ from cyxtrain.notebook.state_transfer import Changes, merge, parts_of
 from cyxtrain.notebook.worker_cache import is_on_gpu, workers
 from cyxtrain.notebook.worker_calls import FIT, OF_FITS, Performed, SideEffects, perform
 from cyxtrain.progress.display import Display, make_display
+from cyxtrain.training import delegation
 from cyxtrain.training.inputs.arguments import parse_fit
+from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
 
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
+
+def register() -> None:
+    """Let trainers run their calls in worker processes."""
+    delegation.register(run_in_workers)
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def run_in_workers(method: _Method) -> _Method:
-    """Lets worker processes make a call of a trainer's, where `num_processes` asks for them and no launcher has."""
-
-    @functools.wraps(method)
-    def call(trainer: DistributedTrainer, *arguments: Any, **keywords: Any) -> Any:
-        __tracebackhide__ = True
-        count = _num_workers(trainer, method.__name__, arguments, keywords)
-        if count < 2:
-            return method(trainer, *arguments, **keywords)
-        inspect.signature(method).bind(trainer, *arguments, **keywords)  # a wrong argument is wrong here, too
-        with workers.used_for(method.__name__):
-            return _Call(trainer, method.__name__, arguments, keywords).run_by(*workers.pool(count, trainer))
-
-    return call  # type: ignore[return-value]
+def run_in_workers(
+    trainer: DistributedTrainer, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Any:
+    """Run a trainer's call in worker processes; return None if `num_processes` asks for none or a launcher has any."""
+    __tracebackhide__ = True
+    count = _num_workers(trainer, method, arguments, keywords)
+    if count < 2:
+        return None
+    with workers.used_for(method):
+        return _Call(trainer, method, arguments, dict(keywords)).run_by(*workers.pool(count, trainer))
 
 
 def _num_workers(
@@ -87,7 +82,7 @@ class _Call:
         self._problem: BaseException | None = None
         if method == FIT:  # raise errors before anything starts
             self._callbacks = keywords["callbacks"] = checked_callbacks(keywords.get("callbacks"))
-            self._verbose = parse_fit(arguments, dict(keywords)).config.verbose
+            self._verbose = parse_fit(*arguments, **keywords).config.verbose
         self._parts = parts_of(trainer, self._callbacks)
         stays = [name for name, part in self._parts.items() if isinstance(part, Callback) and part.stays_in_notebook]
         self._staying = {name: self._parts[name] for name in stays}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,7 @@ from cyxtrain.errors import warn
 from cyxtrain.notebook.sharing import address_of, as_bytes, from_bytes, returning
 from cyxtrain.optim.learning_rates import schedules_in
 from cyxtrain.optim.optimizers import place_state
-
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
+from cyxtrain.training.trainer import DistributedTrainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers and children are parts themselves; hooks are not transferred."""

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +14,9 @@ from cyxtrain.config import BackendType, requested_backend
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.notebook.pool import Pool
+from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.workers.machine import usable_cores
 from cyxtrain.world import runtime
-
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
 
 
 class Workers:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,11 +27,8 @@ from cyxtrain.notebook.relay import Relay, display_here
 from cyxtrain.notebook.sharing import SharedFile, read, write
 from cyxtrain.notebook.state_transfer import Marks, parts_of
 from cyxtrain.progress.display import displays_by
+from cyxtrain.training.trainer import DistributedTrainer
 from cyxtrain.world import runtime
-
-if TYPE_CHECKING:
-    from cyxtrain.training.trainer import DistributedTrainer
-
 
 FIT = "fit"
 OF_FITS = ("the optimizer", "rates")

@@ -14,7 +14,6 @@ from cyxtrain.config.settings import unknown_name
 from cyxtrain.data.batches.structure import map_output
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
-from cyxtrain.training.model.memory_format import match_layout
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | str
 
@@ -163,8 +162,8 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Use the fused kernel, also for groups that callbacks have added, if possible."""
-    match_layout(optimizer)
+    """Lets an optimizer step by the fused kernel, with the groups that callbacks have added, too, where they can."""
+    _match_layout(optimizer)
     new = [group for group in optimizer.param_groups if group["fused"] is None]
     if _reason_against(optimizer, new) is None:
         _set_fused(optimizer, new, True)
@@ -178,3 +177,16 @@ def _set_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]
             if "step" in state:  # the kernel wants it where the parameter is, the others on the CPU
                 device = parameter.device if value else torch.device("cpu")
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+
+
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the memory layout of its parameters.
+
+    PyTorch's fused CPU kernels read both in memory order and do not check: after a change to channels_last, or with a
+    saved state of another layout, their steps would be wrong.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            same_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if same_shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

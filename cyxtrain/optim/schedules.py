@@ -12,11 +12,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cyxtrain.checkpoint.format.encoding import encode_tree, same_kinds
-from cyxtrain.config.settings import unknown_name
+from cyxtrain.config.settings import takes, unknown_name
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 from cyxtrain.optim.learning_rates import ScheduleMaker, schedules_in
 from cyxtrain.optim.named_schedules import SCHEDULERS
-from cyxtrain.training.model.forward import takes
 
 # where PyTorch stores the states of schedules within a schedule
 _PARTS = "_schedulers"

@@ -1,8 +1,7 @@
-"""What happens where a loss or a gradient is NaN or infinite: no step is taken, and who made it so is named.
+"""Losses or gradients that are NaN or infinite: the step is skipped, and the rank at fault named.
 
-Gradients are averaged before anybody looks at them, and what one rank has spoilt is spoilt in the average: all ranks
-come to the same verdict without a message. Only then do they run their batches once more, each by itself, to see
-whose fault it was.
+Gradients are averaged before they are checked, and one rank's NaN is in the average: all ranks come to the same verdict
+without a message. Only then do they run their batches again, each by itself, to find the rank at fault.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ _SHOWN_RANKS = 4
 _REPORT_SECONDS = 10.0
 """After an error the device may never come to a report."""
 _LOOK = (
-    "Lower the learning rate (and begin anew, or load_checkpoint() an earlier one and fit() without resume, which "
+    "Lower the learning rate (and start again, or load_checkpoint() an earlier one and fit() without resume, which "
     "would bring the old rate back), look for 0/0, log(0) and sqrt(0) in model and loss, look at the data"
 )
+
+_LOOK_IN_LOOP = "Look for 0/0, log(0) and sqrt(0) in model and loss, and at the data"
 
 
 class Verdict(enum.Enum):
@@ -53,7 +54,7 @@ class Verdict(enum.Enum):
 
 @dataclass
 class _Pending:
-    """A step whose report is on its way to the host, and what brings back how things were before it."""
+    """A step whose report is on its way to the host, and what restores the state before it."""
 
     share: Share
     again: Callable[[], Sequence[Tensor]]
@@ -65,21 +66,18 @@ class _Pending:
 
 
 class FiniteGuard:
-    """Lets no step pass whose loss or gradients are not finite.
+    """Skips steps whose loss or gradients are not finite.
 
-    Cost of a step: the gradients are read once, and the buffers are copied.
-
-    On an accelerator the host does not wait for that: the device itself skips such a step (`report`), and the host
-    hears of it when the next step's backward has been launched, or at `settle`.
+    Cost of a step: the gradients are read once, and the buffers are copied. On an accelerator the host does not wait
+    for that: the device itself skips such a step (`report`), and the host learns of it when the next step's backward
+    has been launched, or at `settle`.
 
     Args:
-        ddp: The model.
-        on_nonfinite: "raise", or "skip": the step is not taken, and training goes on.
-        position: Where training is; counts the steps that were not taken.
-        device: Where the model computes.
-        scale: Of the loss, or None: it goes on here. An overflow that a smaller one may cure is no fault.
+        on_nonfinite: "raise", or "skip": the step is skipped, and training continues.
+        scale: Of the loss, or None; updated here. An overflow that a smaller one may cure is not an error.
         ends: Whether such a step ends the fit in good order.
         waits: Whether all ranks compute on accelerators, and the wrapper uses reports; then a verdict may be late.
+        is_fit: Whether `fit` takes the steps, and not a loop of the user's.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class FiniteGuard:
         *,
         ends: bool = False,
         waits: bool = False,
+        is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
         self.is_late = waits and on_nonfinite != SKIP and not ends and not (scale is not None and scale.is_dynamic)
@@ -100,6 +99,7 @@ class FiniteGuard:
         self._spare = BuffersKept(ddp.module) if self.is_late else None
         self._skips = on_nonfinite == SKIP
         self._ends = ends
+        self._is_fit = is_fit
         self._position = position
         self._device = device
         self._scale = scale
@@ -109,28 +109,25 @@ class FiniteGuard:
         self._rows = 0
 
     def before_step(self) -> None:
-        """Keeps what a forward changes."""
+        """Keep what a forward changes."""
         if self._spare is not None:  # what the step before has kept may still be needed
             self._buffers, self._spare = self._spare, self._buffers
         self._buffers.keep()
         self._rows = self._ddp.buffer_rows
 
     def bring_back(self) -> None:
-        """Undoes what a forward has changed since `before_step`."""
+        """Undo what a forward has changed since `before_step`."""
         self._buffers.bring_back()
         self._ddp.buffer_rows = self._rows
 
     def verdict(self, share: Share, losses: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Verdict:
-        """Returns whether the step is to be taken. All ranks call it, after backward.
+        """Return whether to take the step, or raise NonFiniteError, with the model restored; all ranks call it.
 
         Args:
             share: Of this rank.
             losses: Of its micro-batches.
-            again: Runs the share once more, forward and backward, on this rank alone; returns the losses. `.grad` then
+            again: Runs the share again, forward and backward, on this rank alone, and returns the losses; `.grad` then
                 holds this rank's own gradients.
-
-        Raises:
-            NonFiniteError: The loss or a gradient is not finite, and nobody wants to go on; the model is as it was.
         """
         finite = self._ddp.is_finite()
         curable = self._scale is not None and self._scale.can_fall
@@ -138,7 +135,7 @@ class FiniteGuard:
             self._used_scale = self._scale.value
             self._scale.update(overflowed=not finite)
         if finite:
-            self._position.skipped = 0
+            self._position.count_skipped(skipped=False)
             self._taken += 1
             return Verdict.TAKEN
         if curable and self._ddp.losses_are_finite():
@@ -156,18 +153,10 @@ class FiniteGuard:
         again: Callable[[], Sequence[Tensor]],
         undo_rates: Callable[[], None],
     ) -> Report:
-        """Sends what decides about a step on its way to the host, and settles the step before; where `is_late`.
+        """Start to send the verdict on a step to the host, and settle the previous step, if `is_late`.
 
-        All ranks call it, after backward. The step may be begun, such that the device skips it where the report is bad.
-
-        Args:
-            share: As `verdict`.
-            losses: As `verdict`.
-            again: As `verdict`.
-            undo_rates: Makes learning rates and schedule what they are before this step.
-
-        Raises:
-            NonFiniteError: The step before was not taken; all is as it was before that step.
+        All ranks call it, after backward. The step may be launched so that the device skips it if the report is bad.
+        `undo_rates` restores learning rates and schedule. Raises as `settle`.
         """
         report = self._ddp.report(losses)
         self.settle()
@@ -176,10 +165,10 @@ class FiniteGuard:
         return report
 
     def settle(self) -> None:
-        """Waits for the report of the latest step, if nobody has read it yet; all ranks call it at the same point.
+        """Wait for the report of the latest step; all ranks call it at the same point.
 
         Raises:
-            NonFiniteError: The step was not taken; all is as it was before it.
+            NonFiniteError: The step was skipped; all is as before it.
             DistributedTrainingError: A parameter was unused on some rank, in that step.
         """
         pending, self._pending = self._pending, None
@@ -187,7 +176,7 @@ class FiniteGuard:
             return
         if pending.report.is_good():
             self._ddp.read_report(pending.report)
-            self._position.skipped = 0
+            self._position.count_skipped(skipped=False)
             self._taken += 1
             return
         self._undo(pending)
@@ -198,7 +187,7 @@ class FiniteGuard:
         self._explain(pending.share, pending.report.losses, pending.again, spoilt, undo)
 
     def give_up(self) -> None:
-        """Undoes the latest step, where it turns out not to have been taken: an error ends the fit, on this rank."""
+        """Undo the latest step if it was skipped: an error ends the fit, on this rank."""
         pending, self._pending = self._pending, None
         with contextlib.suppress(RuntimeError):  # the device may have failed
             if pending is not None and pending.report.arrives_within(_REPORT_SECONDS) and not pending.report.is_good():
@@ -207,7 +196,7 @@ class FiniteGuard:
     def _undo(self, pending: _Pending) -> None:
         pending.buffers.bring_back()
         self._ddp.buffer_rows = pending.rows
-        vars(self._position).update(pending.position)
+        self._position.restore(pending.position)
         pending.undo_rates()
 
     def _explain(
@@ -218,15 +207,7 @@ class FiniteGuard:
         spoilt: Sequence[str],
         undo: Callable[[], None],
     ) -> None:
-        """Finds out whose fault it was, and raises or warns. All ranks call it.
-
-        Args:
-            share: As `verdict`.
-            losses: As `verdict`.
-            again: As `verdict`.
-            spoilt: Names of the parameters whose averaged gradients are not finite.
-            undo: Undoes what a forward has changed.
-        """
+        """Find the rank at fault; raise or warn. All ranks call it; `spoilt`: parameters with non-finite averages."""
         with generators_kept(self._device), self._ddp.suspended():
             once_more = again()
             own = self._facts(share, losses, once_more) if share.rows else {}
@@ -236,10 +217,7 @@ class FiniteGuard:
         self._judge(share, everyone, _words(everyone, spoilt, self._ddp.config.compression))
 
     def explain_epoch(self) -> str:
-        """Returns how many steps the loss scale has cost so far, "" where none; warns where nothing is learnt.
-
-        Asked for when the last step of an epoch has been taken.
-        """
+        """Return how many steps of the epoch the loss scale has cost, or ""; warn if nothing is learned."""
         if self._scale is None:
             return ""
         problem = ""
@@ -258,24 +236,27 @@ class FiniteGuard:
         return overflows if self._overflows else ""
 
     def _judge(self, share: Share, everyone: Sequence[dict[str, Any]], words: str) -> None:
-        """Raises, or goes on to the next step and says so."""
+        """Raise, or warn and continue with the next step."""
         position, ranks = self._position, _ranks_at_fault(everyone)
-        where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
-        position.skipped += 1
+        where = f"step {position.step + 1}: {words}."
+        if self._is_fit:
+            where = f"epoch {position.epoch + 1}, step {share.number + 1} ({position.step + 1} in all): {words}."
+        position.count_skipped(skipped=True)
         if self._skips and position.skipped < MAX_SKIPPED:
             if runtime.is_master():
                 count = "" if position.skipped == 1 else f", {position.skipped} in a row"
                 warn(f"{where} The step is skipped{count}.")
             return
         if self._ends:
-            position.stopped = 1
+            position.stop()
             if runtime.is_master():
                 warn(f"{where} The step is not taken, and a callback ends the fit.")
             return
         in_a_row = f"That is {position.skipped} steps in a row. " if self._skips else ""
-        advice = "" if self._skips else ', or go on without such steps, with on_nonfinite="skip"'
+        advice = "" if self._skips or not self._is_fit else ', or skip such steps with on_nonfinite="skip"'
         has_data = any(facts.get("data") for facts in everyone)
-        remedy = "Mend those rows of the data, or leave them out" if has_data else _LOOK
+        look = _LOOK if self._is_fit else _LOOK_IN_LOOP
+        remedy = "Fix or drop those rows of the data" if has_data else look
         error = NonFiniteError(
             f"{where} {in_a_row}The step was not taken: the model is as before. {remedy}{advice}.{self._range()}",
             rank=ranks[0] if len(ranks) == 1 else None,
@@ -300,11 +281,11 @@ class FiniteGuard:
         return [name for name, gradient in self._gradients().items() if not _is_finite(gradient)]
 
     def _facts(self, share: Share, losses: Sequence[Tensor], once_more: Sequence[Tensor]) -> dict[str, Any]:
-        """Returns what is wrong on this rank: JSON values."""
+        """Return what is not finite on this rank, as JSON values."""
         parameters = self._ddp.module.named_parameters()
         value = _first_not_finite(once_more)
         if value is None and _first_not_finite(losses):
-            by_chance = "and finite when its batch is run once more: chance decides, as in dropout"
+            by_chance = "and finite when its batch runs again: the computation is random, as with dropout"
             value = f"{_first_not_finite(losses)}, {by_chance}"
         return {
             "data": "; ".join(_rows(share)),
@@ -319,7 +300,7 @@ def _ranks_at_fault(everyone: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _words(everyone: Sequence[dict[str, Any]], spoilt: Iterable[str], compression: str | None) -> str:
-    """Returns who has what that is not finite."""
+    """Describe which rank has what that is not finite."""
     ranks = _ranks_at_fault(everyone)
     if not ranks:
         too_large = "to be added" if compression is None else f"for compression={compression!r}"
@@ -346,7 +327,7 @@ def _first_not_finite(losses: Sequence[Tensor]) -> str | None:
 
 
 def _rows(share: Share) -> list[str]:
-    """Returns which rows of the data, in this share, are not finite, part by part."""
+    """Describe which rows of the data in this share are not finite."""
     found: dict[str, list[int]] = {}
     before = 0
     for batch in share:

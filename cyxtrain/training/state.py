@@ -1,8 +1,9 @@
-"""What changes while a model is trained, and what a checkpoint therefore holds."""
+"""The training state: what changes while a model is trained, and what a checkpoint therefore holds."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
 import time
@@ -40,78 +41,97 @@ from cyxtrain.world import runtime
 
 @dataclass
 class Position:
-    """Where training is: the same on every rank, and all that decides what comes next."""
+    """How far training is: the same on every rank, and all that decides what comes next."""
 
     epoch: int = 0
-    """Epochs that are complete."""
+    """Completed epochs."""
     samples: int = 0
-    """Samples of the running epoch's order that all ranks together have been trained on."""
+    """Samples of the current epoch that all ranks together have trained on."""
     step: int = 0
-    """Optimizer steps, over all epochs; those that were not taken count too."""
+    """Optimizer steps over all epochs, skipped ones included."""
     first_epoch: int = 0
-    """Epochs that were complete when the latest call of `fit` began."""
+    """Completed epochs when the latest call of `fit` began."""
     fits: int = 0
     """Calls of `fit` that have begun."""
     effective_batch_size: int = 0
     """Samples per step over all ranks, in the latest call of `fit`."""
     skipped: int = 0
-    """Latest steps in a row that were not taken, because a loss or a gradient was not finite."""
+    """Number of latest steps in a row that were skipped because a loss or a gradient was not finite."""
     epoch_steps: int = 0
-    """Steps of the running epoch, those that were not taken too."""
+    """Steps of the current epoch, skipped ones included."""
     passes: int = 0
-    """Times that data which give batches one after the other have been gone through."""
+    """Completed passes over data that give batches one after the other."""
     batches: int = 0
-    """Batches that they have given in the running pass: to all ranks together, or to each where each has its own."""
+    """Batches read in the current pass: by all ranks together, or by each if each has its own."""
     order: int = 0
-    """A number that no other order of the running epoch has, where a sampler of the user's makes it; 1 where each rank
-    gives its own batches; else 0."""
+    """Identifies the order of the current epoch if a user's sampler makes it; 1 if each rank has its own batches."""
     stopped: int = 0
-    """1 where a callback, or the end of its data, has ended the latest call of `fit`: it is complete."""
+    """1 if a callback, or the end of the data, ended the latest call of `fit`: it is complete."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> Position:
-        """Returns the position in a checkpoint.
-
-        Raises:
-            CheckpointError: It is none.
-        """
+        """Return the position stored in a checkpoint; raise CheckpointError if it is not one."""
         names = {field.name for field in dataclasses.fields(cls)}
         if set(values) != names or not is_position(values):
             raise CheckpointError(
-                f"Cannot load {source}: its position is {brief(values)}, which is none, or that of another version."
+                f"Cannot load {source}: its position {brief(values)} is invalid, or that of another version."
             )
         return cls(**values)
+
+    def take(self, rows: int, read: tuple[int, int, int]) -> None:
+        """Count a step.
+
+        Args:
+            rows: Samples of the step over all ranks.
+            read: What has been read of the data: passes, batches and order.
+        """
+        self.count_step()
+        self.samples += rows
+        self.epoch_steps += 1
+        self.passes, self.batches, self.order = read
+
+    def count_step(self) -> None:
+        """Count a step that has no place in an epoch."""
+        self.step += 1
+
+    def count_skipped(self, *, skipped: bool) -> None:
+        """Count a skipped step, or end the row of skipped ones."""
+        self.skipped = self.skipped + 1 if skipped else 0
+
+    def end_steps(self, read: tuple[int, int, int], *, is_over: bool) -> None:
+        """Note what an epoch has read of the data, and whether they have ended for good."""
+        self.passes, self.batches, self.order = read
+        self.stopped |= int(is_over)
+
+    def stop(self) -> None:
+        """Make the current epoch the last one of this fit."""
+        self.stopped = 1
+
+    def restore(self, values: Mapping[str, int]) -> None:
+        """Return to an earlier position."""
+        vars(self).update(values)
 
 
 @dataclass
 class TrainingState:
-    """What changes while a model is trained.
+    """What changes while a model is trained. Only this module assigns its fields and those of its position.
 
     Attributes:
         model: Not wrapped.
         optimizer: Of its parameters, and of those of its loss.
         trainer: Number of the trainer in its program, from 1.
-        rates: Of the optimizer.
-        loss_scale: Of the latest call of `fit`, or None.
-        position: Where training is.
-        history: Of the latest call of `fit`, so far.
-        config: Of the latest call of `fit`.
-        run: Which run this is: "id"; "started", in seconds since 1970; the "launched" command, and the "trainer" in it;
-            and digests of the "data", and of those for "validation", or "". The same on every rank.
-        ranks: What belongs to each rank in the middle of an epoch; empty between two, and where nobody asked them.
-        compression: What gradient compression keeps from step to step, of all ranks; empty where nobody asked them.
-        callbacks: Of the latest call of `fit`.
-        stop_training: Whether a callback on this rank wants the fit to end.
-        kept: States of callbacks that a checkpoint held, by name, as long as no callback has taken them over.
-        arithmetic: In use in the latest call of `fit`.
-        complete_fits: Calls of `fit` in this program that are complete.
+        run: Identifies this run: "id"; "started" (seconds since 1970); the "launched" command and the "trainer" in it;
+            digests of the "data" and of the "validation" data, or "". The same on every rank.
+        ranks: What each rank has of its own in the middle of an epoch; empty unless gathered for a checkpoint.
+        compression: Error feedback of gradient compression, of all ranks; empty unless gathered for a checkpoint.
+        stop_training: Whether a callback on this rank asks to end the fit.
+        kept: States of callbacks from a checkpoint, by name, until a callback takes them over.
+        arithmetic: Numerics of the latest call of `fit`, for comparison on resume.
+        complete_fits: Completed calls of `fit` in this program.
         runs: Ids of the runs that this training has been.
         step_seconds: Of each part of a step, in the latest epoch, by rank.
-        device_usage: What the latest epoch used of this rank's device, as `usage_of` gives it.
-        metadata: What its user keeps in checkpoints.
         data: Returns the state of the data of the latest call of `fit`, such as a sampler's own.
-        loss: Of the trainer; None: it has nothing to learn.
-        built_groups: How many groups the optimizer had when the latest fit began: callbacks may add others.
+        built_groups: Groups of the optimizer when the latest fit began: callbacks may add others.
     """
 
     model: nn.Module
@@ -143,15 +163,11 @@ class TrainingState:
 
     @property
     def trained(self) -> nn.Module:
-        """The model, and what is trained with it."""
+        """The model, and a loss that has parameters or buffers of its own."""
         return trained_with(self.model, self.loss)
 
     def next_fit(self, initial_epoch: int | None = None) -> tuple[int, int]:
-        """Returns (number, epochs before it) of the call of `fit` that comes next, or that goes on: one that stopped.
-
-        Args:
-            initial_epoch: Epochs before it, where the program says so.
-        """
+        """Return (number, epochs before it) of the next call of `fit`, which continues a stopped one."""
         number, position = self.complete_fits + 1, self.position
         if initial_epoch is not None:
             return number, initial_epoch
@@ -164,29 +180,31 @@ class TrainingState:
         effective_batch_size: int,
         lengths: tuple[int, int | None, int | None],
         initial_epoch: int | None,
+        arithmetic: dict[str, Any],
     ) -> None:
-        """Begins a fit where training is. All ranks call it.
+        """Begin a fit at the current position. All ranks call it.
 
         Args:
             config: Of the fit.
             data: Digests of its data, as in `run`.
             effective_batch_size: Samples per step over all ranks.
-            lengths: Steps of the warm-up, steps of the fit and of its schedule, as `LearningRates.begin` takes them.
-            initial_epoch: Epochs that count as complete, or None: those that there were.
+            lengths: Steps of the warm-up, of the fit and of its schedule, as `LearningRates.begin` takes them.
+            initial_epoch: Number of epochs that count as completed; None: those that are.
+            arithmetic: Numerics of the fit.
         """
         position = self.position
         self.built_groups = len(self.optimizer.param_groups)
         if initial_epoch is not None:
             position.epoch = initial_epoch
-        # What was left of an epoch that an earlier fit did not end is not this fit's.
+        # The rest of an epoch that an earlier fit did not complete is not trained.
         position.samples = position.epoch_steps = position.batches = position.order = 0
         position.first_epoch, position.fits = position.epoch, self.complete_fits + 1
-        position.passes = position.epoch  # as the epochs of arrays, each is another one
+        position.passes = position.epoch  # each pass has another order, as the epochs of arrays have
         position.skipped = position.stopped = 0
         effective = position.effective_batch_size = effective_batch_size
         self.history = TrainingHistory(effective_batch_size=effective, world_size=runtime.get_world_size())
-        self.config, self.kept = config, {}
-        self.forget_ranks()
+        self.config, self.kept, self.arithmetic = config, {}, arithmetic
+        self._forget_ranks()
         self.loss_scale = make_loss_scale(config)
         self.rates.interval = config.scheduler_interval or "step"
         self.rates.begin(scaling_of(config, effective), *lengths)
@@ -198,44 +216,95 @@ class TrainingState:
         source: str,
         config: DistributedTrainingConfig,
         data: Mapping[str, str],
+        arithmetic: dict[str, Any],
         *,
         is_new_run: bool,
     ) -> None:
-        """Goes on with the fit that made a checkpoint. All ranks call it.
+        """Continue the fit that wrote a checkpoint. All ranks call it; raises CheckpointError as `load`.
 
         Args:
             state: The checkpoint.
-            source: What it is, for messages.
+            source: Its name for messages.
             config: Of the fit.
             data: As `begin_fit`.
-            is_new_run: Whether later checkpoints of that fit are no part of what comes now.
-
-        Raises:
-            CheckpointError: As `load`.
+            arithmetic: As `begin_fit`.
+            is_new_run: Whether later checkpoints of that fit do not belong to this run.
         """
         self.loss_scale = make_loss_scale(config)
         self.load(state, source)
         self.load_trained(state)
         self.history.world_size = runtime.get_world_size()
-        self.config = config
+        self.config, self.arithmetic = config, arithmetic
         self.rates.interval = config.scheduler_interval or "step"
         if is_new_run:
             self._begin_run(data)
+            self.complete_fits = max(0, self.position.fits - 1)
+
+    def change_epochs(self, epochs: int) -> None:
+        """Change how many epochs the fit has."""
+        self.config = dataclasses.replace(self.config, epochs=epochs)
+
+    def begin_loop(self, callbacks: Callbacks, data: Callable[[], dict[str, Any]]) -> None:
+        """Take over the callbacks of a fit, and what returns the state of its data."""
+        self.callbacks, self.data, self.stop_training = callbacks, data, False
+
+    def release_data(self) -> None:
+        """Keep the state of the data instead of the data, which may have workers."""
+        self.data = functools.partial(dict, self.data())
+
+    def take_step(self, rows: int, read: tuple[int, int, int]) -> None:
+        """Count a step, as `Position.take`; what was gathered for a checkpoint before it is out of date."""
+        self.position.take(rows, read)
+        self._forget_ranks()
+
+    def end_epoch(self) -> None:
+        """Count a completed epoch."""
+        self.position.epoch += 1
+        self.position.samples = self.position.epoch_steps = 0
+        self.rates.end_epoch()
+        self._forget_ranks()
+
+    def complete_fit(self) -> None:
+        """Count a completed call of `fit`."""
+        self.complete_fits = self.position.fits
+
+    def request_stop(self, value: bool) -> None:
+        """Ask to end the fit on all ranks, or withdraw that."""
+        self.stop_training = value
+
+    def set_step_seconds(self, seconds: list[dict[str, float]]) -> None:
+        """Publish what the parts of a step took."""
+        self.step_seconds = seconds
+
+    def set_device_usage(self, usage: dict[str, float]) -> None:
+        """Publish what the latest epoch used of this rank's device."""
+        self.device_usage = usage
+
+    def keep_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Take what each rank has of its own into the next checkpoint."""
+        self.ranks = ranks
+
+    def keep_compression(self, compression: dict[str, Any]) -> None:
+        """Take the error feedback of gradient compression into the next checkpoint."""
+        self.compression = compression
+
+    def keep_metadata(self, metadata: dict[str, Any]) -> None:
+        """Take a user's JSON values into later checkpoints."""
+        self.metadata = metadata
 
     def _begin_run(self, data: Mapping[str, str]) -> None:
-        """Makes this a run of its own, which no earlier checkpoint belongs to."""
+        """Make this a run of its own, to which no earlier checkpoint belongs."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
         launched, _ = process_env.launched_run()
         self.runs.add(name)
         self.run = {"id": name, "started": float(started), "launched": launched, "trainer": self.trainer, **data}
 
-    def forget_ranks(self) -> None:
-        """Training has gone on since the ranks were asked what belongs to each."""
+    def _forget_ranks(self) -> None:
         self.ranks, self.compression = [], {}
 
     def to_checkpoint(self) -> CheckpointState:
-        """Returns what a checkpoint holds; its tensors are the live ones, not copies."""
+        """Return what a checkpoint holds; its tensors are the live ones, not copies."""
         trained = self.trained
         state, groups = optimizer_state_by_name(self.optimizer, trained)
         return CheckpointState(
@@ -263,29 +332,29 @@ class TrainingState:
         )
 
     def _state_of_data(self) -> dict[str, Any]:
-        """Return the state of the data; what no checkpoint can hold is left out, with a warning."""
+        """Return the state of the data; warn and return {} if no checkpoint can hold it."""
         found = self.data()
         try:
             encode_tree(found, "the sampler's state_dict", {})
         except CheckpointError as error:
-            warn(f"{error} The checkpoint is without it: a fit that resumes may get other rows.")
+            warn(f"{error} The checkpoint does not have it: a fit that resumes may see other rows.")
             return {}
         return found
 
     def load(self, state: CheckpointState, source: str) -> None:
-        """Takes over what a checkpoint holds, but for the config and the callbacks.
+        """Load a checkpoint, but for the config and the callbacks.
 
         Args:
             state: The checkpoint.
-            source: What it is, for messages, such as "checkpoint run/epoch-0003.ckpt".
+            source: Its name for messages, such as "checkpoint run/epoch-0003.ckpt".
 
         Raises:
             CheckpointError: It belongs to another model, optimizer or scheduler; nothing has changed.
         """
         if not state.optimizer_groups:
             raise CheckpointError(
-                f"Cannot load {source}: it was saved without the optimizer. cyxtrain.load_weights(model, path) takes "
-                "its weights."
+                f"Cannot load {source}: it was saved without the optimizer. Load its weights with "
+                "cyxtrain.load_weights(model, path)."
             )
         with taking_over(source):
             position = Position.from_json(state.position, source)
@@ -294,7 +363,9 @@ class TrainingState:
             check_state_besides(self.trained, state.others, source)
             unknown = set(state.others.get("trained", ())) - {name for name, _ in plain_parameters(self.trained)}
             if unknown:
-                raise CheckpointError(f"Cannot load {source}: it trains {brief(sorted(unknown))}, which is not there.")
+                raise CheckpointError(
+                    f"Cannot load {source}: it trains {brief(sorted(unknown))}, which this model does not have."
+                )
             scheduler = self.rates.as_saved(state.others.get("rates", {}))
             check_scheduler_state(scheduler, state.others.get("scheduler", {}), source)
             self.rates.scheduler = scheduler
@@ -306,23 +377,15 @@ class TrainingState:
             self.arithmetic, self.kept = state.arithmetic, state.others.get("callbacks", {})
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
-        """Goes back to a checkpoint's file, and takes over its metadata. All ranks call it; rank 0 reads.
-
-        Raises:
-            CheckpointError: There is none, it is damaged, or as `load`.
-        """
+        """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""
         state, _ = read_file_on_all(path)
         self.load(state, f"checkpoint {path}")
         self.metadata |= state.metadata
-        self.complete_fits = self.position.fits
+        self.complete_fit()
 
     def load_values(self, state: CheckpointState, source: str) -> None:
-        """Gives model, optimizer and scheduler what a checkpoint has of theirs.
-
-        Raises:
-            CheckpointError: As `load`.
-        """
-        # First, because it takes all or nothing, and the model has been seen to fit.
+        """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""
+        # The optimizer first: it loads all or nothing, and the model's state has been checked.
         trained = self.trained
         added = rebuild_groups(self.optimizer, trained, state.optimizer_groups, self.built_groups)
         for name, parameter in plain_parameters(trained):
@@ -339,7 +402,7 @@ class TrainingState:
             self.loss_scale.load_state_dict(state.others["loss_scale"], source)
 
     def load_trained(self, state: CheckpointState) -> None:
-        """Freezes and unfreezes parameters as the fit of a checkpoint had them; of older ones that is not known."""
+        """Freeze and unfreeze parameters as in the fit of a checkpoint; older checkpoints do not tell."""
         if "trained" not in state.others:
             return
         trained = set(state.others["trained"])
@@ -348,5 +411,5 @@ class TrainingState:
                 parameter.requires_grad_(name in trained)
 
     def forget_added_groups(self) -> None:
-        """Takes groups that callbacks added off the optimizer: it is what it was when the fit began."""
+        """Remove the groups that callbacks added to the optimizer since the fit began."""
         drop_groups(self.optimizer, self.built_groups)

@@ -1,7 +1,7 @@
-"""What asks a fit to stop, or to save, before its last epoch; and how all ranks do so at the same step.
+"""Requests to stop a fit, or to save, before its last epoch; all ranks apply them at the same step.
 
-Each rank has wishes of its own: a signal reached it, its clock says that time is over. They travel with the gradients
-of a step, so that after it every rank knows whether any rank has one, without a message more.
+Each rank has requests of its own: a signal arrived, or its time limit has passed. They are sent with the gradients of a
+step, so that after it every rank knows those of all ranks, without another message.
 """
 
 from __future__ import annotations
@@ -28,64 +28,61 @@ from cyxtrain.world import runtime
 
 
 class StopRequest(enum.IntEnum):
-    """What a rank can wish, by its place among the signals."""
+    """What a rank can request, by its index among the signals."""
 
     TERMINATE = 0
-    """SIGTERM: the program shall end."""
+    """SIGTERM: end the program."""
     INTERRUPT = 1
-    """SIGINT, that is Ctrl-C: who sits in front of it wants it to stop."""
+    """SIGINT, that is Ctrl-C: stop at the user's request."""
     FINISH = 2
-    """The fit has done enough: time is over."""
+    """The time limit has passed."""
     COMPLETE = 3
-    """A callback has ended the fit: it is complete."""
+    """A callback has ended the fit, which is then complete."""
     SAVE = 4
     """A checkpoint is due by the clock."""
 
 
 assert len(StopRequest) == NUM_SIGNALS
 REASONS = {
-    StopRequest.TERMINATE: "SIGTERM has come",
-    StopRequest.INTERRUPT: "Ctrl-C has come",
-    StopRequest.FINISH: "max_time_seconds is over",
+    StopRequest.TERMINATE: "terminated by SIGTERM",
+    StopRequest.INTERRUPT: "interrupted by Ctrl-C",
+    StopRequest.FINISH: "max_time_seconds has passed",
 }
 """Why a fit stops before its end, for people."""
 _SIGNALS = {signal.SIGINT: StopRequest.INTERRUPT, signal.SIGTERM: StopRequest.TERMINATE}
 if sys.platform == "win32":
     _SIGNALS[signal.SIGBREAK] = StopRequest.TERMINATE  # what the launcher sends there
+_URGENCY = (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH)
 _PATIENCE_SECONDS = 8.0
-"""After SIGTERM a process ends within ten seconds, also where it waits for a step that does not end."""
+"""After SIGTERM a process ends within ten seconds, even in a step that does not end."""
 
 _HANDLER_SECONDS = 2.0
 """How long the second Ctrl-C waits for Python's own handler, which does not run while the main thread is in C++."""
 
 
 class StoppedError(Exception):
-    """A fit stops in good order; never seen outside of it.
+    """Stops a fit in good order; never seen outside of it."""
 
-    Attributes:
-        wish: Why.
-    """
-
-    def __init__(self, wish: StopRequest) -> None:
-        super().__init__(wish.name)
-        self.wish = wish
+    def __init__(self, request: StopRequest) -> None:
+        super().__init__(request.name)
+        self.request = request
 
 
-_NO_WISH = [0.0] * len(StopRequest)
+_NONE = [0.0] * len(StopRequest)
 
 
 class StopSignals:
-    """What this rank wishes, while a fit runs.
+    """The requests of this rank, while a fit runs.
 
     Args:
         config: Time limits.
-        state: Of the training; in it callbacks say that it shall stop.
+        state: In which callbacks ask to stop.
         keeps_time: Whether this rank's clock decides when a checkpoint is due.
     """
 
     def __init__(self, config: DistributedTrainingConfig, state: TrainingState, *, keeps_time: bool) -> None:
         self._state = state
-        self._wished: set[StopRequest] = set()
+        self._requested: set[StopRequest] = set()
         limit, minutes = config.max_time_seconds, config.checkpoint_every_n_minutes
         self._ends = None if limit is None else time.monotonic() + limit
         self._save_seconds = 60.0 * minutes if keeps_time and minutes else None
@@ -93,35 +90,31 @@ class StopSignals:
         self._timer: threading.Timer | None = None
 
     def own(self) -> list[float]:
-        """Returns the wishes of this rank as signals."""
+        """Return the requests of this rank as signals."""
         if self._ends is not None or self._save_seconds is not None:
-            self._look_at_the_clock(time.monotonic())
+            self._check_clock(time.monotonic())
         if self._state.stop_training:
-            self._wished.add(StopRequest.COMPLETE)
-        return [float(wish in self._wished) for wish in StopRequest] if self._wished else list(_NO_WISH)
+            self._requested.add(StopRequest.COMPLETE)
+        return [float(request in self._requested) for request in StopRequest] if self._requested else list(_NONE)
 
     def saved(self) -> None:
-        """A checkpoint has been made: the next one is due later."""
+        """Note that a checkpoint was written: the next one is due later."""
         self._saved = time.monotonic()
-        self._wished.discard(StopRequest.SAVE)
+        self._requested.discard(StopRequest.SAVE)
 
-    def heeded(self) -> None:
-        """The fit stops for what any rank wishes: no wish is left to fulfil."""
+    def clear(self) -> None:
+        """Drop all requests: the fit stops."""
         self._cancel()
-        self._wished.clear()
+        self._requested.clear()
         self._ends = None
 
     @property
     def want_to_stop(self) -> bool:
-        """Whether this rank wishes that the fit stops."""
+        """Whether this rank requests to stop."""
         return first_reason_to_stop(self.own()) is not None
 
     def agree(self, *, speaks: bool = False) -> tuple[list[float], int | None]:
-        """Returns (what any rank wishes, the first rank that speaks, or None), the same on every rank. All call it.
-
-        Args:
-            speaks: Whether this one has something to say: what, the caller knows.
-        """
+        """Return (requests of any rank, the first rank that speaks, or None), the same on every rank. All call it."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         numbers = torch.tensor([*self.own(), float(world_size - rank) if speaks else 0.0], device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=runtime.cpu_group())
@@ -129,22 +122,22 @@ class StopSignals:
         return received, world_size - int(first) if first else None
 
     @contextlib.contextmanager
-    def hearing_signals(self) -> Iterator[None]:
-        """Within, the first Ctrl-C or SIGTERM is a wish; the second does what it did before."""
+    def catching_signals(self) -> Iterator[None]:
+        """Turn the first Ctrl-C or SIGTERM within into a request; the second does what it did before."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread hears signals
+            yield  # Python handles signals in the main thread only
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-        def hear(number: int, _: FrameType | None) -> None:
-            self._wished.add(_SIGNALS[signal.Signals(number)])
+        def handle(number: int, _: FrameType | None) -> None:
+            self._requested.add(_SIGNALS[signal.Signals(number)])
             signal.signal(number, before[signal.Signals(number)])
             if number != signal.SIGINT:
                 self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), number))
                 self._timer.daemon = True
                 self._timer.start()
             if number == signal.SIGINT:
-                stack.enter_context(_second_ctrl_c_heard())
+                stack.enter_context(_second_ctrl_c_handled())
                 if sys.stderr.isatty():
                     # Not print: a signal may come in the middle of one.
                     os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
@@ -153,7 +146,7 @@ class StopSignals:
         try:
             for number in _SIGNALS:
                 if before[number] not in (None, signal.SIG_IGN):
-                    signal.signal(number, hear)
+                    signal.signal(number, handle)
             yield
         finally:
             self._cancel()
@@ -161,27 +154,27 @@ class StopSignals:
             for number, handler in before.items():
                 if handler is not None:
                     signal.signal(number, handler)
-            # What came when no step was left to heed it is as if it came now.
-            for number, wish in _SIGNALS.items():
-                if wish in self._wished:
+            # A signal after the last step takes effect now.
+            for number, request in _SIGNALS.items():
+                if request in self._requested:
                     signal.raise_signal(number)
 
     def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _check_clock(self, now: float) -> None:
         if self._ends is not None and now >= self._ends:
-            self._wished.add(StopRequest.FINISH)
+            self._requested.add(StopRequest.FINISH)
         if self._save_seconds is not None and now - self._saved >= self._save_seconds:
-            self._wished.add(StopRequest.SAVE)
+            self._requested.add(StopRequest.SAVE)
 
 
 @contextlib.contextmanager
-def _second_ctrl_c_heard() -> Iterator[None]:
-    """Within, Ctrl-C ends the group if it does not end what the main thread waits for in C++.
+def _second_ctrl_c_handled() -> Iterator[None]:
+    """End the group on Ctrl-C if Python's own handler does not run within two seconds.
 
-    While an accelerator runs backward, the main thread waits in C++, where Python calls no handler of signals. Once the
+    While an accelerator runs backward, the main thread waits in C++, where Python calls no signal handler. Once the
     group has ended, so has each wait for another rank, and Python raises KeyboardInterrupt.
     """
     ended, (reader, writer) = threading.Event(), socket.socketpair()
@@ -204,28 +197,36 @@ def _second_ctrl_c_heard() -> Iterator[None]:
 
 
 def first_reason_to_stop(received: Sequence[float]) -> StopRequest | None:
-    """Returns the weightiest wish to stop before the end that any rank has; None: nobody has one."""
-    return next(
-        (wish for wish in (StopRequest.TERMINATE, StopRequest.INTERRUPT, StopRequest.FINISH) if received[wish] > 0),
-        None,
-    )
+    """Return the most urgent request of any rank to stop before the end; None: there is none."""
+    return next((each for each in _URGENCY if received[each] > 0), None)
 
 
-def leave_for(wish: StopRequest | None) -> None:
-    """Does what a wish means for the program, after the fit has stopped for it: nothing where it shall go on.
+def stop_if_requested(received: Sequence[float]) -> None:
+    """Raise StoppedError for the most urgent request to stop of any rank, if there is one."""
+    request = first_reason_to_stop(received)
+    if request is not None:
+        raise StoppedError(request)
+
+
+def exit_for(request: StopRequest | None) -> None:
+    """Exit or raise as a request asks for, after the fit has stopped; return if the program is to continue.
 
     Raises:
-        SystemExit: After SIGTERM, with the code that a shell gives it.
-        KeyboardInterrupt: After Ctrl-C, but where a prompt or a notebook waits for its user.
+        SystemExit: After SIGTERM, with a shell's exit code for it.
+        KeyboardInterrupt: After Ctrl-C, except at a prompt or in a notebook.
     """
-    if wish is StopRequest.TERMINATE:
+    if request is StopRequest.TERMINATE:
         raise on_all_ranks(SystemExit(128 + signal.SIGTERM))
-    if wish is StopRequest.INTERRUPT and not runtime.is_interactive():
+    if request is StopRequest.INTERRUPT and not runtime.is_interactive():
         raise on_all_ranks(KeyboardInterrupt())
 
 
-def explain_stop(wish: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
-    """Returns where a fit has stopped before its end, why, and what is left of it."""
-    kept = f"a checkpoint is in {config.checkpoint_dir}" if config.makes_checkpoints else "no checkpoint was asked for"
+def explain_stop(request: StopRequest, position: Position, config: DistributedTrainingConfig) -> str:
+    """Describe where a fit has stopped before its end, and why."""
+    kept = (
+        f"a checkpoint is in {config.checkpoint_dir}"
+        if config.makes_checkpoints
+        else "checkpoints are off, nothing was saved"
+    )
     where = f"after step {position.step:,}, in epoch {position.epoch + 1}"
-    return f"{where}: {REASONS[wish]}; {kept}"
+    return f"{where}: {REASONS[request]}; {kept}"

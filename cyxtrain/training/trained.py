@@ -1,4 +1,4 @@
-"""What is trained: the model, and with it a loss that is a module with parameters or buffers of its own."""
+"""What is trained: the model, and a loss with parameters or buffers of its own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ _LOSS = "loss_fn"
 class Trained(nn.Module):
     """A model and its loss as one module, called as the model is.
 
-    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.`
-    where the model has a part of that name.
-
-    Args:
-        model: Not wrapped.
-        losses: Modules that are trained with it, by the beginning of their names.
+    Names of the model's parts are those in the model; those of the loss begin with `loss_fn.`, or with `loss_fn_.` if
+    the model has a part of that name.
     """
 
     def __init__(self, model: nn.Module, losses: Mapping[str, nn.Module]) -> None:
@@ -35,13 +31,13 @@ class Trained(nn.Module):
         self._registered = nn.ModuleList(losses.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Calls the model."""
+        """Call the model."""
         return self.model(*inputs, **named)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Gives (name, module) of the parts; all other methods that give names go by it."""
+        """Yield (name, module) of the parts; all other methods that yield names use it."""
         memo = set() if memo is None else memo
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
         for name, module in self.losses.items():
@@ -49,10 +45,7 @@ class Trained(nn.Module):
 
 
 def trained_with(model: nn.Module, loss: Loss | None) -> nn.Module:
-    """Returns the model and what is trained with it; the model itself where the loss has nothing to learn or to keep.
-
-    Losses of torch.nn have constants alone, such as class weights.
-    """
+    """Return the model and what is trained with it; the model itself if the loss has nothing to learn or keep."""
     parts = {id(part) for part in model.modules()}
     prefix = _LOSS + "_" * any(name == _LOSS for name, _ in model.named_children())
     found = {} if loss is None else loss.named_modules(prefix)
@@ -67,14 +60,14 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def forgotten(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the names of what requires gradients and is in no group of the optimizer: fit would not train it."""
+    """Return the names of parameters that require gradients and are in no group of the optimizer."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = trained.named_parameters()
     return [plain_name(name) for name, each in named if each.requires_grad and id(each) not in known]
 
 
 def warn_of_forgotten(trained: nn.Module, names: Sequence[str]) -> None:
-    """Warns of parameters of the model, or of its loss, that the optimizer does not have."""
+    """Warn of parameters of the model, or of its loss, that the optimizer does not have."""
     own_loss = isinstance(trained, Trained)
     require = "require" if len(names) > 1 else "requires"
     everything = "[*model.parameters(), *loss_fn.parameters()]" if own_loss else "model.parameters()"
@@ -86,10 +79,7 @@ def warn_of_forgotten(trained: nn.Module, names: Sequence[str]) -> None:
 
 
 def state_besides(trained: nn.Module) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of what is trained, besides the model's `state_dict`; its tensors are live ones.
-
-    These are the states of losses, and all buffers that are in no `state_dict` (`persistent=False`).
-    """
+    """Return what a checkpoint keeps besides the model's `state_dict`: losses, and buffers in no `state_dict`."""
     losses = trained.losses if isinstance(trained, Trained) else {}
     states = {name: plain_state(module) for name, module in losses.items()}
     known = set(plain_state(trained.model if isinstance(trained, Trained) else trained))
@@ -100,11 +90,7 @@ def state_besides(trained: nn.Module) -> dict[str, Any]:
 
 
 def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Refuses what `load_state_besides` cannot load, before anything has changed.
-
-    Raises:
-        CheckpointError: Other losses, names or shapes.
-    """
+    """Refuse a state of other losses, names or shapes, before anything has changed."""
     losses, given = trained.losses if isinstance(trained, Trained) else {}, state.get("losses", {})
     if losses.keys() != given.keys():
         raise CheckpointError(
@@ -116,11 +102,7 @@ def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: st
 
 
 def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Goes on from what `state_besides` gave. Buffers that are not there are left out.
-
-    Raises:
-        CheckpointError: As `check_state_besides`.
-    """
+    """Load what `state_besides` returned; skip buffers that this model does not have."""
     if isinstance(trained, Trained):
         for name, module in trained.losses.items():
             load_model_state(module, state["losses"][name], f"the {name} of {source}")

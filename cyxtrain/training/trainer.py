@@ -1,7 +1,6 @@
 """Keras's `fit` for any module, on as many ranks as there are.
 
-fit -> one epoch after the other (`fit_loop.py`) -> the steps of an epoch (`step.py`). Training and evaluation share
-`run_epoch`.
+fit -> FitLoop (`fit_loop.py`), which takes one epoch after the other -> TrainingStep (`step.py`).
 """
 
 from __future__ import annotations
@@ -9,59 +8,59 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Unpack
 
 from cyxtrain.callbacks.callback import Callback, Callbacks, checked_callbacks
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require_choice
-from cyxtrain.data.sources.source import TrainingData
-from cyxtrain.errors import CollectiveMismatchError, ConfigError
+from cyxtrain.errors import CollectiveMismatchError, ConfigError, counted
 from cyxtrain.metrics.loss import Loss, with_weights
 from cyxtrain.metrics.named_metrics import metrics_by_name
-from cyxtrain.notebook.run_in_workers import run_in_workers
 from cyxtrain.optim.learning_rates import LearningRates, check_rates
 from cyxtrain.optim.optimizers import OptimizerLike, fused, make_optimizer
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import SchedulerLike, make_scheduler, scheduler_facts
 from cyxtrain.parallel import DistributedDataParallel, unwrap
-from cyxtrain.progress.header import explain
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
-from cyxtrain.training.evaluation import Evaluation, evaluate_rows
+from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
+from cyxtrain.training.checkpoints.resume_diff import arithmetic
+from cyxtrain.training.delegation import delegated
+from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
+from cyxtrain.training.header import explain
 from cyxtrain.training.inputs.arguments import FitArguments, parse_fit
 from cyxtrain.training.inputs.checks import check_own_steps, checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
+from cyxtrain.training.inputs.fit_keywords import Data, FitKeywords
 from cyxtrain.training.inputs.plan import CheckedData, FitPlan, LossLike, plan_fit, plan_rows, warn_of_data
-from cyxtrain.training.inputs.training_data import open_fit, open_rows
+from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
 from cyxtrain.training.model.compile import compiled
 from cyxtrain.training.model.modes import modes_kept
 from cyxtrain.training.model.placement import checked_device
 from cyxtrain.training.model.recompute import layers_of, recomputed
-from cyxtrain.training.prediction import predict_rows
-from cyxtrain.training.resuming.numerics import arithmetic
-from cyxtrain.training.resuming.resume import start_or_resume
 from cyxtrain.training.state import TrainingState
-from cyxtrain.training.stopping import explain_stop, leave_for
+from cyxtrain.training.stopping import StopRequest, exit_for, explain_stop
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on, ending_group_on_error, on_master
 
 _numbers = itertools.count(1)
-"""A program that is started again makes the same trainers in the same order."""
+"""A program that is restarted makes the same trainers in the same order."""
 
 
 class DistributedTrainer:
-    """Trains, evaluates and predicts on every rank of the world; alone, that is a world of one.
+    """Trains, evaluates and predicts on every rank of the world; a single process is a world of one rank.
 
-    It may be made before `cyxtrain.init()`; `fit` and its like join the world by themselves.
+    It can be made before `cyxtrain.init()`; `fit` and its like join the world by themselves.
 
     Args:
         model: Any `nn.Module`; a wrapped one is unwrapped.
@@ -69,26 +68,26 @@ class DistributedTrainer:
             weight), a name, or None: the model returns its loss. A dictionary of these by output name: the losses are
             added, and the history has each.
         optimizer: From torch.optim, a factory, or a name.
-        loss_weights: What each of several losses is multiplied by, by its name in loss_fn or in the dictionary of
-            losses that the model returns; 1 if it is not named.
-        metrics: What is measured beside the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
+        loss_weights: Factors of several losses, by name in loss_fn or in the dictionary of losses that the model
+            returns; 1 for others.
+        metrics: What is measured besides the loss, in each epoch and in `evaluate`, over the rows of all ranks: names
             ("top_5", "f1", "precision", "recall", "auc", "average_precision", "cohen_kappa", "matthews"; "mae", "mse",
             "rmse", "r2"), functions of (output, target) that return a number per row or their mean, and torchmetrics'
-            objects; or several by name. Accuracy comes by itself where targets are classes; "accuracy" demands it.
+            objects; or several by name. Accuracy is measured if targets are classes; "accuracy" requires it.
         scheduler: Of the learning rate: "constant", "linear", "cosine" or "one_cycle", which end with each fit; one of
             `torch.optim.lr_scheduler`; a function of the optimizer that returns one; or a function of
             `(optimizer, total_steps)`, called in each fit with the number of times that it steps the schedule.
         scheduler_interval: The schedule is stepped after each optimizer "step", or each "epoch".
-        callbacks: Called in each fit, before those that `fit` is given (`cyxtrain.callbacks`).
-        ddp_config: How gradients travel; None: the defaults, with unused parameters allowed.
-        device: "auto": where the model is, if that is a GPU or the like; else the visible one of this rank, unless a
-            backend of CPUs was asked for (DISTRIBUTED_BACKEND=cpu); else the CPU. "cuda" is this rank's own.
+        callbacks: Called in each fit, before those passed to `fit` (`cyxtrain.callbacks`).
+        ddp_config: How gradients are averaged; None: the defaults, with unused parameters allowed.
+        device: "auto": where the model is, if that is an accelerator; otherwise this rank's visible one, unless
+            DISTRIBUTED_BACKEND=cpu asks for CPUs; otherwise the CPU. "cuda" is this rank's own GPU.
 
     Attributes:
         model: Not wrapped.
-        loss_fn, loss_weights: As they were given.
+        loss_fn, loss_weights: As given.
         optimizer: Of the model's parameters.
-        ddp_config: How gradients travel.
+        ddp_config: How gradients are averaged.
         callbacks: Called in each fit.
 
     Raises:
@@ -128,6 +127,16 @@ class DistributedTrainer:
         self._fit: FitLoop | None = None
         self._recomputed: list[nn.Module] = []
 
+    def __repr__(self) -> str:
+        world = counted(runtime.get_world_size(), "rank") if runtime.is_initialized() else "not joined yet"
+        parts = {
+            "model": type(self.model).__name__,
+            "loss": name_of_loss(self.loss_fn),
+            "optimizer": type(self.optimizer).__name__,
+            "world": world,
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in parts.items())})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
@@ -141,161 +150,253 @@ class DistributedTrainer:
         return with_weights(self.loss_fn, self.loss_weights)
 
     @property
+    def trained(self) -> nn.Module:
+        """The model and, as one module with it, a loss that has parameters or buffers of its own."""
+        return self._state.trained
+
+    @property
     def epoch(self) -> int:
-        """Epochs that the model has been trained for."""
+        """Number of completed epochs."""
         return self._state.position.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps that have been taken, over all calls of `fit`."""
+        """Number of optimizer steps, over all calls of `fit`."""
         return self._state.position.step
 
     @property
     def config(self) -> DistributedTrainingConfig:
-        """Of the latest call of `fit`."""
+        """Settings of the latest call of `fit`."""
         return self._state.config
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Of the learning rate, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
+        """The learning-rate schedule, or None; a function of `(optimizer, total_steps)` makes it in `fit`."""
         return self._state.rates.scheduler
 
     def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Sets the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
+        """Set the learning `rates`, one per group; what a callback sets between two epochs is set on all ranks."""
         self._state.rates.set_checked(rates)
 
     @property
     def step_seconds(self) -> list[dict[str, float]]:
-        """What "data", "forward", "backward", "communication" and "optimizer" took in a step, in the latest epoch.
+        """Seconds of "data", "forward", "backward", "communication" and "optimizer" in a step of the latest epoch.
 
-        By rank, in seconds on average; the same on every rank. On a GPU that is when work was begun, not done; of
+        Averages by rank, the same on every rank. On a GPU, the time until work was launched, not completed; for
         communication over NCCL, how long the GPU waited.
         """
         return self._state.step_seconds
 
     @property
     def device_usage(self) -> dict[str, float]:
-        """What the latest epoch used of this rank's GPU: "peak_memory" (bytes), "flops_per_second" and "mfu".
+        """GPU usage of this rank in the latest epoch: "peak_memory" (bytes), "flops_per_second" and "mfu".
 
-        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their part of what the GPU
-        reaches by its datasheet, where that is known. On CPUs it is empty, but with `profile=True`.
+        The model's FLOPs are those of the first micro-batch, forward and backward; "mfu" is their fraction of the GPU's
+        peak by its datasheet, if that is known. Empty on CPUs, except with `profile=True`.
         """
         return self._state.device_usage
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What checkpoints keep for whoever reads them, JSON values by name; `load_checkpoint` brings them back."""
+        """JSON values by name that checkpoints keep for you; `load_checkpoint` restores them."""
         return self._state.metadata
 
     @property
     def history(self) -> TrainingHistory:
-        """The numbers of the latest fit, also of one that has been stopped."""
+        """The numbers of the latest fit, also of one that was stopped."""
         return self._state.history
 
     @property
     def stop_training(self) -> bool:
-        """Whether a callback on this rank has asked for the end of the fit; setting it to True asks."""
+        """Whether a callback on this rank asks to end the fit; set it to True to ask."""
         return self._state.stop_training
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
-        self._state.stop_training = bool(value)
+        self._state.request_stop(bool(value))
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
-        """Lets layers calculate anew in backward what they have not kept in forward: less memory, a third more time.
+        """Recompute activations of layers in backward instead of keeping them: less memory, a third more time.
 
         The numbers stay the same, to the bit.
 
         Args:
-            *layers: Their classes or names; none: what stands in the model's Sequentials and ModuleLists.
+            *layers: Their classes or names; none: the layers in the model's Sequentials and ModuleLists.
 
         Raises:
             ConfigError: There are no such layers.
         """
         self._recomputed = layers_of(self.model, layers)
 
-    @run_in_workers
-    def fit(self, *data: Any, **keywords: Any) -> TrainingHistory:
-        """Trains: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, with Keras's keywords over the config.
+    @overload
+    def fit(self, X: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...  # noqa: N803
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        y: Data | None,
+        config: DistributedTrainingConfig,
+        /,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        config: DistributedTrainingConfig,
+        /,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(
+        self,
+        X: Data,  # noqa: N803
+        y: Data,
+        X_val: Data,  # noqa: N803
+        y_val: Data,
+        config: DistributedTrainingConfig | None = None,
+        /,
+        **keywords: Unpack[FitKeywords],
+    ) -> TrainingHistory: ...
+    @overload
+    def fit(self, *, x: Data, y: Data | None = None, **keywords: Unpack[FitKeywords]) -> TrainingHistory: ...
+    def fit(
+        self,
+        X: Any = None,  # noqa: N803
+        y: Any = None,
+        *more: Any,
+        X_val: Any = None,  # noqa: N803
+        y_val: Any = None,
+        config: Any = None,
+        validation_data: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        callbacks: Any = None,
+        initial_epoch: int | None = None,
+        resume: Any = None,
+        **settings: Any,
+    ) -> TrainingHistory:
+        """Train: `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)`, `fit(loader, val_loader, config)`.
 
-        Every rank gives the same data, and sees its part. Fitting again goes on: the epochs count on.
+        Every rank passes the same data and trains on its share. Calling `fit` again continues training.
 
         Args:
-            *data: X and y, arrays or tensors with a row per sample, or several by name; a Dataset, a DataLoader, or
-                what gives batches. The same to validate with, and a `DistributedTrainingConfig`, or none.
-            **keywords: Fields of the config; `validation_data`, `sample_weight`, `class_weight`, `callbacks`,
-                `initial_epoch`; `resume="auto"` (the newest intact checkpoint, or none) or a path: its fit goes on.
+            X: Inputs, with a row per sample, or several by name; or a Dataset, a DataLoader, or what gives batches.
+            y: Targets, with a row per sample; or validation data if `X` gives batches.
+            *more: X_val, y_val and the config, or the config.
+            X_val: Inputs to validate with.
+            y_val: Targets to validate with.
+            config: Settings; keywords take precedence.
+            validation_data: (X_val, y_val), (X_val, y_val, sample_weight), or what gives batches.
+            sample_weight: How much the loss of each row counts, shape (n,).
+            class_weight: How much the rows of each class count, by class number.
+            callbacks: For this fit, called after the trainer's own.
+            initial_epoch: Number of epochs that count as completed; `epochs` is then the number of the last one.
+            resume: "auto" (the newest intact checkpoint, if there is one) or the path of a checkpoint to continue from.
+            **settings: Fields of `DistributedTrainingConfig`.
 
         Returns:
             The numbers of each epoch, the same on every rank.
 
         Raises:
             ConfigError: The input is wrong, on any rank; nothing has started.
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank is gone, or does something else.
-            CheckpointError: A checkpoint could not be written, where `on_save_error="raise"`, or read.
-            NonFiniteError: A loss or a gradient is NaN or infinite, where `on_nonfinite="raise"`, or ten in a row.
-            ReplicasDifferError: Ranks have come to hold different parameters.
-            DistributedTrainingError: Another rank has failed, with its traceback.
+            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: A rank died, or fell out of step.
+            CheckpointError: A checkpoint could not be read, or with `on_save_error="raise"`, written.
+            NonFiniteError: A loss or a gradient is NaN or infinite, with `on_nonfinite="raise"`, or ten in a row.
+            ReplicasDifferError: Ranks hold different parameters.
+            DistributedTrainingError: Another rank failed, with its traceback.
         """
+        arguments = (X, y, *more)
+        keywords = {
+            "X_val": X_val,
+            "y_val": y_val,
+            "config": config,
+            "validation_data": validation_data,
+            "sample_weight": sample_weight,
+            "class_weight": class_weight,
+            "callbacks": callbacks,
+            "initial_epoch": initial_epoch,
+            "resume": resume,
+            **settings,
+        }
+        history: TrainingHistory | None = delegated(self, "fit", arguments, keywords)
+        if history is not None:
+            return history
+        plan, ddp, resumed, notes = self._open(arguments, keywords)
+        with self._prepared(plan, ddp):
+            plan.display.header([*explain(self._state, plan, self.ddp_config), *notes])
+            self._fit = FitLoop(self._state, plan, ddp, resumed)
+            stopped = self._fit.fit()
+        self._finish(plan, stopped)
+        return self._state.history
+
+    def _finish(self, plan: FitPlan, stopped: StopRequest | None) -> None:
+        """Count a completed fit; show why another one stopped, and exit or raise if that is asked for."""
+        if stopped is None:
+            self._state.complete_fit()
+        else:
+            plan.display.header([("stopped", explain_stop(stopped, self._state.position, plan.config))])
+        exit_for(stopped)
+
+    def _open(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[FitPlan, DistributedDataParallel, Checkpoint | None, list[tuple[str, str]]]:
+        """Check with all ranks what `fit` is asked for; return the plan, and where it begins, with lines about that."""
         if self._fit is not None:
-            raise ConfigError("fit was called within fit, by a callback: it trains one epoch after the other.")
+            raise ConfigError("fit was called within fit, by a callback: call it again when the fit has ended.")
         self._call_roll("fit", works_alone=False)
-        arguments, opened = open_fit(lambda: self._parsed(data, keywords), self._loss, self.epoch)
-        run, everyone = agree_on(lambda: self._plan(arguments, opened))
-        run.take_facts(everyone)
+        asked, opened = open_fit(lambda: self._parsed(arguments, keywords), self._loss, self.epoch)
+        plan, everyone = agree_on(lambda: self._plan(asked, opened))
+        plan.take_facts(everyone)
         with ending_group_on_error():
             warn_of_data(everyone)
-            resumed, says = start_or_resume(self._state, run, arithmetic(self.model, run, self.ddp_config))
-            if run.config.sync_batchnorm:
+            resumed, notes = start_or_resume(self._state, plan, arithmetic(self.model, plan, self.ddp_config))
+            if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)
+        return plan, ddp, resumed, notes
+
+    @contextlib.contextmanager
+    def _prepared(self, plan: FitPlan, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Set modes, precision and kernels as a fit needs them; restore them, and the wrappers, afterwards."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(modes_kept(self.model, *run.data.loss.modules))
+            stack.enter_context(modes_kept(self.model, *plan.data.loss.modules))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(float32_products(run.config.float32_precision))
-            if run.fuses:
+            stack.enter_context(float32_products(plan.config.float32_precision))
+            if plan.fuses:
                 stack.enter_context(fused(self.optimizer))
             stack.enter_context(recomputed(self._recomputed))
-            stack.enter_context(compiled(self.model, run.config.compile, by_layer=run.compiles_layers))
+            stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:
-                run.display.header([*explain(self._state, run, self.ddp_config), *says])
-                self._fit = FitLoop(self._state, run, ddp, resumed)
-                stopped = self._fit.train()
+                yield
             finally:
                 self._fit = None
                 self._state.rates.note_rates()
-                run.display.close()
+                plan.display.close()
                 ddp.close()
                 self._state.trained.zero_grad()
-        if stopped is None:
-            self._state.complete_fits = self._state.position.fits
-        else:
-            run.display.header([("stopped", explain_stop(stopped, self._state.position, run.config))])
-        leave_for(stopped)
-        return self._state.history
 
     @names_checked
-    @run_in_workers
     def evaluate(
         self,
-        X: Any,  # noqa: N803
-        y: Any = None,
+        X: Data,  # noqa: N803
+        y: Data | None = None,
         *,
         batch_size: int | None = None,
         distributed: bool = True,
         sample_weight: Any = None,
         verbose: object = 0,
     ) -> Evaluation:
-        """Returns loss and accuracy over all rows, each counted once; the same on every rank and any number of ranks.
+        """Return loss and accuracy over all rows, each counted once; the same on any number of ranks.
 
         Args:
             X: Rows, shape (n, ...).
             y: Targets, shape (n, ...).
             batch_size: Rows at once; None: as in the last fit.
-            distributed: Share the work with the other ranks, which must call it too; or rank 0 does it alone, while
-                they wait in another call. False: this rank alone.
+            distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
+                rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each row counts, shape (n,); None: all alike.
             verbose: Keras's argument; nothing is printed either way.
 
@@ -303,6 +404,10 @@ class DistributedTrainer:
             ConfigError: The input is wrong: two rows of it are tried first.
             CollectiveMismatchError: Ranks call different things.
         """
+        given = {"batch_size": batch_size, "distributed": distributed, "sample_weight": sample_weight}
+        evaluation: Evaluation | None = delegated(self, "evaluate", (X, y), given)
+        if evaluation is not None:
+            return evaluation
         distributed = self._call_roll("evaluate", works_alone=True, distributed=distributed)
         rows = self._rows((X, y, sample_weight), batch_size, distributed=distributed)
         with float32_products(self.config.float32_precision):
@@ -311,16 +416,15 @@ class DistributedTrainer:
         return evaluation
 
     @names_checked
-    @run_in_workers
     def predict(
         self,
-        X: Any,  # noqa: N803
+        X: Data,  # noqa: N803
         *,
         batch_size: int | None = None,
         distributed: bool = True,
         verbose: object = 0,
     ) -> Any:
-        """Returns the model's output for all rows, in their order, on every rank.
+        """Return the model's output for all rows, in their order, on every rank.
 
         Args:
             X: Rows, shape (n, ...).
@@ -329,14 +433,17 @@ class DistributedTrainer:
             verbose: As in `evaluate`.
 
         Returns:
-            Shape (n, ...), a NumPy array where X is one, else a tensor on the CPU; of several outputs, such for each.
-            Without a loss_fn, the "loss" that the model returns beside them is left out.
+            Shape (n, ...), a NumPy array if X is one, otherwise a tensor on the CPU; of several outputs, one for each.
+            Without a loss_fn, the "loss" that the model returns is left out.
 
         Raises:
             ConfigError: The input is wrong (two rows of it are tried first), or the model does not return tensors with
                 a row per row.
             CollectiveMismatchError: Ranks call different things.
         """
+        given = {"batch_size": batch_size, "distributed": distributed}
+        if (output := delegated(self, "predict", (X,), given)) is not None:
+            return output
         distributed = self._call_roll("predict", works_alone=True, distributed=distributed)
         rows = self._rows((X,), batch_size, distributed=distributed, predicting=True)
         with float32_products(self.config.float32_precision):
@@ -345,7 +452,7 @@ class DistributedTrainer:
     def _rows(
         self, data: tuple[Any, ...], batch_size: int | None, *, distributed: bool, predicting: bool = False
     ) -> CheckedData:
-        """Returns rows for the model, agreed over ranks where they share the work."""
+        """Return checked rows, agreed over ranks if they share the work."""
 
         def plan() -> tuple[CheckedData, dict[str, Any]]:
             given = (source, batch_size, self.model, self._loss, self.optimizer, self._device, config)
@@ -356,7 +463,7 @@ class DistributedTrainer:
         return agree_on(plan)[0] if distributed else plan()[0]
 
     def summary(self, X: Any = None) -> str:  # noqa: N803
-        """Shows the model's layers and how many parameters each has, on rank 0; returns the text.
+        """Print the model's layers and their numbers of parameters, on rank 0; return the text.
 
         Args:
             X: Rows, of which two are tried: then the shapes of outputs are shown, too.
@@ -374,13 +481,13 @@ class DistributedTrainer:
         return text
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Writes model, optimizer, position and history as one file. All ranks call it, or rank 0 alone; it writes.
+        """Write model, optimizer, position and history as one file. All ranks call it, or rank 0 alone, which writes.
 
         Args:
-            path: Of the file, on rank 0; what other ranks give is not used.
+            path: Of the file, on rank 0; other ranks' values are ignored.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is still there.
+            CheckpointError: It could not be written; the previous file, if any, is intact.
             CollectiveMismatchError: Ranks call different things.
         """
         together = self._call_roll("save_checkpoint", works_alone=True)
@@ -389,22 +496,22 @@ class DistributedTrainer:
         on_master(lambda: write_checkpoint(path, self._state.to_checkpoint()), together=together)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Goes back to a checkpoint. All ranks call it; rank 0 reads, the others receive.
+        """Load a checkpoint. All ranks call it; rank 0 reads, the others receive.
 
         Args:
-            path: Of the file, on rank 0; what other ranks give is not used.
+            path: Of the file, on rank 0; other ranks' values are ignored.
 
         Raises:
-            CheckpointError: There is none, it is damaged, or it belongs to another model, optimizer or scheduler.
+            CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
         if self._fit is not None:
-            raise ConfigError("load_checkpoint was called within fit, by a callback: it would go on from nowhere.")
+            raise ConfigError("load_checkpoint was called within fit, by a callback: call it when the fit has ended.")
         self._call_roll("load_checkpoint", works_alone=False)
         self._state.load_file(path)
 
     def _call_roll(self, call: str, *, works_alone: bool, distributed: bool = True) -> bool:
-        """Joins the world, and opens a call of all ranks; returns whether all of them make it."""
+        """Join the world, and compare the call with the other ranks'; return whether all of them make it."""
         if distributed and self._fit is None:
             runtime.join_for_all(works_alone=works_alone)
         else:
@@ -415,7 +522,7 @@ class DistributedTrainer:
             if self._fit is None:
                 raise
             raise CollectiveMismatchError(
-                f"{call} was called by a callback on some ranks only, while the others go on in fit: in a callback all "
+                f"{call} was called by a callback on some ranks only, while the others continue fit: in a callback all "
                 "ranks call it (rank 0 writes), or rank 0 evaluates and predicts with distributed=False.",
                 rank=error.rank,
                 during=error.during,
@@ -425,38 +532,47 @@ class DistributedTrainer:
         return together
 
     def is_master(self) -> bool:
-        """Returns whether this is rank 0; joins the world where nobody has."""
+        """Return whether this is rank 0; join the world if this process has not."""
         return self.get_rank() == 0
 
     def get_rank(self) -> int:
-        """Returns this rank; joins the world where nobody has."""
+        """Return this rank; join the world if this process has not."""
         runtime.join_if_nobody_has()
         return runtime.get_rank()
 
     def get_world_size(self) -> int:
-        """Returns how many ranks there are; joins the world where nobody has."""
+        """Return the number of ranks; join the world if this process has not."""
         runtime.join_if_nobody_has()
         return runtime.get_world_size()
 
     def _parsed(self, data: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
-        """Returns what a fit is asked for; what it does not say of the schedule, the trainer was built with."""
-        arguments = parse_fit(data, dict(keywords))
+        """Return what a fit is asked for; the schedule's interval is the trainer's unless the config sets it."""
+        arguments = parse_fit(*data, **keywords)
         interval = arguments.config.scheduler_interval or self._scheduler_interval
         return replace(arguments, config=replace(arguments.config, scheduler_interval=interval))
 
-    def _plan(self, arguments: FitArguments, opened: TrainingData) -> tuple[FitPlan, dict[str, Any]]:
-        """Returns what this rank is asked to do, and what must be the same on every rank."""
+    def _plan(self, arguments: FitArguments, opened: Sources) -> tuple[FitPlan, dict[str, Any]]:
+        """Return this rank's plan, and what must be the same on every rank."""
         check_own_steps(type(self), self.model)
         arguments.callbacks = [*self.callbacks, *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         given = (arguments, self.model, self._loss, self.optimizer, self._device, self._metrics, opened, first)
         with recomputed(self._recomputed):
-            run, facts = plan_fit(*given)
+            plan, facts = plan_fit(*given)
         rates = self._state.rates
-        steps = run.schedule_steps(run.warmup_steps if rates.warms_up_first else 0)
-        facts |= scheduler_facts(check_rates(rates, run.config, steps))
-        run.callbacks.meet(self, run.params(first + run.config.epochs))
+        steps = plan.schedule_steps(plan.warmup_steps if rates.warms_up_first else 0)
+        facts |= scheduler_facts(check_rates(rates, plan.config, steps))
+        plan.callbacks.meet(self, plan.params(first + plan.config.epochs))
         own = {f"ddp_config.{name}": value for name, value in asdict(self.ddp_config).items()}
         if not self.ddp_config.broadcast_parameters:
             own |= value_facts(self._state.trained)
-        return run, {**facts, **own, "the number of epochs trained before": self.epoch}
+        return plan, {**facts, **own, "the number of epochs trained before": self.epoch}
+
+
+def name_of_loss(loss_fn: Any) -> str:
+    """Return a loss as a name."""
+    if isinstance(loss_fn, Mapping):
+        return ", ".join(f"{name}: {name_of_loss(each)}" for name, each in loss_fn.items()).join("{}")
+    if loss_fn is None or isinstance(loss_fn, str):
+        return loss_fn or "the model's own"
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

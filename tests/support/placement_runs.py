@@ -25,7 +25,8 @@ from cyxtrain.parallel.consistency.tensor_parts import fingerprints
 from cyxtrain.world import runtime
 
 GPU = fakegpu.NAME
-ROWS, EPOCH = 40, {"epochs": 1, "batch_size": 8, "verbose": False}
+ROWS = 40
+EPOCH: dict[str, Any] = {"epochs": 1, "batch_size": 8, "verbose": False}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {},
     "AdamW": {"fused": True},
@@ -128,7 +129,7 @@ class Parameters(cx.callbacks.Callback):
 def checkpoints(folder: str, gpu: str) -> list[Any]:
     """Returns whether each checkpoint holds what was there at its step, and the stops that making them took."""
     seen = Parameters()
-    settings = {**EPOCH, "checkpoint_dir": folder, "checkpoint_every_n_steps": 1, "keep_last": 0}
+    settings: dict[str, Any] = {**EPOCH, "checkpoint_dir": folder, "checkpoint_every_n_steps": 1, "keep_last": 0}
     model = make_model()
     adam_on(model, gpu, callbacks=[seen]).fit(*make_rows(ROWS), **settings)
     names = [name for name, _ in model.named_parameters()]

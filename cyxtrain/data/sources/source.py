@@ -6,7 +6,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -120,10 +120,3 @@ class Source(ABC):
     def in_order(self, batches: Sequence[Sequence[int]]) -> Tensor | None:
         """Return where each row of a prediction goes, by sizes of batches and rank; None: rows are in order."""
         return None
-
-
-class TrainingData(NamedTuple):
-    """The data of a call: training rows, and those for validation."""
-
-    training: Source
-    validation: Source | None

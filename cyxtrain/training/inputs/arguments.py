@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from cyxtrain.config.settings import require, require_integer, unknown_name
 from cyxtrain.data.sources.open import gives_batches
 from cyxtrain.errors import ConfigError
 
-# Keras's own letter for X is small.
-_ARRAYS = {"X": 0, "x": 0, "y": 1, "X_val": 2, "y_val": 3}
 _LIKE_AUTO = ("auto", "latest", "last", "newest")
 _NOT_HERE = {
     "learning_rate": "the optimizer has it, as in torch.optim.Adam(model.parameters(), lr=0.01)",
@@ -38,8 +37,7 @@ _TRIED: dict[str, Any] = {
     "keep_last": 0,
     "keep_best": None,
 }
-"""What fast_dev_run leaves of a config."""
-_OTHERS = ("validation_data", "sample_weight", "class_weight", "initial_epoch", "config", "resume", "callbacks")
+"""What fast_dev_run changes in a config."""
 
 
 @dataclass
@@ -69,71 +67,76 @@ class FitArguments:
     initial_epoch: int | None = None
 
 
-def parse_fit(positional: tuple[Any, ...], keywords: dict[str, Any]) -> FitArguments:
-    """Returns one form of `fit(X, y, config)`, `fit(X, y, X_val, y_val, config)` and Keras's keywords.
-
-    Raises:
-        ConfigError: An unknown argument (with the nearest known one), or ones that do not go together.
-    """
-    config = keywords.pop("config", None)
-    given = list(positional)
-    if given and isinstance(given[-1], DistributedTrainingConfig):
-        if config is not None:
-            raise ConfigError("fit got two configs: one by position, one by name.")
-        config = given.pop()
-    _refuse_settings(given)
-    arrays = _arrays(given, keywords)
-    validation = keywords.pop("validation_data", None)
-    if gives_batches(arrays[0]) and len(arrays) == 2 and gives_batches(arrays[1]):  # fit(loader, val_loader, config)
-        require(validation is None, "fit got validation data twice: by position, and as validation_data.")
-        validation = arrays.pop()
-    resume = _path(keywords.pop("resume", None))
-    callbacks = checked_callbacks(keywords.pop("callbacks", None))
-    if len(arrays) == 4:
-        if validation is not None:
-            raise ConfigError("fit got validation data twice: X_val and y_val, and as validation_data.")
-        validation = (arrays[2], arrays[3])
-    weights, of_classes = keywords.pop("sample_weight", None), keywords.pop("class_weight", None)
-    wrong = of_classes is not None and not isinstance(of_classes, Mapping)
-    require(not wrong, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {of_classes!r}.")
-    initial_epoch = keywords.pop("initial_epoch", None)
-    settings = _from_initial(initial_epoch, _settings(config, keywords))
+def parse_fit(
+    X: Any = None,  # noqa: N803
+    y: Any = None,
+    *more: Any,
+    X_val: Any = None,  # noqa: N803
+    y_val: Any = None,
+    config: Any = None,
+    validation_data: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    callbacks: Any = None,
+    initial_epoch: Any = None,
+    resume: Any = None,
+    **settings: Any,
+) -> FitArguments:
+    """Return what `fit` is asked for, in one form; raise ConfigError for arguments that do not go together."""
+    arrays, config = _split([X, y, *more], [X_val, y_val], config, settings)
+    if gives_batches(arrays[0]) and arrays[2] is None and gives_batches(arrays[1]):  # fit(loader, val_loader, config)
+        require(validation_data is None, "fit got validation data twice: by position, and as validation_data.")
+        validation_data, arrays[1] = arrays[1], None
+    if arrays[2] is not None:
+        require(validation_data is None, "fit got validation data twice: X_val and y_val, and as validation_data.")
+        validation_data = (arrays[2], arrays[3])
+    wrong = class_weight is not None and not isinstance(class_weight, Mapping)
+    require(not wrong, f"class_weight must be a dictionary such as {{0: 1.0, 1: 5.0}}, got {class_weight!r}.")
+    checked = _from_initial(initial_epoch, _settings(config, settings))
+    path = _path(resume)
     return FitArguments(
         inputs=arrays[0],
-        targets=arrays[1] if len(arrays) > 1 else None,
-        weights=weights,
-        class_weights=of_classes,
-        validation=_validation(validation, settings),
-        config=settings,
-        resume=None if settings.fast_dev_run else resume,
-        callbacks=callbacks,
+        targets=arrays[1],
+        weights=sample_weight,
+        class_weights=class_weight,
+        validation=_validation(validation_data, checked),
+        config=checked,
+        resume=None if checked.fast_dev_run else path,
+        callbacks=checked_callbacks(callbacks),
         initial_epoch=initial_epoch,
     )
 
 
+def _split(given: list[Any], named: list[Any], config: Any, settings: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return (X, y, X_val and y_val; the config), each given by position or by name."""
+    for place, array in enumerate(given):
+        if isinstance(array, DistributedTrainingConfig):
+            require(config is None, "fit got two configs: one by position, one by name.")
+            given[place], config = None, array
+    if "x" in settings:  # Keras's name
+        require(given[0] is None, "fit got X twice.")
+        given[0] = settings.pop("x")
+    more = [array for array in given[2:] if array is not None]
+    named = [array for array in named if array is not None]
+    require(not more or not named, "fit got X_val and y_val twice: by position and by name.")
+    arrays = [*given[:2], *(more or named or (None, None))]
+    _refuse_settings(arrays)
+    count = sum(array is not None for array in arrays)
+    right = arrays[0] is not None and len(arrays) == 4
+    require(right, f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {count} arrays.")
+    return arrays, config
+
+
 def _refuse_settings(given: Sequence[Any]) -> None:
-    """Refuses what is no array, and was meant as one config or another."""
+    """Refuse configs and settings in the place of arrays."""
     wrong = next((each for each in given if isinstance(each, (DDPConfig, AMPConfig, DistributedConfig, type))), None)
     if wrong is not None:
         what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
-        raise ConfigError(f"fit got {what}: beside arrays it takes a DistributedTrainingConfig(...).")
+        raise ConfigError(f"fit got {what}: besides arrays it takes a DistributedTrainingConfig(...).")
     if any(isinstance(array, dict) and array and array.keys() <= set(_FIELDS) for array in given):
         raise ConfigError(
             "fit got a dict: settings go by name, fit(X, y, epochs=3), or as DistributedTrainingConfig(**settings)."
         )
-
-
-def _arrays(positional: list[Any], keywords: dict[str, Any]) -> list[Any]:
-    """Returns X; X and y; or X, y, X_val and y_val, given by position or by name."""
-    arrays = dict(enumerate(positional))
-    for name, position in _ARRAYS.items():
-        if name in keywords:
-            if position in arrays:
-                raise ConfigError(f"fit got {name} twice.")
-            arrays[position] = keywords.pop(name)
-    if sorted(arrays) not in ([0], [0, 1], [0, 1, 2, 3]):
-        raise ConfigError(f"fit takes (X, y, config) or (X, y, X_val, y_val, config); it got {len(arrays)} arrays.")
-    return [arrays[position] for position in sorted(arrays)]
 
 
 def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]) -> DistributedTrainingConfig:
@@ -143,18 +146,18 @@ def _settings(config: DistributedTrainingConfig | None, keywords: dict[str, Any]
         if name in _NOT_HERE:
             raise ConfigError(f"fit has no argument '{name}': {_NOT_HERE[name]}.")
         if name not in _FIELDS:
-            raise unknown_name("fit", name, [*_FIELDS, *_ARRAYS, *_OTHERS], "argument")
+            raise unknown_name("fit", name, [*_FIELDS, *_ARGUMENTS], "argument")
     if keywords.get("verbose") in (0, 1, 2, "auto"):
         keywords["verbose"] = keywords["verbose"] != 0  # Keras counts
     if "batch_size" in keywords and "effective_batch_size" not in keywords:
-        keywords["effective_batch_size"] = None  # the one that was asked for last rules
+        keywords["effective_batch_size"] = None  # the latest setting takes precedence
     settings = dataclasses.replace(config or DistributedTrainingConfig(), **keywords)
     settings.validate()
     return dataclasses.replace(settings, **_TRIED) if settings.fast_dev_run else settings
 
 
 def _from_initial(epoch: int | None, settings: DistributedTrainingConfig) -> DistributedTrainingConfig:
-    """Returns how many epochs there are to train: Keras's `epochs` is the number of the last one."""
+    """Return settings with the number of epochs to train: Keras's `epochs` is the number of the last one."""
     if epoch is None:
         return settings
     require_integer("fit", "initial_epoch", epoch, 0)
@@ -184,3 +187,6 @@ def _validation(validation: Any, settings: DistributedTrainingConfig) -> tuple[A
             "DataLoader."
         )
     return validation[0], validation[1], validation[2] if len(validation) == 3 else None
+
+
+_ARGUMENTS = [name for name in inspect.signature(parse_fit).parameters if name not in ("more", "settings")]

@@ -1,4 +1,4 @@
-"""What is refused before training: everything that would go wrong later, or silently."""
+"""Checks before training: everything that would go wrong later, or silently."""
 
 from __future__ import annotations
 
@@ -21,25 +21,13 @@ _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Spar
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses models that cannot be trained over ranks.
-
-    Raises:
-        ConfigError: Lazy modules that have not run, or nothing to train.
-    """
+    """Refuse a model without trainable parameters."""
     if not trained_parameters(model):
         raise ConfigError("the model has no parameters to train: none has requires_grad=True.")
 
 
 def check_own_steps(trainer: type, model: nn.Module) -> None:
-    """Refuse steps that a user has written and that `fit` does not call.
-
-    Args:
-        trainer: Class of the trainer, or of a subclass.
-        model: Not wrapped.
-
-    Raises:
-        ConfigError: The model has a `training_step`, or the subclass has one or a `train_step`.
-    """
+    """Refuse a user's own training step, which `fit` does not call."""
     own = [(trainer, name) for name in ("train_step", "training_step")] + [(type(model), "training_step")]
     found = next(((kind, name) for kind, name in own if callable(getattr(kind, name, None))), None)
     if found is not None:
@@ -52,11 +40,7 @@ def check_own_steps(trainer: type, model: nn.Module) -> None:
 
 
 def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
-    """Returns how gradients travel; of None, the defaults, with unused parameters allowed.
-
-    Raises:
-        ConfigError: It is something else, or cannot work.
-    """
+    """Return a valid config of gradients; for None the defaults, with unused parameters allowed."""
     found = DDPConfig(find_unused_parameters=True) if config is None else config
     require(isinstance(found, DDPConfig), f"ddp_config must be a cyxtrain.DDPConfig(...), got {found!r}.")
     found.validate()
@@ -64,11 +48,7 @@ def checked_ddp_config(config: DDPConfig | None) -> DDPConfig:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuses optimizers that call the model several times per step, or cannot take the model's sparse gradients.
-
-    Raises:
-        ConfigError: LBFGS; Adam and its like, and weight decay, with a sparse embedding.
-    """
+    """Refuse LBFGS, and optimizers that cannot take the model's sparse gradients."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times per step, which fit does not do: use Adam or SGD.")
     named, kind = makes_sparse_gradients(model), type(optimizer)
@@ -85,11 +65,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_targets(source: Source, loss: Loss) -> None:
-    """Refuses data without targets, where the loss needs them.
-
-    Raises:
-        ConfigError: There is no y.
-    """
+    """Refuse data without the targets that the loss needs."""
     if source.targets is None and loss.function is not None:
         inputs = source.inputs
         if isinstance(inputs, dict) and not source.is_whole:
@@ -134,11 +110,7 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
 
 
 def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
-    """Refuses class numbers that the model has no output for: they would be met in the middle of an epoch.
-
-    Raises:
-        ConfigError: With the number, its row, and how many classes there are.
-    """
+    """Refuse class numbers for which the model has no output."""
     for part, each in loss.by_output.items():
         check_classes(part_of(targets, part), part_of(output, part), each)
     function = loss.function
@@ -158,32 +130,8 @@ def check_classes(targets: Tree | None, output: Any, loss: Loss) -> None:
         )
 
 
-def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
-    """Refuses batch norm over ranks where PyTorch has none.
-
-    Args:
-        model: Not wrapped.
-        device: Where it computes.
-        wanted: Whether its layers shall be such.
-
-    Raises:
-        ConfigError: On a CPU, with the layers.
-    """
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if device.type == "cpu" and (layers or wanted):
-        asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
-        raise ConfigError(
-            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
-            "those of each rank's samples, or nn.GroupNorm, which needs no others."
-        )
-
-
 def check_precision(model: nn.Module, precision: str) -> None:
-    """Refuses parameters of 16 bits where the loss is scaled: their gradients could not be divided again.
-
-    Raises:
-        ConfigError: With their names.
-    """
+    """Refuse 16-bit parameters with a scaled loss: their gradients could not be unscaled."""
     narrow = (torch.float16, torch.bfloat16)
     halves = [name for name, parameter in trained_parameters(model) if parameter.dtype in narrow]
     if precision == "fp16" and halves:

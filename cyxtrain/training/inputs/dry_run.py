@@ -1,8 +1,7 @@
-"""The dry run: what does not fit is found before anything has changed, on every rank alike.
+"""The dry run: find what does not fit before anything has changed, on every rank alike.
 
-Training is tried as it will be: on one micro-batch, in training mode, with gradients and backward. Evaluation and
-prediction are tried on two rows, in evaluation mode and without gradients. No rank waits for another in it, and it
-leaves no trace.
+Training is tried on one micro-batch, in training mode, with gradients; evaluation and prediction on two rows, in
+evaluation mode. No rank waits for another, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, leaves, map_output
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import torch_compat
+from cyxtrain.environment.accelerator import remedy_for_devices
 from cyxtrain.errors import ConfigError, counted, shortened, warn
 from cyxtrain.metrics.find_accuracy import find_accuracy
 from cyxtrain.metrics.loss import Loss
@@ -32,7 +32,6 @@ from cyxtrain.training.inputs.weight_check import ROWS, WeightCheck, warning_of
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.modes import put_into_training
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
-from cyxtrain.training.model.placement import remedy_for_devices
 from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime
 
@@ -49,12 +48,9 @@ class DryRun:
     """Tries a model, its loss and its metrics on some rows.
 
     Args:
-        model: Not wrapped, on its device.
-        loss: Learns here whether it returns (sum, weight).
-        call: How the model is called.
-        placement: Of batches.
+        loss: Learns whether it returns (sum, weight).
         metrics: What is to be measured, by name.
-        is_of_fit: Whether a fit is tried, and not a single evaluation or prediction: then parameters are restored too.
+        is_of_fit: Whether a fit is tried: then parameters are restored too.
     """
 
     def __init__(
@@ -77,17 +73,14 @@ class DryRun:
         """Of forward and backward, where they have been counted."""
 
     def train(self, source: Source, rows: Rows, *, counts_flops: bool = False) -> Metrics:
-        """Tries a step of training: forward, loss and backward, in training mode.
+        """Try a step of training; return the metrics, which have seen nothing.
 
-        Cost: that of one micro-batch, and a copy of what is trained; twice that where operations are counted.
+        Cost: that of one micro-batch, and a copy of what is trained; twice that if operations are counted.
 
         Args:
             source: Whose rows they are.
             rows: Of one micro-batch, as copies: a model may change its input.
-            counts_flops: Whether to count what it computes, too.
-
-        Returns:
-            What measures the metrics; it has seen nothing.
+            counts_flops: Whether to count operations.
 
         Raises:
             ConfigError: The model cannot take X, the loss or a metric cannot take its output, their shapes do not fit,
@@ -106,7 +99,7 @@ class DryRun:
                 if isinstance(module, nn.SyncBatchNorm):
                     module.eval()  # in training mode it waits for the other ranks
             output, value = self._forward(source, batch)
-            with _blaming(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+            with _described_error(f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
                 self._backward(value)
             measures = self._measuring(output, batch, value)
             if counts_flops:
@@ -117,12 +110,12 @@ class DryRun:
             return measures
 
     def _count_flops(self, source: Source, batch: Batch) -> None:
-        """Counts what the model computes; what cannot be counted is no reason not to train."""
+        """Count operations; if that fails, training goes on without."""
         with contextlib.suppress(Exception):
             self.flops_per_row = flops_of_step(lambda: self._gradients(self._forward(source, batch)[1])) / batch.rows
 
     def evaluate(self, source: Source) -> Metrics:
-        """Tries an evaluation of a source's first rows. Returns and raises as `train`."""
+        """Try an evaluation of a source's first rows. Returns and raises as `train`."""
         batch = self._placed(source.first(_ROWS))
         check = WeightCheck(self._model, self._loss, self._call, self._placed(source.first(ROWS)))
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
@@ -133,7 +126,7 @@ class DryRun:
             return self._measuring(output, batch, value)
 
     def predict(self, source: Source) -> None:
-        """Tries a prediction for a source's first rows. Raises as `train`."""
+        """Try a prediction for a source's first rows. Raises as `train`."""
         batch = self._placed(source.first(_ROWS))
         with memory_explained(trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
@@ -147,13 +140,13 @@ class DryRun:
         return Batch(0, *self._placement.place(rows))
 
     def _forward(self, source: Source, batch: Batch) -> tuple[Any, Tensor]:
-        """Returns what the model gives, and the loss of it."""
+        """Return the model's output and its loss."""
         loss, output = self._loss, self._output(batch)
         if loss.function is None:
             return output, self._own_loss(output, batch)
         loss.check_shapes(output, batch.targets)
         check_classes(source.targets, output, loss)
-        with _blaming(
+        with _described_error(
             f"the loss cannot take the model's output and y, tried on {_described(output)} and "
             f"{_described(batch.targets)}"
         ):
@@ -162,9 +155,9 @@ class DryRun:
         return output, _total(result)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
-        """Returns what the model gives; finds out whether it needs gradients outside training."""
+        """Return the model's output; find out whether it needs gradients outside training."""
         shape, call = _shapes(batch.inputs), self._call  # asked for now: a model may change its input
-        with _blaming(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
+        with _described_error(f"the model cannot take X, tried on shape {shape}{call.names_differ}"):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -178,7 +171,7 @@ class DryRun:
                 raise
 
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
-        """Returns the loss that the model computes itself."""
+        """Return the loss that the model computes itself."""
         try:
             self._loss.look_at_result(output, batch.rows)
             return self._loss(output, batch).value
@@ -191,10 +184,7 @@ class DryRun:
             ) from error
 
     def _backward(self, value: Tensor) -> None:
-        """Makes the gradients of what is trained, and drops them.
-
-        They are asked for, and not accumulated: so hooks of other wrappers and optimizers within backward do not run.
-        """
+        """Compute the gradients without accumulating them, so that hooks of other wrappers do not run."""
         if not value.requires_grad:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
@@ -235,7 +225,7 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _described_error(what: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -249,7 +239,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 
 def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
-    """Warns of parameters that a loss depends on, and that belong neither to the model nor to the loss."""
+    """Warn of parameters on which the loss depends and that are part of neither model nor loss."""
     known, seen, queue = {id(each) for each in trained}, set(), [value.grad_fn]
     others: dict[int, list[int]] = {}
     while queue:
@@ -270,7 +260,7 @@ def _warn_of_others(value: Tensor, trained: Sequence[Tensor]) -> None:
 
 
 def _total(result: Any) -> Tensor:
-    """Returns one number of what a loss returned: a tensor, (sum, weight), or several of these by name."""
+    """Return one number for a loss's result: a tensor, (sum, weight), or several by name."""
     if isinstance(result, dict):
         return torch.stack([_total(each) for each in result.values()]).sum()
     found: Tensor = result[0] if isinstance(result, tuple) else result

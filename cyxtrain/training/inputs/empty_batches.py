@@ -1,6 +1,6 @@
-"""SyncBatchNorm where ranks have different numbers of micro-batches: a rank that has run out of rows computes on none.
+"""SyncBatchNorm with uneven micro-batches: a rank that has run out of rows computes on none.
 
-Each forward and each backward of such a layer is a collective, which all ranks must make equally often.
+Each forward and backward of such a layer is a collective, which all ranks must make equally often.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ from cyxtrain.training.model.snapshot import snapshot
 
 
 class EmptyBatch:
-    """A forward of a model and its loss on a batch without rows, whose backward makes no gradients but zeros.
+    """A forward of a model and its loss on a batch without rows, whose gradients are zeros.
 
-    It computes in full precision: with autocast SyncBatchNorm sends float32 for rows of 16 bits, but sends an empty
-    batch in the type of the batch.
-
-    Args:
-        source: Rows as the model wants them.
-        placement: Of batches.
-        call: How the model is called.
-        loss: Of a batch.
+    It computes in full precision: with autocast SyncBatchNorm sends float32 for 16-bit rows, but an empty batch in its
+    own type.
     """
 
     def __init__(self, source: Source, placement: Placement, call: ModelCall, loss: Loss) -> None:
@@ -45,7 +39,7 @@ class EmptyBatch:
         self._loss = loss
 
     def forward(self, model: Callable[..., Any]) -> Any:
-        """Return what the model gives."""
+        """Return the model's output."""
         return self._call(model, self._batch)
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
@@ -56,7 +50,7 @@ class EmptyBatch:
     @staticmethod
     @contextlib.contextmanager
     def apart(model: nn.Module) -> Iterator[None]:
-        """Within, SyncBatchNorm takes the running statistics, and no rank needs another one."""
+        """Make SyncBatchNorm use its running statistics, so that no rank needs another one."""
         layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         with modes_kept(*layers):
             for layer in layers:
@@ -64,12 +58,7 @@ class EmptyBatch:
             yield
 
     def problem(self, model: nn.Module, layers: Sequence[nn.Module]) -> str:
-        """Return why a model cannot compute on no rows; "": it can. No rank waits for another one.
-
-        Args:
-            model: Not wrapped.
-            layers: Those that ranks compute together.
-        """
+        """Return why a model cannot compute on no rows, or ""; no rank waits for another. `layers`: the shared ones."""
         loss = self._loss
         trained = [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
         kept = snapshot([model, *loss.functions], self._device, copies=True)

@@ -22,19 +22,14 @@ _SAMPLED_ELEMENTS = 64
 
 
 def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
-    """Returns the settings, one by one."""
+    """Return the settings one by one."""
     return {
         f"the setting {name}": value for name, value in dataclasses.asdict(config).items() if name not in _OWN_FIELDS
     }
 
 
 def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
-    """Returns the kind of each parameter and buffer, and of the loss; values are not compared: they become rank 0's.
-
-    Args:
-        trained: The model, and what is trained with it.
-        loss: Its constants, such as class weights, are compared: they stay each rank's own.
-    """
+    """Return the kinds of parameters, buffers and loss; a hash only of the loss's constants, which stay each rank's."""
     facts: dict[str, Any] = {"the loss": loss.describe(), "_loss": loss.warning, "accuracy": str(loss.accuracy)}
     for name, parameter in trained.named_parameters():
         facts[f"the parameter {name}"] = _kind(parameter) + ("" if parameter.requires_grad else ", frozen")
@@ -48,7 +43,7 @@ def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Returns the kind of optimizer, the settings of its groups, and a hash of samples of its state."""
+    """Return the kind of optimizer, the settings of its groups, and a hash of samples of its state."""
     state, groups = optimizer_state_by_name(optimizer, model)
     facts: dict[str, Any] = {"the optimizer": type(optimizer).__name__}
     for number, group in enumerate(groups):
@@ -63,10 +58,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def trained_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns which parameters are trained, and of how many each group of the optimizer is: what callbacks may change.
-
-    Of the names a hash: it is looked at in every epoch.
-    """
+    """Return what callbacks may change: a hash of which parameters are trained, and the sizes of groups."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
         "which parameters are trained": f"{len(names):,} ({hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]})",
@@ -77,7 +69,7 @@ def trained_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def value_facts(model: nn.Module) -> dict[str, Any]:
-    """Returns a hash of samples of each parameter and buffer: ranks with other values would evaluate another model."""
+    """Return a hash of samples of each parameter and buffer."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {f"the model's {name}: hash of its values": _hash([tensor]) for name, tensor in named}
 

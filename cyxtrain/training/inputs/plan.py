@@ -1,6 +1,6 @@
-"""One call of `fit`, `evaluate` or `predict`, after everything that could be refused has been looked at.
+"""What a call of `fit`, `evaluate` or `predict` does, after all checks.
 
-A plan is made on each rank by itself, and changes nothing; then the ranks agree (`agreement.py`).
+Each rank makes a plan, which changes nothing; then the ranks agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cyxtrain.data.batches.collate import answers_in
 from cyxtrain.data.batches.prefetch import Placement
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import Feed, Place
-from cyxtrain.data.sources.source import Source, TrainingData
+from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.errors import ConfigError, warn
 from cyxtrain.metrics.loss import Loss
@@ -30,22 +30,22 @@ from cyxtrain.optim.precision import Precision
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.progress.display import Display, make_display
 from cyxtrain.training.inputs.arguments import FitArguments
-from cyxtrain.training.inputs.checks import (
-    check_batch_norm,
-    check_model,
-    check_optimizer,
-    check_precision,
-    check_targets,
-)
+from cyxtrain.training.inputs.checks import check_model, check_optimizer, check_precision, check_targets
 from cyxtrain.training.inputs.dry_run import DryRun
 from cyxtrain.training.inputs.empty_batches import EmptyBatch
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts, value_facts
-from cyxtrain.training.inputs.training_data import about
+from cyxtrain.training.inputs.training_data import Sources, naming_validation
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.forward import ModelCall
-from cyxtrain.training.model.memory_format import put_channels_last
 from cyxtrain.training.model.out_of_memory import memory_explained
-from cyxtrain.training.model.placement import check_devices, choose_device, device_facts, explain_device
+from cyxtrain.training.model.placement import (
+    check_batch_norm,
+    check_devices,
+    choose_device,
+    device_facts,
+    explain_device,
+    put_channels_last,
+)
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.trained import trained_with
 from cyxtrain.world import runtime
@@ -53,40 +53,49 @@ from cyxtrain.world import runtime
 LossLike = nn.Module | Callable[..., Any] | str | Mapping[str, Any] | None
 
 
-@dataclass
-class CheckedData:
-    """Rows that the model and the loss have been tried on, and how they come to the model.
+@dataclass(kw_only=True)
+class ModelSetup:
+    """How batches reach the model, and what is computed of its output.
 
     Attributes:
-        source: The rows.
+        num_micro_batches: Of a step, at most, on any rank; None: they come one by one, after no dry run.
+        without_rows: What a rank computes that has fewer micro-batches than another one; None: nothing.
+    """
+
+    placement: Placement
+    loss: Loss
+    call: ModelCall
+    metrics: Metrics
+    num_micro_batches: int | None = 1
+    without_rows: EmptyBatch | None = None
+
+
+@dataclass(kw_only=True)
+class CheckedData(ModelSetup):
+    """Data that passed a dry run.
+
+    Attributes:
         batch_size: Rows at once, outside training.
-        placement: Of batches.
-        loss: For these rows.
-        call: How the model is called.
-        metrics: What is measured beside loss and accuracy.
         flops_per_row: Operations of forward and backward; None: not counted.
     """
 
     source: Source
     batch_size: int
-    placement: Placement
-    loss: Loss
-    call: ModelCall
-    metrics: Metrics
     flops_per_row: float | None = None
 
 
 @dataclass
 class FitPlan:
-    """One call of `fit`.
+    """One call of `fit` that passed all checks.
 
-    `fuses`: whether the optimizer steps by the fused kernel; `compiles_layers`: whether layers are compiled one by one,
-    and not the model as a whole; `initial_epoch`: epochs that count as complete, or None:
-    those that the trainer has seen; `ends_on_nan`: whether a callback on any rank wants a loss that is not finite to
-    end the fit in good order; `uses_reports`: whether all ranks compute on accelerators, where the host need not wait
-    for a step; `attempt`: how often a launcher has started ranks again, at most; `devices`: those that are used, and
-    those that are visible, in words; `without_rows`: what a rank computes that has run out of rows, or None: no rank
-    does, or the others do not need it.
+    Attributes:
+        fuses: Whether the optimizer uses PyTorch's fused kernel.
+        compiles_layers: Whether layers are compiled one by one, and not the model as a whole.
+        initial_epoch: Epochs that count as completed; None: those of the trainer.
+        ends_on_nan: Whether a callback on any rank ends the fit if a number is not finite.
+        uses_reports: Whether all ranks compute on accelerators, and the host need not wait for a step.
+        attempt: How often a launcher has restarted the ranks, at most.
+        devices: Those in use and those visible, in words.
     """
 
     config: DistributedTrainingConfig
@@ -103,24 +112,16 @@ class FitPlan:
     uses_reports: bool = False
     attempt: int = 0
     devices: str = ""
-    without_rows: EmptyBatch | None = None
     training_seconds: float = 0.0
     training_rows: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which matrices are multiplied."""
+        """Type in which matrices are multiplied."""
         return self.data.call.precision.dtype or self.data.placement.dtype
 
     def take_facts(self, everyone: Sequence[dict[str, Any]]) -> None:
-        """Take over what the ranks have told each other; every rank calls it.
-
-        Args:
-            everyone: The facts of all ranks, by rank.
-
-        Raises:
-            ConfigError: Ranks use one GPU over NCCL.
-        """
+        """Take over the facts of all ranks; refuse ranks that share a GPU over NCCL. All ranks call it."""
         check_devices(everyone, self.data.placement.device)
         self.ends_on_nan = any(facts["_ends_on_nan"] for facts in everyone)
         self.uses_reports = all(facts["_is_on_accelerator"] for facts in everyone)
@@ -128,11 +129,7 @@ class FitPlan:
         self.devices = explain_device(self.data.placement.device, everyone)
 
     def params(self, last_epoch: int) -> dict[str, Any]:
-        """Returns what callbacks are told.
-
-        Args:
-            last_epoch: Counted from 1.
-        """
+        """Return what callbacks are given with `set_params`; `last_epoch` counts from 1."""
         return {
             "epochs": last_epoch,
             "steps": self.steps_per_epoch,
@@ -153,41 +150,37 @@ class FitPlan:
 
     @property
     def larger_is_better(self) -> dict[str, bool]:
-        """Whether a number of the history shall grow, by its name without val_; of those of which it is known."""
+        """Which numbers of the history are better if larger, by name without val_; unknown ones are left out."""
         losses = dict.fromkeys(["loss", *self.data.loss.weightings], False)
         return {**losses, "accuracy": True, **self.data.metrics.larger_is_better}
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch, at most; None: nobody knows before its batches are over."""
+        """Optimizer steps of an epoch, at most; None: unknown until its batches end."""
         return steps_per_epoch(self.config, self.feed)
 
     @property
     def all_steps(self) -> int | None:
-        """Steps of the whole fit; None: nobody knows."""
+        """Steps of the whole fit; None: unknown."""
         return None if self.steps_per_epoch is None else self.config.epochs * self.steps_per_epoch
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up.
-
-        Raises:
-            ConfigError: It is a fraction of the fit, and nobody knows how many steps that has.
-        """
+        """Steps of the warm-up; raises ConfigError for a fraction of a fit of unknown length."""
         asked = self.config.warmup_steps
         if asked and asked < 1 and self.all_steps is None:
             raise ConfigError(
-                f"warmup_steps={asked} is a fraction of the fit, and nobody knows how many batches the data will give: "
+                f"warmup_steps={asked} is a fraction of the fit, and the number of batches is unknown: "
                 "set steps_per_epoch, or give a number of steps."
             )
         return round(asked * (self.all_steps or 0)) if asked < 1 else int(asked)
 
     def schedule_steps(self, warmup_steps: int, position: Position | None = None) -> int | None:
-        """Returns how many times the fit steps its schedule, which waits for the warm-up; None: nobody knows.
+        """Return how often the fit steps its schedule; None: unknown.
 
         Args:
-            warmup_steps: Steps of the warm-up that are still to be taken.
-            position: Where the fit is; None: it begins.
+            warmup_steps: Of the warm-up that are still to be taken; the schedule waits for it.
+            position: Of the fit; None: it begins.
         """
         epochs, done, steps = self.config.epochs, 0, self.steps_per_epoch
         if position is not None:
@@ -198,39 +191,28 @@ class FitPlan:
         return None if steps is None else max(0, epochs * steps - done - warmup_steps)
 
     def shares(self, position: Position) -> Generator[Share]:
-        """Gives this rank's shares of what is left of the running epoch."""
+        """Yield this rank's shares of the rest of the epoch."""
         yield from self.feed.shares(place_of(position), self.data.placement, asked_steps(self.config))
 
     def steps_left(self, position: Position) -> int:
-        """Returns how many steps there are to the end of the last epoch, or to where a callback has ended the fit.
-
-        Where nobody knows, 0.
-        """
+        """Return the steps to the end of the last epoch, or to where a callback ends the fit; 0 if unknown."""
         if self.is_over(position) or self.steps_per_epoch is None:
             return 0
         epochs = position.first_epoch + self.config.epochs - position.epoch
         return epochs * self.steps_per_epoch - position.epoch_steps
 
     def is_over(self, position: Position) -> bool:
-        """Returns whether the last epoch is complete, or the one after which a callback has ended the fit."""
+        """Return whether the last epoch is complete, or the one after which a callback ends the fit."""
         last = position.first_epoch + self.config.epochs
         return position.epoch >= last or (position.stopped > 0 and position.samples == 0)
 
     def digests(self) -> dict[str, str]:
-        """Returns how a checkpoint knows the data: their digests by what they are for, "" where there are none."""
+        """Return the digests by which a checkpoint recognizes the data; "" for data that are not given."""
         validation = "" if self.validation is None else self.validation.source.digest()
         return {"data": self.data.source.digest(), "validation": validation}
 
     def resume_from(self, state: TrainingState, world_size: int) -> None:
-        """Takes over what a checkpoint decides: samples per step over all ranks, and what the numbers began with.
-
-        Args:
-            state: As it is there.
-            world_size: Ranks that made it.
-
-        Raises:
-            ConfigError: This many ranks cannot go on from there.
-        """
+        """Take over a checkpoint's samples per step and its throughput; `world_size`: ranks that wrote it."""
         self.feed.check_world(world_size, place_of(state.position))
         self.feed.resume_from(state.position.effective_batch_size)
         history, rows = state.history, self.feed.rows_of(self.steps_per_epoch)
@@ -240,12 +222,12 @@ class FitPlan:
 
 
 def asked_steps(config: DistributedTrainingConfig) -> int | None:
-    """Returns how many steps of an epoch are asked for, at most."""
+    """Return the limit of steps of an epoch that the config sets."""
     return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
 
 
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
-    """Returns how many optimizer steps an epoch has, at most; None: nobody knows before its batches are over."""
+    """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
         return asked_steps(config)  # the data are gone through again when they are over
     limits = (asked_steps(config), feed.steps_per_epoch)
@@ -253,7 +235,7 @@ def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None
 
 
 def place_of(position: Position) -> Place:
-    """Returns where in the data training is."""
+    """Return where in the data training is."""
     read = (position.passes, position.batches, position.order)
     return Place(position.epoch, position.epoch_steps, position.samples, *read)
 
@@ -265,24 +247,10 @@ def plan_fit(
     optimizer: torch.optim.Optimizer,
     device: str | torch.device,
     metrics: Mapping[str, Any],
-    opened: TrainingData,
+    opened: Sources,
     epoch: int,
 ) -> tuple[FitPlan, dict[str, Any]]:
-    """Returns what this rank is asked to do, and what must be the same on every rank.
-
-    Args:
-        arguments: What the user has given.
-        model: Not wrapped.
-        loss_fn: As it was given.
-        optimizer: Of the model's parameters.
-        device: As it was given.
-        metrics: By name.
-        opened: The data.
-        epoch: With which the fit is likely to begin, from 0.
-
-    Raises:
-        ConfigError: What cannot work.
-    """
+    """Return this rank's plan, and what must be the same on every rank; `epoch`: where it is likely to begin."""
     config, trained = arguments.config, trained_with(model, Loss(loss_fn))
     check_model(trained)
     check_optimizer(optimizer, trained)
@@ -291,11 +259,11 @@ def plan_fit(
     source, validation_source = opened
     feed = source.feed(config, rank, world_size)
     rows, given = _first_rows(source, feed, epoch), (config, model, loss_fn, optimizer, device, metrics)
-    data = _tried(source, config.batch_size, *given, trains_on=rows)
+    data = _dry_run(source, config.batch_size, *given, trains_on=rows)
     validation = None
     if validation_source is not None:
-        with about("validation"):
-            validation = _tried(validation_source, _validation_batch_size(validation_source, config), *given)
+        with naming_validation("validation"):
+            validation = _dry_run(validation_source, _validation_batch_size(validation_source, config), *given)
     facts = {
         **_facts(arguments, source, validation_source, trained, data.placement.device),
         **model_facts(trained, data.loss),
@@ -309,13 +277,13 @@ def plan_fit(
     check_batch_norm(model, data.placement.device, wanted=config.sync_batchnorm)
     fuses = can_fuse(optimizer, config.fused_optimizer, makes_sparse_gradients(model))
     ways = (fuses, compiles_by_layer(model, config.compile, data.placement.device, world_size))
-    run = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
-    _check_best(run)
-    return run, facts
+    plan = FitPlan(config, data, validation, feed, display, arguments.resume, callbacks, *ways, arguments.initial_epoch)
+    _check_best(plan)
+    return plan, facts
 
 
 def _is_on_accelerator(trained: nn.Module) -> bool:
-    """Returns whether all parameters are on one accelerator, of the kind that is taken without asking."""
+    """Return whether all parameters are on one accelerator of the kind that "auto" takes."""
     devices, kind = {parameter.device for parameter in trained.parameters()}, accelerator.visible()
     return kind is not None and len(devices) == 1 and next(iter(devices)).type == kind.type
 
@@ -325,7 +293,7 @@ def _validation_batch_size(source: Source, config: DistributedTrainingConfig) ->
 
 
 def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
-    """Returns a micro-batch as rank 0 gets it first in an epoch; where each rank has rows of its own, as this one."""
+    """Return rank 0's first micro-batch of an epoch; this rank's, if each has rows of its own."""
     first = feed.first_rows(epoch)
     return source.first(feed.rows_at_once) if first is None else first
 
@@ -333,7 +301,7 @@ def _first_rows(source: Source, feed: Feed, epoch: int) -> Rows:
 def _facts(
     arguments: FitArguments, source: Source, validation: Source | None, trained: nn.Module, device: torch.device
 ) -> dict[str, Any]:
-    """Returns what of arguments, data and device must be the same on every rank, and what in the data is not finite."""
+    """Return what must be the same on every rank, and what in the data is not finite."""
     rank, world_size = runtime.get_rank(), runtime.get_world_size()
     return {
         **device_facts(device),
@@ -347,31 +315,27 @@ def _facts(
     }
 
 
-def _check_best(run: FitPlan) -> None:
-    best = run.config.keep_best
+def _check_best(plan: FitPlan) -> None:
+    best = plan.config.keep_best
     if best is None:
         return
-    if best in run.measured:
-        if best.removeprefix("val_") not in run.larger_is_better:
+    if best in plan.measured:
+        if best.removeprefix("val_") not in plan.larger_is_better:
             raise ConfigError(
-                f"keep_best={best!r}: nobody has said whether more of it is better. Say so, as in "
+                f"keep_best={best!r}: it is unknown whether larger is better. Set it, as in "
                 "my_function.higher_is_better = True."
             )
         return
-    if best.removeprefix("val_") in run.measured:
+    if best.removeprefix("val_") in plan.measured:
         raise ConfigError(f"keep_best={best!r} needs validation data: give some, or keep the best loss.")
-    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, run.measured)}")
+    raise ConfigError(f"keep_best={best!r}: no such metric in this run. {nearest(best, plan.measured)}")
 
 
 def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
-    """Says on rank 0 what in the data is not finite, and how the loss is weighted wrongly.
-
-    Args:
-        everyone: The facts of all ranks, by rank.
-    """
+    """Warn on rank 0 of data that are not finite, and of a loss that is weighted wrongly."""
     follows = {
-        "_data": "Where the loss becomes NaN by it, on_nonfinite says what happens.",
-        "_validation": "val_loss may become NaN by it, and then no epoch is better than another.",
+        "_data": "on_nonfinite decides what happens if that makes the loss NaN.",
+        "_validation": "val_loss may become NaN, and then no epoch is the best one.",
     }
     warnings = [facts["_loss"] for facts in everyone if facts["_loss"]]
     if warnings and runtime.is_master():
@@ -382,7 +346,7 @@ def warn_of_data(everyone: Sequence[dict[str, Any]]) -> None:
             where, count = found[0][0], sum(rows for _, rows in found)
             more = f", the first of {count:,} such rows" if count > 1 else ""
             prefix = "validation data: " if name == "_validation" else ""
-            warn(f"{prefix}{where}{more}. {what} Better fill or drop such rows first.")
+            warn(f"{prefix}{where}{more}. {what} Fill or drop such rows first.")
 
 
 def plan_rows(
@@ -397,18 +361,12 @@ def plan_rows(
     *,
     predicting: bool,
 ) -> tuple[CheckedData, dict[str, Any]]:
-    """Returns rows to evaluate or to predict, and what must be the same on every rank that shares them.
-
-    What is not given is as in the latest fit, whose config it is.
-
-    Raises:
-        ConfigError: The batch size is none, the loss has no targets, or the rows do not fit the model.
-    """
+    """Return checked rows to evaluate or predict, and what must be the same on every rank that shares them."""
     if batch_size is None:
         batch_size = source.batch_size or config.batch_size
     require_integer("predict" if predicting else "evaluate", "batch_size", batch_size, 1)
     given = (config, model, loss_fn, optimizer, device, metrics)
-    rows = _tried(source, batch_size, *given, predicting=predicting, is_of_fit=False)
+    rows = _dry_run(source, batch_size, *given, predicting=predicting, is_of_fit=False)
     return rows, {
         "the batch size": batch_size,
         **source.facts("the given"),
@@ -417,7 +375,7 @@ def plan_rows(
 
 
 def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, channels_last: bool = False) -> Placement:
-    """Puts model and loss on their device; returns where their batches go, and in which types."""
+    """Move model and loss to their device; return where batches go, and in which types."""
     parameters = list(model.parameters())
     chosen = choose_device(device, model)
     model.to(chosen)
@@ -429,7 +387,7 @@ def place_model(model: nn.Module, loss: Loss, device: str | torch.device, *, cha
     return Placement(chosen, next(floats, torch.get_default_dtype()), loss.prepare_target, channels_last)
 
 
-def _tried(
+def _dry_run(
     source: Source,
     batch_size: int,
     config: DistributedTrainingConfig,
@@ -443,7 +401,7 @@ def _tried(
     trains_on: Rows | None = None,
     is_of_fit: bool = True,
 ) -> CheckedData:
-    """Returns rows that the model and the loss have been tried on; `trains_on`: a micro-batch of training."""
+    """Return rows that passed a dry run; `trains_on`: a micro-batch of training."""
     loss = Loss(loss_fn)
     if not predicting:
         check_targets(source, loss)
@@ -461,4 +419,12 @@ def _tried(
     else:
         counts_flops = accelerator.is_accelerator(placement.device) or bool(config.profile)
         measures = dry_run.train(source, trains_on, counts_flops=counts_flops)
-    return CheckedData(source, batch_size, placement, loss, call, measures, dry_run.flops_per_row)
+    return CheckedData(
+        source=source,
+        batch_size=batch_size,
+        placement=placement,
+        loss=loss,
+        call=call,
+        metrics=measures,
+        flops_per_row=dry_run.flops_per_row,
+    )

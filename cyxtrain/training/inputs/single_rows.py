@@ -1,4 +1,4 @@
-"""Micro-batches of a single row, or none, which batch norm cannot be trained on: found before the first step."""
+"""Micro-batches of a single row, or none, on which batch norm cannot be trained: found before the first step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,18 @@ from cyxtrain.training.model.snapshot import snapshot
 from cyxtrain.world import runtime
 
 
-def check_single_rows(model: nn.Module, run: FitPlan) -> None:
-    """Refuse a model with batch norm where it would be trained on a single row, such as that of the last step.
+def check_single_rows(model: nn.Module, plan: FitPlan) -> None:
+    """Refuse a model with batch norm that would be trained on a single row, such as that of the last step.
 
-    Whether its batch norm can take one is asked of the model: images have many values per channel. All ranks come to
-    the same answer, which depends on nothing but the numbers of rows, ranks and micro-batches. Of SyncBatchNorm the
-    rows of all ranks count together.
-
-    Args:
-        model: Not wrapped.
-        run: What is asked for.
-
-    Raises:
-        ConfigError: With the counts and what can be done.
+    The model tells whether its batch norm can: images have many values per channel. The answer depends only on the
+    numbers of rows, ranks and micro-batches, so all ranks have the same. For SyncBatchNorm the rows of all ranks count
+    together.
     """
-    feed, source, ranks = run.feed, run.data.source, runtime.get_world_size()
+    feed, source, ranks = plan.feed, plan.data.source, runtime.get_world_size()
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
-    together = ranks > 1 and len(_layers_together(model, converts=run.config.sync_batchnorm)) == len(norms)
+    together = ranks > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
     single = feed.single_row(together=together) if norms else None
-    if single is None or not _has_one_value_per_row(model, norms, run.data):
+    if single is None or not _has_one_value_per_row(model, norms, plan.data):
         return
     rows = counted(single.joined_rows, "row")
     if single.joined_rows == 0:
@@ -78,34 +71,26 @@ def _has_one_value_per_row(model: nn.Module, norms: list[nn.Module], data: Check
     return 1 in found
 
 
-def part_without_rows(model: nn.Module, run: FitPlan) -> EmptyBatch | None:
-    """Return what a rank that has run out of rows computes; None: no rank does, or its model has no such layers.
-
-    Args:
-        model: Not wrapped, on its device.
-        run: What is asked for.
-
-    Raises:
-        ConfigError: The model cannot compute on no rows; with the counts, on every rank alike.
-    """
-    layers = _layers_together(model, converts=run.config.sync_batchnorm)
-    uneven = run.feed.uneven_step() if layers and runtime.get_world_size() > 1 else None
+def part_without_rows(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:
+    """Return what a rank that runs out of rows computes; None: nothing. Raise ConfigError if the model cannot."""
+    layers = _layers_together(model, converts=plan.config.sync_batchnorm)
+    uneven = plan.feed.uneven_step() if layers and runtime.get_world_size() > 1 else None
     if uneven is None:
         return None
-    data = run.data
+    data = plan.data
     part = EmptyBatch(data.source, data.placement, data.call, data.loss)
     problem = part.problem(model, layers)
     if problem:
-        raise ConfigError(f"{_described(uneven, run)}, and the model cannot compute on no rows: {problem}")
+        raise ConfigError(f"{_described(uneven, plan)}, and the model cannot compute on no rows: {problem}")
     return part
 
 
-def _described(uneven: UnevenStep, run: FitPlan) -> str:
+def _described(uneven: UnevenStep, plan: FitPlan) -> str:
     needs = "SyncBatchNorm needs all ranks in each forward"
     if not uneven.counts:
         return f"{needs}, ranks may be given different numbers of micro-batches (drop_last=True leaves out a tail)"
     if uneven.is_tail:
-        which = f"the last step of an epoch has {counted(uneven.joined_rows, 'row')} of {run.data.source.describe()}"
+        which = f"the last step of an epoch has {counted(uneven.joined_rows, 'row')} of {plan.data.source.describe()}"
         remedy = "set drop_last=True, or another batch_size"
     else:
         which = f"a step has {counted(uneven.joined_rows, 'row')}"
@@ -115,6 +100,6 @@ def _described(uneven: UnevenStep, run: FitPlan) -> str:
 
 
 def _layers_together(model: nn.Module, *, converts: bool) -> list[nn.Module]:
-    """Return the layers that ranks compute together; `converts`: all batch norms will be such."""
+    """Return the layers that ranks compute together; `converts`: all batch norms will become such."""
     kind = torch_compat.BatchNormModule if converts else nn.SyncBatchNorm
     return [module for module in model.modules() if isinstance(module, kind)]

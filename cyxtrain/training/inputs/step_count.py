@@ -1,4 +1,4 @@
-"""How many steps a fit will take, asked before it."""
+"""How many steps a fit will take."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from cyxtrain.world import runtime
 
 
 def count_steps(*data: Any, **keywords: Any) -> tuple[int, int]:
-    """Returns (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments.
+    """Return (optimizer steps of an epoch, of the whole fit) that `fit` takes with the same arguments.
 
-    For schedules that must be told: they are the same on every rank, and fewer the more ranks there are. All ranks call
-    it; like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
+    For schedules that need it: the numbers are the same on every rank, and smaller with more ranks. All ranks call it;
+    like `fit`, it joins the world. Cost: data that give batches one after the other are opened.
 
     Args:
         *data: As `DistributedTrainer.fit`: X and y, or what gives batches; a `DistributedTrainingConfig`, or none.
         **keywords: As `DistributedTrainer.fit`.
 
     Raises:
-        ConfigError: As `fit`; or nobody knows how many batches the data will give.
+        ConfigError: As `fit`; or the number of batches is unknown.
     """
     runtime.join_if_nobody_has()
     runtime.roll_call("count_steps")
-    config = parse_fit(data, dict(keywords)).config
+    config = parse_fit(*data, **keywords).config
     if isinstance(data[0] if data else None, Iterator):  # opening it would take batches that fit should have
         steps = asked_steps(config)
     else:
-        arguments, opened = open_fit(lambda: parse_fit(data, dict(keywords)), None, 0)
+        arguments, opened = open_fit(lambda: parse_fit(*data, **keywords), None, 0)
         config = arguments.config
-        feed = opened.training.feed(config, *_rank_and_world_size(config))
+        feed = opened[0].feed(config, *_rank_and_world_size(config))
         steps = steps_per_epoch(config, feed)
     if steps is None:
-        raise ConfigError("nobody knows how many batches the data will give: set steps_per_epoch.")
+        raise ConfigError("the number of batches is unknown: set steps_per_epoch.")
     return steps, config.epochs * steps
 
 
 def _rank_and_world_size(config: DistributedTrainingConfig) -> tuple[int, int]:
-    """Returns those of this process; of a program that no launcher started, those of its worker processes."""
+    """Return those of this process, or those of the workers that a notebook would start."""
     rank, world_size, asked = runtime.get_rank(), runtime.get_world_size(), config.num_processes
     if asked is None or world_size > 1 or process_env.is_launched():
         return rank, world_size

@@ -1,4 +1,4 @@
-"""The data of a call: each rank opens what it was given, then all learn what the others have."""
+"""The data of a call: each rank opens its own, then all learn what the others have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.sources.arrays import ArraySource, validation_rows
 from cyxtrain.data.sources.open import open_source
-from cyxtrain.data.sources.source import Source, TrainingData
+from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, on_all_ranks
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.training.inputs.arguments import FitArguments
@@ -18,83 +18,80 @@ from cyxtrain.training.inputs.facts import config_facts
 from cyxtrain.world import runtime
 from cyxtrain.world.agreement import agree_on
 
+Sources = tuple[Source, Source | None]
+"""Rows to train on, and rows to validate with."""
+
 _NAMES = ("training", "validation")
 _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
-def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, TrainingData]:
-    """Returns what a fit is asked for, and its data. All ranks call it.
+def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
+    """Return what a fit is asked for, and its data; raise ConfigError on all ranks. All ranks call it.
 
     Args:
         parse: Returns what this rank is asked for, or raises.
         loss_fn: Of the fit.
         epoch: From which it is likely to begin, from 0.
-
-    Raises:
-        ConfigError: What cannot work, on any rank.
     """
 
-    def opened() -> tuple[tuple[FitArguments, TrainingData], dict[str, Any]]:
+    def opened() -> tuple[tuple[FitArguments, Sources], dict[str, Any]]:
         arguments = parse()
         found = _open(arguments, loss_fn, epoch)
         return (arguments, found), {**config_facts(arguments.config), **_openings(found)}
 
     (arguments, found), everyone = agree_on(opened)
     config = arguments.config
-    with marked():
-        _meet(found, everyone, runtime.get_rank(), config.sharded_data)
-        _check_batch_size(found.training, config)
-    if found.training.batch_size is not None:
-        config = dataclasses.replace(config, batch_size=found.training.batch_size)
+    with raised_on_all_ranks():
+        _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
+        _check_batch_size(found[0], config)
+    if found[0].batch_size is not None:
+        config = dataclasses.replace(config, batch_size=found[0].batch_size)
     return dataclasses.replace(arguments, config=config), found
 
 
 def open_rows(
     data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig, *, distributed: bool
 ) -> Source:
-    """Returns the rows of an evaluation or a prediction. All ranks that share them call it.
+    """Return the rows of an evaluation or a prediction. All ranks that share them call it.
 
     Args:
         data: X; or X, y, and how much each row counts.
-        batch_size: Rows at once; None: as in the latest fit, or as the data bring along.
+        batch_size: Rows at once; None: as in the latest fit, or as the data have it.
         config: Of the latest fit.
-        distributed: Whether ranks share them; else they are this rank's alone.
-
-    Raises:
-        ConfigError: As `open_fit`.
+        distributed: Whether ranks share them.
     """
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # that was about the data of the fit
 
-    def opened() -> tuple[TrainingData, dict[str, Any]]:
+    def opened() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
-        found = TrainingData(open_source(inputs, targets, weights, asked, 0, trains=False), None)
-        brings = found.training.batch_size
+        found = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
+        brings = found[0].batch_size
         if brings is not None and batch_size not in (None, brings):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {brings}: leave batch_size out.")
         return found, _openings(found)
 
     if not distributed:
         found, facts = opened()
-        _meet(found, [facts], 0, config.sharded_data)
+        _share_sources(found, [facts], 0, config.sharded_data)
     else:
         found, everyone = agree_on(opened)
-        with marked():
-            _meet(found, everyone, runtime.get_rank(), config.sharded_data)
-    return found.training
+        with raised_on_all_ranks():
+            _share_sources(found, everyone, runtime.get_rank(), config.sharded_data)
+    return found[0]
 
 
 @contextlib.contextmanager
-def marked() -> Iterator[None]:
-    """Within, what is refused is refused on all ranks: they have seen the same."""
+def raised_on_all_ranks() -> Iterator[None]:
+    """Mark a ConfigError within as one that all ranks have."""
     try:
         yield
     except ConfigError as error:
         raise on_all_ranks(error) from error.__cause__
 
 
-def _openings(found: TrainingData) -> dict[str, Any]:
-    """Returns what the ranks show each other, of which the kind must be the same."""
+def _openings(found: Sources) -> dict[str, Any]:
+    """Return what ranks compare of their data: the kind, and what `Source.meet` takes."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, found, strict=True):
         opening = {"kind": "none"} if source is None else source.summary()
@@ -102,21 +99,21 @@ def _openings(found: TrainingData) -> dict[str, Any]:
     return facts
 
 
-def _meet(found: TrainingData, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
+def _share_sources(found: Sources, everyone: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
     for name, source in zip(_NAMES, found, strict=True):
         if source is not None:
-            with about(name):
+            with naming_validation(name):
                 source.reconcile([facts[f"_{name}"] for facts in everyone], rank, sharded=sharded)
 
 
-def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
-    """Returns the data of a fit, on this rank: the last rows are for validation, where a fraction is asked for."""
+def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
+    """Return this rank's data of a fit; the last rows validate, if a fraction is asked for."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source, validation = open_source(*given, config, epoch, trains=True), None
     _check_batch_size(source, config)
     if arguments.validation is not None:
-        with about("validation"):
+        with naming_validation("validation"):
             own = dataclasses.replace(config, batch_size=config.validation_batch_size or config.batch_size)
             validation = open_source(*arguments.validation, own, 0, trains=False)
             if validation.reads_once and config.epochs > 1:
@@ -132,12 +129,12 @@ def _open(arguments: FitArguments, loss_fn: Any, epoch: int) -> TrainingData:
         first = validation_rows(len(source), config.validation_split)
         source, validation = source.part(0, first), source.part(first, len(source))
     if validation is not None:
-        with about("validation"):
+        with naming_validation("validation"):
             validation = _limited(validation, config)
     if arguments.class_weights is not None:  # they weigh training alone, as Keras's
         ignored = getattr(Loss(loss_fn).function, "ignore_index", None)
         source = source.weighted_by_class(arguments.class_weights, ignored)
-    return TrainingData(source, validation)
+    return source, validation
 
 
 def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None:
@@ -149,7 +146,7 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Returns as much to validate with as is asked for."""
+    """Return as much validation data as is asked for."""
     size, brings = config.validation_batch_size, validation.batch_size
     if size is not None and brings not in (None, size):
         raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {brings}: give one.")
@@ -158,8 +155,8 @@ def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
 
 
 @contextlib.contextmanager
-def about(name: str) -> Iterator[None]:
-    """Says of an error within that it is about the validation data, where it is."""
+def naming_validation(name: str) -> Iterator[None]:
+    """Prefix a ConfigError within, if it is about the validation data."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over rows, tried on a few: if not, ranks and micro-batches would be weighted wrongly."""
+"""Checks on a few rows whether a loss is a mean: otherwise ranks and micro-batches would be weighted wrongly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNT_TOLERANCE = 1e-5
 
 
 class _Losses(NamedTuple):
-    """The loss of a batch with num_items_in_batch=1, without, and what their quotient says."""
+    """The loss of a batch with num_items_in_batch=1 and without."""
 
     total: float
     mean: float
@@ -41,9 +41,7 @@ class WeightCheck:
 
     Args:
         model: In evaluation mode; not wrapped.
-        loss: Learns here how many items the model counts.
-        call: How the model is called.
-        batch: Rows of the data.
+        loss: Learns how many items the model counts.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, call: ModelCall, batch: Batch) -> None:
@@ -56,7 +54,7 @@ class WeightCheck:
         self._tolerance = _TOLERANCE if is_full else _TOLERANCE_16_BITS
 
     def find_items(self) -> str:
-        """Finds out whether the model obeys num_items_in_batch, and what it counts; returns a warning, or ""."""
+        """Find out whether the model divides by num_items_in_batch, and what it counts; return a warning, or ""."""
         loss, named = self._loss, names_items(self._model)
         if loss.function is not None or loss.weightings or not may_take_items(self._model):
             return ""
@@ -83,7 +81,7 @@ class WeightCheck:
         )
 
     def find_weights(self) -> str:
-        """Compares the loss of all rows with the mean of their losses alone; returns a warning, or "" if they agree."""
+        """Compare the loss of all rows with the mean of their single losses; return a warning, or ""."""
         loss = self._loss
         if loss.gathers or self._batch.rows < 2:
             return ""
@@ -104,7 +102,7 @@ class WeightCheck:
         return ""
 
     def _find_mean(self) -> str:
-        """Returns a warning of (mean, weight) in place of (sum, weight): weights of rows add up, losses do not."""
+        """Warn of (mean, weight) instead of (sum, weight): weights of rows add up, losses do not."""
         together, alone = self._pairs(self._batch), [self._pairs(each) for each in self._alone()]
         for name, (total, weight) in together.items():
             each = [pairs[name] for pairs in alone if pairs[name][1]]
@@ -142,7 +140,7 @@ class WeightCheck:
         )
 
     def _reacts(self) -> bool:
-        """Returns whether the loss depends on num_items_in_batch."""
+        """Return whether the loss depends on num_items_in_batch."""
         try:
             one, two = (self._value(self._batch, items) for items in (1, 2))
         except Exception:  # **kwargs went where nobody knows the argument
@@ -164,7 +162,7 @@ class WeightCheck:
         return {name: float(found.parts[name].mean) for name, kind in kinds if kind is Weighting.SAMPLES}
 
     def _pairs(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Returns (sum, weight) of each loss that is a weighted mean."""
+        """Return (sum, weight) of each loss that is a weighted mean."""
         found = self._loss(self._call.without_graph(self._model, batch), batch)
         kinds = self._loss.weightings.items()
         names = [name for name, kind in kinds if kind is Weighting.TERMS]
@@ -176,7 +174,7 @@ class WeightCheck:
 
 
 def _picked(batch: Batch) -> Batch:
-    """Returns a few rows that have different numbers of what may be padding: the most frequent value of a table."""
+    """Return a few rows with different counts of what may be padding: the most frequent value of a table."""
     if batch.rows <= ROWS:
         return _part(batch, slice(0, ROWS))
     tables = [each for each in (*tensors(batch.targets), *tensors(batch.inputs)) if each.dim() > 1 and each.numel()]
@@ -197,7 +195,7 @@ def _part(batch: Batch, rows: slice | Tensor) -> Batch:
 
 
 def warning_of(check: Callable[[], str]) -> str:
-    """Returns what a check warns of; "" if the model or the loss cannot be tried so, such as on one row."""
+    """Return what a check warns of; "" if the model or the loss cannot be tried, such as on one row."""
     with contextlib.suppress(Exception):
         return check()
     return ""

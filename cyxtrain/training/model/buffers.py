@@ -1,4 +1,4 @@
-"""Buffers, such as running means, as they were before something was tried."""
+"""Copies of buffers, such as running means, to restore them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ class _Kept:
 
 
 class BuffersKept:
-    """Copies of a module's buffers, of any form.
-
-    Args:
-        model: Its buffers are kept as they are now.
-    """
+    """Copies of a module's buffers, of any kind of tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -36,7 +32,7 @@ class BuffersKept:
         ]
 
     def keep(self) -> None:
-        """Keeps them as they are now."""
+        """Copy the buffers as they are now."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for kept in self._kept:
             before, kept.buffer = kept.buffer, torch_compat.own_buffers(kept.module).get(kept.name)
@@ -58,7 +54,7 @@ class BuffersKept:
             torch_compat.copy_all(copies, buffers)
 
     def bring_back(self) -> None:
-        """Makes them what they were when they were kept; what has not changed is not written."""
+        """Restore the buffers; unchanged ones are not written."""
         for kept in self._kept:
             if kept.buffer is not None:
                 kept.buffer = _restored(kept.buffer, kept.copy)  # changed in place
@@ -70,7 +66,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _restored(buffer: Tensor, copy: Tensor) -> Tensor:
-    """Return a buffer with the numbers of a copy: itself, written in place; a copy of one that cannot be written."""
+    """Return a buffer with the values of a copy: itself, written in place, or a new copy if it cannot be written."""
     if buffer.is_cpu and fingerprint(buffer) == fingerprint(copy):
         return buffer
     if parts_of(buffer) is None:

@@ -1,38 +1,32 @@
-"""The model compiled by `torch.compile`, for as long as a fit lasts; and CUDA graphs, which compiled models may use.
+"""`torch.compile` for the duration of a fit, and CUDA graphs, which compiled models may use.
 
-A CUDA graph writes its results to the same memory in every step. What is kept longer is copied (`own_copy`), and each
-step tells PyTorch where it begins (`steps_marked`).
+A CUDA graph writes its results to the same memory in every step. What is kept longer is copied
+(`accelerator.own_copy`), and each step tells PyTorch where it begins (`marked_steps`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.environment.accelerator import is_accelerator, may_use_cuda_graphs
 from cyxtrain.errors import ConfigError
 from cyxtrain.training.model.recompute import stacked_layers
 
+_Batch = TypeVar("_Batch")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes in which a model's kernels are launched together, as a CUDA graph."""
 
 
 def check_compiler(mode: bool | str, device: torch.device) -> None:
-    """Compiles something small, to find out whether anything can be compiled here.
+    """Compile something small; raise ConfigError if that does not work here.
 
-    Cost: some seconds, the first time in a process; the model's own compilation would have taken them else.
-
-    Args:
-        mode: That was asked for.
-        device: That computes.
-
-    Raises:
-        ConfigError: With what PyTorch says.
+    Cost: some seconds, the first time in a process, which the model's own compilation saves.
     """
     try:
         torch.compile(_small)(torch.ones(2, device=device))
@@ -49,19 +43,9 @@ def _small(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, world_size: int) -> bool:
-    """Returns whether a fit compiles the model's layers one by one, after a look whether it can compile at all.
+    """Return whether a fit compiles the model's layers one by one; raise ConfigError if it cannot compile.
 
-    Only so do gradients travel while backward runs. On CPUs the model stays whole: there nobody has measured that
-    layers by themselves gain anything.
-
-    Args:
-        model: Not wrapped.
-        mode: Of `torch.compile`; False: nothing is compiled.
-        device: That computes.
-        world_size: Number of ranks.
-
-    Raises:
-        ConfigError: As `check_compiler`.
+    Only so are gradients averaged while backward runs. On CPUs the model is compiled as a whole: no gain is measured.
     """
     if not mode:
         return False
@@ -71,17 +55,10 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
 
 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
-    """Returns the layers to compile one by one, so that each one's gradients are there as soon as it has run backward.
+    """Return the layers to compile one by one, so that gradients are ready as soon as each has run backward.
 
-    Of a model that is compiled as a whole all gradients arrive together, when its backward is complete.
-
-    Args:
-        model: Not wrapped.
-        mode: Of `torch.compile`.
-
-    Returns:
-        What has layers itself, of what stands in the model's outermost Sequentials and ModuleLists; nothing where that
-        is less than two, or where the mode captures the model as one CUDA graph.
+    These are the layers that have layers themselves, in the model's outermost Sequentials and ModuleLists; none if
+    there are fewer than two, or if the mode captures the model as one CUDA graph.
     """
     if mode in _WITH_GRAPHS:
         return []
@@ -90,7 +67,7 @@ def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:
 
 
 def explain_compiled(mode: bool | str, by_layer: bool) -> str:
-    """Returns how a model is compiled, in words; "": it is not."""
+    """Describe how a model is compiled; "": it is not."""
     if not mode:
         return ""
     return "compiled" + (f" ({mode})" if isinstance(mode, str) else "") + (" layer by layer" if by_layer else "")
@@ -98,13 +75,7 @@ def explain_compiled(mode: bool | str, by_layer: bool) -> str:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> Iterator[None]:
-    """Within, calls of the model are compiled, unless the user has compiled it; it is handed back as it was.
-
-    Args:
-        model: Not wrapped.
-        mode: Of `torch.compile`, or True; False: it runs as it is.
-        by_layer: Compile its `layers_to_compile` one by one, where there are any.
-    """
+    """Compile calls of the model within, unless the user has compiled it; restore it afterwards."""
     parts = (layers_to_compile(model, mode) if by_layer else []) or [model]
     is_free = bool(mode) and torch_compat.compiled_call(model) is None
     before = [(part, torch_compat.compiled_call(part)) for part in parts if is_free]
@@ -118,27 +89,18 @@ def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> I
             torch_compat.set_compiled_call(part, call)
 
 
-def may_use_cuda_graphs(device: torch.device) -> bool:
-    """Returns whether anything that runs on a device may have been compiled, by `fit` or by the user."""
-    return device.type == "cuda" and "torch._dynamo" in sys.modules
+def marked_steps(batches: Iterable[_Batch], device: torch.device) -> Generator[_Batch]:
+    """Yield batches, and tell PyTorch where the step with each begins, so that CUDA graphs may reuse their memory.
 
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that later steps do not overwrite: itself, where no CUDA graph can have made it."""
-    return tensor.clone() if may_use_cuda_graphs(tensor.device) else tensor
-
-
-@contextlib.contextmanager
-def steps_marked(device: torch.device) -> Iterator[Callable[[], None] | None]:
-    """Gives what is called where a step begins, so that CUDA graphs may overwrite what the one before gave.
-
-    Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite what
-    is still needed of the first, its gradients too. None: there is nobody to tell.
+    Without it, PyTorch takes each call of a compiled function for a step: the second micro-batch would overwrite
+    outputs and gradients of the first one that are still needed.
     """
     if not may_use_cuda_graphs(device):
-        yield None
+        yield from batches
         return
     try:
-        yield torch.compiler.cudagraph_mark_step_begin
+        for batch in batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            yield batch
     finally:
         torch_compat.unmark_cuda_graph_steps()

@@ -1,4 +1,4 @@
-"""How a model is called: in which precision, and how the parts of a batch become the arguments of its forward."""
+"""How a model is called: its precision, and which arguments the parts of a batch become."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cyxtrain.config.settings import takes
 from cyxtrain.data.batches.batch import Batch
 from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.structure import Tree, map_output
@@ -30,15 +31,8 @@ class _Way(enum.Enum):
 class ModelCall:
     """Calls a model with batches of one form.
 
-    A dictionary goes by name where forward takes its keys; what it does not take beside them, such as ids, is left out.
-    A tuple or a list goes one after the other, where it takes as many; else as it is.
-
-    Args:
-        model: Not wrapped.
-        precision: What it computes in.
-        inputs: Rows of the data, for their form.
-        targets: As `inputs`; they matter to a model that computes its own loss.
-        loss: Of the fit.
+    A dictionary is passed by name if forward takes its keys, without those that it does not take, such as ids. A tuple
+    or a list is passed positionally if forward takes that many arguments, otherwise as a single argument.
 
     Raises:
         ConfigError: The model computes its own loss, takes inputs by name, and has no name for the targets.
@@ -74,7 +68,7 @@ class ModelCall:
             self._target_name = _name_of_targets(model)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Returns what a model gives for a batch; one that computes its own loss is given the targets too.
+        """Return the output for a batch; a model that computes its own loss gets the targets too.
 
         Args:
             model: The one that this was made for, or a wrapper of it.
@@ -86,26 +80,20 @@ class ModelCall:
         return self.with_items(model, batch, None) if self._gives_targets else self.predict(model, batch)
 
     def with_items(self, model: Callable[..., Any], batch: Batch, items: Tensor | int | None) -> Any:
-        """Returns what a model that computes its own loss gives for a batch.
-
-        Args:
-            model: As `__call__`.
-            batch: As `__call__`.
-            items: `num_items_in_batch`; None: it is not passed.
-        """
+        """Return the output of a model that computes its own loss; `items`: `num_items_in_batch`, if it is passed."""
         targets = (batch.targets,) if self._gives_targets else ()
         named: dict[str, Any] = {} if items is None else {ARGUMENT: items}
         return self._compute(model, batch.inputs, *targets, **named)
 
     def predict(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Returns what a model gives for a batch's inputs alone."""
+        """Return the output for a batch's inputs alone."""
         inputs = batch.inputs
         if isinstance(inputs, Tensor) and self.precision.is_full:
             return model(inputs)
         return self._compute(model, inputs)
 
     def without_graph(self, model: Callable[..., Any], batch: Batch, *, predicting: bool = False) -> Any:
-        """Returns what a model gives for a batch, outside training; `predicting`: for its inputs alone."""
+        """Return the output for a batch outside training; `predicting`: for its inputs alone."""
         call = self.predict if predicting else self
         if not self.differentiates:
             return call(model, batch)
@@ -133,17 +121,6 @@ class ModelCall:
         for target in targets:
             named |= target if isinstance(target, dict) else {self._target_name: target}
         return (), named
-
-
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with so many arguments, one after the other."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # it does not say: it is written in C
-        return True
-    return True
 
 
 def _way_of(model: nn.Module, inputs: Tree) -> _Way:

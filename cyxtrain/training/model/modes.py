@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules: they are the user's, and are handed back."""
+"""Training and evaluation modes of modules, which are the user's and restored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cyxtrain.errors import shortened
 
 
 def put_into_training(*modules: nn.Module) -> Callable[[], None]:
-    """Puts modules that are in evaluation mode into training mode, with all that is in them.
+    """Put modules that are in evaluation mode into training mode, with all their parts.
 
-    One that is in training mode already stays as it is: a part of it in evaluation mode, such as a frozen batch norm,
-    was put there by the user. A model that is itself in evaluation mode is one as `from_pretrained` returns it.
+    A module in training mode is not changed: its parts in evaluation mode, such as a frozen batch norm, are the user's
+    choice. A model in evaluation mode is one as `from_pretrained` returns it.
 
     Returns:
-        What to call before each epoch: it undoes an `eval()` of a whole module that came in between.
+        What to call before each epoch: it undoes an `eval()` of a whole module in between.
     """
     for module in modules:
         if not module.training:
@@ -35,7 +35,7 @@ def put_into_training(*modules: nn.Module) -> Callable[[], None]:
 
 
 def explain_modes(model: nn.Module) -> str:
-    """Returns in which modes a model is trained, for people; "": in training mode, as it is."""
+    """Describe in which modes a model is trained; "": in training mode."""
     if not model.training:
         return "the model is in evaluation mode, as from_pretrained returns it, and is trained in training mode"
     parts = [name for name, part in model.named_modules() if not part.training]
@@ -46,7 +46,7 @@ def explain_modes(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def modes_kept(*modules: nn.Module) -> Iterator[None]:
-    """Every module within `modules` gets its own mode back, training or evaluation, whatever happens."""
+    """Restore the mode of every module within `modules` afterwards."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a rank says when its device, or the machine, has no more memory."""
+"""Errors about full memory of a device or of the machine."""
 
 from __future__ import annotations
 
@@ -29,24 +29,20 @@ _ON_GPUS = (
 
 @contextlib.contextmanager
 def memory_explained(*, trains: bool = True) -> Iterator[None]:
-    """Adds to an error within that says that memory is full on which rank, and what to do; it stays what it is.
-
-    Args:
-        trains: Whether steps are taken within; False: it is an evaluation or a prediction, which keeps no activations.
-    """
+    """Add the rank and a remedy to an out-of-memory error within; `trains`: whether it is about training."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_full(error):
             held = "" if _is_of_the_cpu(error) else _held()
             less = _LESS + (_IN_TRAINING if trains else _IN_EVALUATION)
-            said = str(error).rstrip(". \n") or type(error).__name__
-            error.args = (f"rank {runtime.get_rank()} is out of memory: {said}. {held}{less}. {_ON_GPUS}",)
+            reason = str(error).rstrip(". \n") or type(error).__name__
+            error.args = (f"rank {runtime.get_rank()} is out of memory: {reason}. {held}{less}. {_ON_GPUS}",)
         raise
 
 
 def is_full(error: Exception) -> bool:
-    """Returns whether an error is about memory, and nothing has been added to it yet."""
+    """Return whether an error is about memory, and has no remedy yet."""
     if _ON_GPUS in str(error) or isinstance(error, CyxtrainError):
         return False
     known = _is_of_the_cpu(error) or isinstance(error, torch.OutOfMemoryError)
@@ -58,7 +54,7 @@ def _is_of_the_cpu(error: Exception) -> bool:
 
 
 def _held() -> str:
-    """Returns how much PyTorch has held on this rank's accelerator, and what helps if that was less than it has."""
+    """Describe how much PyTorch has held on this rank's accelerator, and the fix for fragmentation."""
     device = accelerator.in_use()
     held = None if device is None else accelerator.max_memory_reserved(device)
     words = "" if held is None else f"PyTorch has held up to {held / 2**30:.1f} GiB of {device}. "

@@ -1,4 +1,4 @@
-"""Which device a model is trained on."""
+"""Which device a model is trained on, and in which memory format."""
 
 from __future__ import annotations
 
@@ -10,36 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cyxtrain.data.batches.prefetch import as_channels_last
 from cyxtrain.environment import accelerator, torch_compat
-from cyxtrain.errors import ConfigError, counted, on_all_ranks
-from cyxtrain.training.inputs.checks import check_batch_norm
+from cyxtrain.errors import ConfigError, counted, on_all_ranks, shortened
 from cyxtrain.world import consensus, runtime
 
 _NOT_COUNTED = ("cpu", "meta", "mps")
 """Kinds of device of which `accelerator` does not know how many there are."""
 
 
-_OTHER_DEVICE = ("on the same device", "and weight type")
-"""PyTorch's words in the errors of operations whose tensors are on several devices."""
-
-
-def remedy_for_devices(error: Exception) -> str:
-    """Returns what to do about an error of a user's code whose tensors are on several devices; "" about others."""
-    text = str(error)
-    if not any(words in text for words in _OTHER_DEVICE):
-        return ""
-    return ("" if text.endswith(("!", ".")) else ".") + (
-        " One of your tensors has stayed where it was made: make what a model or a loss keeps a buffer "
-        "(self.register_buffer), and the others on the device of what comes in (device=x.device)."
-    )
-
-
 def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.device:
-    """Returns the device that a user named, "auto" as it is.
-
-    Raises:
-        ConfigError: There is no such device, or the model cannot be trained there.
-    """
+    """Return the device that a user named, "auto" unchanged; raise ConfigError if it cannot be used."""
     visible, count = accelerator.visible(), accelerator.count()
     try:
         found = torch.device("cpu" if device == "auto" else device)
@@ -64,15 +45,9 @@ def checked_device(device: str | torch.device, model: nn.Module) -> str | torch.
 
 
 def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
-    """Returns where a model is to be, an accelerator with its number, and makes that one this thread's.
+    """Return where a model is to be, an accelerator with its number, and make that one this thread's.
 
-    Args:
-        asked: As `checked_device` returned it. "auto": where the model is, if that is an accelerator; else one that is
-            visible, unless a backend of CPUs was asked for; else the CPU.
-        model: Not wrapped.
-
-    Raises:
-        ConfigError: NCCL has connected this rank on another GPU, or the model is spread over several.
+    "auto" is where the model is, if that is an accelerator; otherwise the visible one, unless CPUs are asked for.
     """
     parameter = next(model.parameters(), None)
     here = torch.device("cpu") if parameter is None else parameter.device
@@ -104,18 +79,25 @@ def choose_device(asked: str | torch.device, model: nn.Module) -> torch.device:
     return chosen
 
 
+def check_batch_norm(model: nn.Module, device: torch.device, *, wanted: bool) -> None:
+    """Refuse SyncBatchNorm on a CPU, where PyTorch has none; `wanted`: whether batch norms are to become such."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if device.type == "cpu" and (layers or wanted):
+        asked = f"the model's {shortened(layers)} is SyncBatchNorm" if layers else "sync_batchnorm=True"
+        raise ConfigError(
+            f"{asked}, which PyTorch has on GPUs alone. On CPUs use nn.BatchNorm1d and its like, whose statistics are "
+            "those of each rank's samples, or nn.GroupNorm, which needs no others."
+        )
+
+
 def own_index() -> int:
-    """Returns the number of this rank's accelerator: the one that the program has set; else that of the local rank."""
+    """Return the number of this rank's accelerator: the program's choice, otherwise by local rank."""
     current = torch.accelerator.current_device_index()
     return current or runtime.get_local_rank() % accelerator.count()
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Returns what ranks tell each other about their devices.
-
-    Args:
-        device: This rank's, with its number.
-    """
+    """Return what ranks compare of their devices; `device` has its number."""
     identity = f"{device} of {platform.node()}"
     if device.type == "cuda":
         identity = torch_compat.identity_of_gpu(device.index)[0] or identity
@@ -123,15 +105,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Refuses ranks that use one GPU over a NCCL that has not connected them yet, on every rank.
-
-    Args:
-        everyone: The facts of all ranks, by rank.
-        device: This rank's.
-
-    Raises:
-        ConfigError: With the ranks and the device.
-    """
+    """Refuse ranks that share a GPU over NCCL, on every rank, if NCCL has not connected them yet."""
     group = runtime.group_for(device)
     is_connected = getattr(group, "bound_device_id", None) is not None
     if is_connected or consensus.backends_of(group).get(device.type) != "nccl":
@@ -150,12 +124,7 @@ def check_devices(everyone: Sequence[dict[str, Any]], device: torch.device) -> N
 
 
 def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> str:
-    """Returns which devices are used and which are visible, in words.
-
-    Args:
-        device: This rank's.
-        everyone: The facts of all ranks, by rank.
-    """
+    """Describe which devices are used and which are visible."""
     visible, count = accelerator.visible(), accelerator.count()
     words = str(device)
     if device.type == "cpu":
@@ -170,3 +139,15 @@ def explain_device(device: torch.device, everyone: Sequence[dict[str, Any]]) -> 
     used = sorted(here, key=lambda name: torch.device(name).index or 0)
     which = str(device) if len(used) == 1 else f"{used[0]} to {used[-1]}"
     return f"{which} ({len(used)} of {count} visible {accelerator.name_of(device)})"
+
+
+def put_channels_last(model: nn.Module) -> None:
+    """Give a model's weights of four and five dimensions that format, in place; raise ConfigError if it has none."""
+    if not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
+        raise ConfigError(
+            f"channels_last=True is for 2-d and 3-d convolutions, and no parameter of {type(model).__name__} has 4 or "
+            "5 dimensions: leave it out."
+        )
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() in (4, 5):
+            tensor.data = as_channels_last(tensor.data)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: backward calculates anew what forward has not kept.
+"""Gradient checkpointing: backward recomputes what forward did not keep.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), section 4.
 """
@@ -21,15 +21,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Returns the layers each of which shall keep no more than its inputs.
+    """Return the layers that keep only their inputs.
 
     Args:
         model: Not wrapped.
-        wanted: Classes, or names in the model; none: what stands in its outermost Sequentials and ModuleLists, without
-            layers that have no parameters; where there are no such, its children.
-
-    Raises:
-        ConfigError: There are none, or one stands within another.
+        wanted: Classes, or names in the model; none: what is in its outermost Sequentials and ModuleLists, without
+            layers that have no parameters; if it has none of these, its children.
     """
     if wanted:
         named = dict(model.named_modules())
@@ -50,7 +47,7 @@ def layers_of(model: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> list
 
 
 def stacked_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns what stands in the outermost containers."""
+    """Return the layers in the outermost containers."""
     if isinstance(module, _CONTAINERS):
         return list(module)
     return [layer for child in module.children() for layer in stacked_layers(child)]
@@ -58,7 +55,7 @@ def stacked_layers(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, these layers calculate once more in backward what they do not keep; they are handed back as they were."""
+    """Make these layers recompute in backward what they do not keep; restore them afterwards."""
     with contextlib.ExitStack() as stack:
         # PyTorch's compiler takes each layer by itself: of a model as a whole it may run twice what changes buffers.
         # Asking for that imports it, which takes seconds; so does the first call of checkpoint.

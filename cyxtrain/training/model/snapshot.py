@@ -1,4 +1,4 @@
-"""Modules and other objects as they were before something was tried on them."""
+"""Snapshots of modules and other objects, to undo what a trial changes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, coll
 
 @contextlib.contextmanager
 def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> Iterator[None]:
-    """Restores, whatever happens within, what calls of some objects change in them, and the random generators.
+    """Restore what calls of some objects change in them, and the random generators, whatever happens within.
 
     Restored are attributes of the objects, of modules in them and of their classes (counters, modes), what lists and
     dictionaries among these hold, buffers, `.grad`, `requires_grad`, and the generators of torch, NumPy and Python;
     with `copies` also trained parameters and other tensors among the attributes. Values are compared: code that writes
     to `.data` changes no version counter. Within, no parameter has a `.grad`.
 
-    Cost: a copy of the buffers, where they are; with `copies` also one of what is trained, on the CPU.
+    Cost: a copy of the buffers, on their device; with `copies` also one of what is trained, on the CPU.
 
     Args:
         owners: Modules, functions, methods and other objects; their attributes are looked at one level deep.
-        device: Whose generator is kept, beside the CPU's.
-        copies: Whether parameters are copied; each prediction for a few rows would take the time of that.
+        device: Whose generator is kept, besides the CPU's.
+        copies: Whether parameters are copied, which would slow down each prediction for a few rows.
     """
     kept = _Kept([owner.__self__ if isinstance(owner, types.MethodType) else owner for owner in owners], copies=copies)
     with generators_kept(device, kept.generators):
@@ -47,12 +47,7 @@ def snapshot(owners: Iterable[Any], device: torch.device, *, copies: bool) -> It
 
 
 class _Kept:
-    """What objects hold now, but for gradients, which are taken away.
-
-    Args:
-        owners: The objects.
-        copies: As `untouched`.
-    """
+    """The present state of objects, but for gradients, which are removed."""
 
     def __init__(self, owners: Iterable[Any], *, copies: bool) -> None:
         plain = [each for each in owners if isinstance(getattr(each, "__dict__", None), dict)]  # no class has such
@@ -88,7 +83,7 @@ class _Kept:
         ]
 
     def restore(self) -> None:
-        """Makes them what they were."""
+        """Restore the objects."""
         for now, before in [*self._attributes, *self._containers]:
             if _marks(now) != _marks(before):
                 now.clear()
@@ -113,7 +108,7 @@ class _Kept:
 
 
 def _own_classes(instance: Any) -> Iterator[type]:
-    """Return the classes of an object that a user wrote: `seen = 0` in a class is a counter, too."""
+    """Yield the classes of an object that a user wrote: `seen = 0` in a class is a counter, too."""
     libraries = ("builtins", "torch", "cyxtrain")
     return (cls for cls in type(instance).__mro__ if cls.__module__.partition(".")[0] not in libraries)
 
@@ -124,7 +119,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def _frozen(modules: Iterable[nn.Module]) -> set[int]:
-    """Returns the ids of parameters that nothing changes: a large model that is tuned in part is not copied."""
+    """Return the ids of parameters that nothing changes: those of a partly frozen model are not copied."""
     return {
         id(parameter)
         for module in modules

@@ -278,7 +278,7 @@ def test_a_fit_of_several_inputs_resumes(tmp_path):
         path = sorted(tmp_path.glob("step-*.ckpt"))[1]
         again, _ = trained(TwoInputs, {"left": left, "right": right}, targets, **{**kept, "resume": str(path)})
         assert fingerprint(again.model) == fingerprint(whole.model)
-        with pytest.raises(cx.ConfigError, match="the training data are others"):
+        with pytest.raises(cx.ConfigError, match="the training data differ"):
             trained(
                 TwoInputs,
                 {"left": left, "right": right},

@@ -254,7 +254,7 @@ def follow(values: list[float], **arguments: Any) -> tuple[int | None, int]:
     """Returns (the epoch after which it stops, or None; the best one), both from 0."""
     callback = EarlyStopping("loss", **arguments)
     model = nn.Linear(1, 1)
-    trainer: Any = types.SimpleNamespace(stop_training=False, model=model, _state=types.SimpleNamespace(trained=model))
+    trainer: Any = types.SimpleNamespace(stop_training=False, model=model, trained=model)
     callback.set_trainer(trainer)
     callback.on_train_begin()
     for epoch, value in enumerate(values):
@@ -659,7 +659,7 @@ def test_what_rank_0_cannot_do_alone_in_a_callback_is_said():
     first, second = run_ranks(2, fit_saving_alone, seconds=20.0)
     assert first.kind == second.kind == "CollectiveMismatchError"
     assert first.message.startswith(
-        "save_checkpoint was called by a callback on some ranks only, while the others go on"
+        "save_checkpoint was called by a callback on some ranks only, while the others continue fit"
     )
 
 
@@ -674,8 +674,8 @@ def test_a_second_fit_of_a_trainer_says_that_no_checkpoint_is_of_it(tmp_path, ca
         trainer.fit(INPUTS, TARGETS, **settings)
         capsys.readouterr()
         trainer.fit(INPUTS, TARGETS, **settings)
-    what = "1 checkpoint there, none intact of this call of fit (number 2), and the fit begins"
-    assert said(capsys, "resume") == [f"from {tmp_path}: {what}"]
+    what = f"1 checkpoint in {tmp_path}, none intact of this call of fit (number 2), starting from scratch"
+    assert said(capsys, "resume") == [what]
     assert trainer.epoch == 2
 
 
@@ -688,17 +688,18 @@ def test_a_fit_says_what_it_goes_on_from_and_why_it_stops(tmp_path, capsys):
 
     with one_process():
         fit(0.1, resume="auto")
-        keeps = "no checkpoint will be made, because none is asked for"
-        assert said(capsys, "resume") == [f"from {tmp_path}: nothing is there, and the fit begins; {keeps}"]
+        what = f"no checkpoint in {tmp_path}, starting from scratch; checkpoints are off"
+        assert said(capsys, "resume") == [what]
         fit(0.1, checkpoint_every_n_epochs=1, max_time_seconds=1e-9)
-        why = f"after step 1, in epoch 1: max_time_seconds is over; a checkpoint is in {tmp_path}"
+        why = f"after step 1, in epoch 1: max_time_seconds has passed; a checkpoint is in {tmp_path}"
         assert said(capsys, "stopped") == [why]
         fit(0.2, resume="auto", checkpoint_every_n_epochs=1, keep_best="loss")
         shown = capsys.readouterr().out
         assert f"from {tmp_path}/step-00000001.ckpt: step 1, epochs complete: 0\n" in shown
         assert "optimizer  lr 0.1 as in the checkpoint (the program has 0.2)\n" in shown
         fit(0.1, resume="auto")
-        end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; nothing is left: for more, raise epochs"
+        over = "nothing is left to train: to continue, raise epochs"
+        end = f"from {tmp_path}/epoch-0002.ckpt: step 4, epochs complete: 2; {over}"
         assert said(capsys, "resume") == [end]
         with pytest.warns(UserWarning, match="holds 4 checkpoints of another training"):
             fit(0.1, checkpoint_every_n_epochs=1)

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Way, str]] = {
         lambda: trainer_of().fit(lambda: iter([{"image": INPUTS}])),
         "the batches have image, and y must be called one of labels",
     ),
-    "y twice": (lambda: trainer_of().fit(INPUTS, TARGETS, y=TARGETS), "y twice"),
+    "X twice": (lambda: trainer_of().fit(INPUTS, TARGETS, x=INPUTS), "X twice"),
     "a number": (lambda: trainer_of().fit(3.0, TARGETS), "X is a single number"),
     "a batch size of 0": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=0), "batch_size"),
     "half a batch": (lambda: trainer_of().fit(INPUTS, TARGETS, batch_size=2.5), "batch_size"),
@@ -477,7 +477,7 @@ class Lightning(nn.Sequential):
         raise AssertionError("nobody calls it")
 
 
-class FusedStep(cx.DistributedTrainer):
+class Stepping(cx.DistributedTrainer):
     def train_step(self, batch: Any) -> torch.Tensor:
         raise AssertionError("nobody calls it")
 
@@ -486,7 +486,7 @@ def refused_steps() -> list[str]:
     said = []
     for trainer in (
         cx.DistributedTrainer(Lightning(nn.Linear(FEATURES, CLASSES)), "cross_entropy", "sgd"),
-        FusedStep(make_model(), "cross_entropy", "sgd"),
+        Stepping(make_model(), "cross_entropy", "sgd"),
     ):
         try:
             trainer.fit(*make_rows(8), epochs=1, verbose=False)

@@ -297,5 +297,5 @@ def test_what_is_computed_otherwise_is_said(tmp_path):
             warnings.simplefilter("error")
             traced("StepLR", resume=path)
         torch.set_num_threads(2)
-        with pytest.warns(UserWarning, match="computed otherwise: the number of threads per rank was 1 and is 2"):
+        with pytest.warns(UserWarning, match="computed differently: the number of threads per rank was 1 and is 2"):
             traced("StepLR", resume=path)

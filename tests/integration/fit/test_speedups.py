@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import cyxtrain as cx
 from cyxtrain.optim.precision import float32_products
 from cyxtrain.progress import flops, header
-from cyxtrain.training.model.memory_format import put_channels_last
+from cyxtrain.training.model.placement import put_channels_last
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 BACKENDS: Any = torch.backends

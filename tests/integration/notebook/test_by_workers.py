@@ -668,7 +668,7 @@ def test_workers_are_started_anew_where_they_would_differ(change, tmp_path, monk
 
 def test_ranks_of_a_launcher_are_used_and_no_worker():
     text, _ = run_world(RANKS, fit_shown)
-    assert "world      2 ranks, those that were launched: num_processes=4 is not used" in text
+    assert "world      2 ranks, as launched: ignored num_processes=4" in text
 
 
 def fit_shown() -> str:

@@ -150,7 +150,7 @@ def test_what_is_done_otherwise_from_here_on_is_warned_of(tmp_path, capsys):
         then={"precision": "fp16", "clip_norm": 1.0, "accumulation_steps": 2, "amp": cx.AMPConfig(growth_factor=4.0)},
     )
     for words in (
-        "goes on in another way: accumulation_steps",
+        "continues with other settings: accumulation_steps",
         "clip_norm was None and is 1.0",
         "clip_value was 0.5 and is None",
         "accumulation_steps was 1 and is 2",

@@ -206,7 +206,7 @@ def test_a_read_only_disk_lets_training_go_on_and_what_it_holds_is_resumed(tmp_p
     with mounted(tmp_path / "disk", "-t", "tmpfs", "none") as folder, one_process():
         fit(folder, checkpoint_every_n_epochs=1, epochs=1)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        with pytest.warns(UserWarning, match="Read-only file system.* choose another folder. Training starts without"):
+        with pytest.warns(UserWarning, match="Read-only file system.* another folder. Training continues without"):
             _, history = fit(folder, checkpoint_every_n_epochs=1, resume="auto")
         assert history.epochs == [1, 2, 3]
         assert [path.name for path in folder.iterdir()] == ["epoch-0001.ckpt"]

@@ -278,7 +278,7 @@ def test_a_folder_that_takes_nothing_lets_training_go_on_and_says_so(tmp_path):
         assert len(found["losses"]) == 3
         first, last = (str(warning.message) for warning in caught)
         assert first.startswith(f"Cannot write checkpoints to {tmp_path / 'file'}: ")
-        assert "choose another folder. Training starts without" in first
+        assert "choose another folder. Training continues without" in first
         assert last == f"3 checkpoints could not be written to {tmp_path / 'file'}."
 
 
@@ -300,7 +300,7 @@ def test_a_folder_that_takes_nothing_is_refused_before_the_first_step(world_size
         ({"seed": 7}, "seed is 7 and was 42"),
         ({"batch_size": 4}, "batch_size is 4 and was 3"),
         ({"shuffle": False}, "shuffle is False and was True"),
-        ({"validation_split": 0.2}, "validation_split is 0.2 and was 0.0; the training data are others"),
+        ({"validation_split": 0.2}, "validation_split is 0.2 and was 0.0; the training data differ"),
     ],
 )
 def test_other_samples_than_the_checkpoints_are_refused(settings, message, tmp_path):
@@ -433,7 +433,7 @@ def test_fewer_epochs_than_are_complete_leave_nothing(tmp_path, capsys):
         train_quietly(str(tmp_path), {"resume": "auto", "epochs": 1, "verbose": True})
     shown = capsys.readouterr().out
     assert "no epoch left" in shown
-    assert "nothing is left: for more, raise epochs" in " ".join(shown.split())
+    assert "nothing is left to train: to continue, raise epochs" in " ".join(shown.split())
 
 
 class Interrupts(cx.callbacks.Callback):
@@ -468,13 +468,13 @@ def test_other_data_are_refused(tmp_path):
         train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1})
         model = quiet_model()
         trainer = cx.DistributedTrainer(Watched(model), nn.CrossEntropyLoss())
-        with pytest.raises(cx.ConfigError, match="the training data are others"):
+        with pytest.raises(cx.ConfigError, match="the training data differ"):
             trainer.fit(*make_rows(ROWS, seed=3), batch_size=3, checkpoint_dir=str(tmp_path), resume="auto")
         given = {"batch_size": 3, "checkpoint_dir": str(tmp_path), "resume": "auto", "verbose": False}
-        with pytest.raises(cx.ConfigError, match="the validation data are others"):
+        with pytest.raises(cx.ConfigError, match="the validation data differ"):
             trainer.fit(*make_rows(ROWS), **given, validation_data=make_rows(5, seed=3))
         train_quietly(str(tmp_path), {"checkpoint_every_n_epochs": 1, "validation_data": make_rows(5, seed=3)})
-        with pytest.raises(cx.ConfigError, match="the validation data are others: none are given"):
+        with pytest.raises(cx.ConfigError, match="the validation data differ: none are given"):
             trainer.fit(*make_rows(ROWS), **given)
 
 

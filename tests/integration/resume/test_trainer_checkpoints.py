@@ -227,3 +227,29 @@ def test_the_best_of_what_a_fit_does_not_measure_is_refused(tmp_path):
     trainer = cx.DistributedTrainer(model, "mse", adam(model))
     with one_process(), pytest.raises(cx.ConfigError, match="keep_best='accuracy': no such metric in this run"):
         trainer.fit(inputs, inputs[:, :1], epochs=1, keep_best="accuracy", checkpoint_dir=str(tmp_path), verbose=False)
+
+
+class Phased(torch.optim.SGD):
+    """A user's own optimizer, which keeps something else than a number under "step"."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = {"warm": 1, "count": state.get("step", {"count": 0})["count"] + 1}
+        return super().step(closure)
+
+
+def test_an_optimizer_of_ones_own_may_keep_what_it_likes_as_step(tmp_path):
+    def counts(trainer: cx.DistributedTrainer) -> list[dict[str, Any]]:
+        return [state["step"] for state in trainer.optimizer.state.values()]
+
+    with one_process():
+        trainers = []
+        for _ in range(2):
+            model = make_model()
+            trainers.append(cx.DistributedTrainer(model, "cross_entropy", Phased(model.parameters(), 0.1)))
+        first, second = trainers
+        settings = {"checkpoint_dir": str(tmp_path), "checkpoint_every_n_epochs": 1, "verbose": False}
+        first.fit(*make_rows(12), epochs=1, **settings)
+        second.fit(*make_rows(12), epochs=1, resume="auto", **settings)
+        assert counts(second) == counts(first) != []

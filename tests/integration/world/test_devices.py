@@ -133,7 +133,9 @@ def test_an_error_of_tensors_on_several_devices_says_what_to_do(part, words):
         model.register_forward_hook(fails)
     loss_fn = fails if part == "loss" else torch.nn.functional.cross_entropy
     trainer = cx.DistributedTrainer(model, loss_fn, "sgd", metrics=[fails] if part == "metric" else [])
-    expected = re.escape(f"{words}. One of your tensors has stayed where it was made") + r".*register_buffer.*x\.device"
+    expected = (
+        re.escape(f"{words}. A tensor was left on the device where it was created") + r".*register_buffer.*x\.device"
+    )
     with one_process(), pytest.raises(cx.ConfigError, match=expected):
         trainer.fit(*make_rows(8), epochs=1, verbose=False)
 

@@ -80,6 +80,12 @@ SIGNATURES = {
     "DistributedTrainer": "(model, loss_fn=None, optimizer='adam', *, loss_weights=None, metrics=None, "
     "scheduler=None, scheduler_interval='step', callbacks=(), ddp_config=None, device='auto')",
     "count_steps": "(*data, **keywords)",
+    "DistributedTrainer.fit": "(self, X=None, y=None, *more, X_val=None, y_val=None, config=None, "
+    "validation_data=None, sample_weight=None, class_weight=None, callbacks=None, initial_epoch=None, resume=None, "
+    "**settings)",
+    "DistributedTrainer.evaluate": "(self, X, y=None, *, batch_size=None, distributed=True, sample_weight=None, "
+    "verbose=0)",
+    "DistributedTrainer.predict": "(self, X, *, batch_size=None, distributed=True, verbose=0)",
     "DistributedTrainer.save_checkpoint": "(self, path)",
     "DistributedTrainer.load_checkpoint": "(self, path)",
     "DistributedAMPTrainer": "(model, config=None, rank=None, world_size=None, *, accumulation_steps=1, "

@@ -7,11 +7,21 @@ longer breaks its rule.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.structure import PACKAGE, cycles, files_per_folder, imports, lines, modules, repeated_basenames
+from tests.structure import (
+    PACKAGE,
+    cycles,
+    files_per_folder,
+    imports,
+    lines,
+    modules,
+    repeated_basenames,
+    state_objects,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 LINE_BUDGET = 42_800
@@ -61,15 +71,15 @@ INSIDE = {
         "reducer",
         "wrapper",
     ],
-    "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer", "manager"],
+    "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer"],
     "training": [
-        "trained",
+        "trained delegation",
+        "state",
         "model",
         "inputs",
         "nonfinite",
-        "step epoch",
-        "state",
-        "stopping resuming evaluation prediction",
+        "step",
+        "stopping checkpoints evaluation header",
         "fit_loop",
         "trainer amp_trainer",
     ],
@@ -77,49 +87,9 @@ INSIDE = {
 """The same inside of folders: by subfolder or file."""
 
 KNOWN_CYCLES: list[list[str]] = [
-    [
-        "cyxtrain.callbacks.callback",
-        "cyxtrain.checkpoint.manager",
-        "cyxtrain.notebook.relay",
-        "cyxtrain.notebook.run_in_workers",
-        "cyxtrain.notebook.state_transfer",
-        "cyxtrain.notebook.worker_cache",
-        "cyxtrain.notebook.worker_calls",
-        "cyxtrain.progress.header",
-        "cyxtrain.training.epoch",
-        "cyxtrain.training.evaluation",
-        "cyxtrain.training.fit_loop",
-        "cyxtrain.training.inputs.arguments",
-        "cyxtrain.training.inputs.plan",
-        "cyxtrain.training.inputs.single_rows",
-        "cyxtrain.training.inputs.training_data",
-        "cyxtrain.training.nonfinite",
-        "cyxtrain.training.prediction",
-        "cyxtrain.training.resuming.numerics",
-        "cyxtrain.training.resuming.resume",
-        "cyxtrain.training.resuming.resume_diff",
-        "cyxtrain.training.state",
-        "cyxtrain.training.step",
-        "cyxtrain.training.stopping",
-        "cyxtrain.training.trainer",
-    ],
-    ["cyxtrain.ring.group", "cyxtrain.ring.shared_memory.passing", "cyxtrain.ring.shared_memory.segment"],
+    ["cyxtrain.ring.group", "cyxtrain.ring.shared_memory.passing", "cyxtrain.ring.shared_memory.segment"]
 ]
 KNOWN_UPWARD: set[tuple[str, str]] = {
-    ("callbacks.callback", "training.trainer"),
-    ("callbacks.rate_callbacks", "training.model.forward"),
-    ("checkpoint.manager", "metrics.sums"),
-    ("checkpoint.manager", "training.state"),
-    ("metrics.metric", "training.model.compile"),
-    ("metrics.named_metrics", "training.model.placement"),
-    ("metrics.sums", "training.model.compile"),
-    ("optim.optimizers", "training.model.memory_format"),
-    ("optim.schedules", "training.model.forward"),
-    ("progress.header", "optim.optimizers"),
-    ("progress.header", "training.inputs.plan"),
-    ("progress.header", "training.model.compile"),
-    ("progress.header", "training.model.modes"),
-    ("progress.header", "training.state"),
     ("ring.connections", "ring.collective_thread"),
     ("ring.registered_backend", "ring.process_group"),
     ("ring.schedules.selector", "ring.wire.transfers"),
@@ -134,10 +104,6 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
     ("ring.wire.persistent", "ring.shared_memory.peer_read"),
     ("ring.wire.transfers", "ring.shared_memory.peer_read"),
     ("ring.work", "ring.group"),
-    ("training.inputs.plan", "training.state"),
-    ("training.model.placement", "training.inputs.checks"),
-    ("training.nonfinite", "training.state"),
-    ("training.trainer", "notebook.run_in_workers"),
 }
 KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = {
     ("parallel.bucket", "ring.shared_memory.gradient_buffer"),
@@ -203,6 +169,32 @@ def test_only_the_ring_imports_its_inside():
         if other.startswith(f"{PACKAGE}.ring.") and not f"{module}.".startswith(f"{PACKAGE}.ring.")
     }
     assert found == KNOWN_INSIDE_OF_RING
+
+
+def test_only_one_module_assigns_the_training_state():
+    """Each field of the training state and of its position is assigned by a method in one module."""
+    from cyxtrain.training.state import Position, TrainingState
+
+    fields = {field.name for kind in (Position, TrainingState) for field in dataclasses.fields(kind)}
+    found = []
+    for name, path in modules(ROOT).items():
+        if name == "cyxtrain.training.state":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for each in (part for target in targets for part in getattr(target, "elts", [target])):
+                if isinstance(each, ast.Attribute) and each.attr in fields:
+                    owner = ast.unparse(each.value).split(".")[-1].strip("_")
+                    if owner in ("state", "position"):
+                        found.append((name, ast.unparse(each)))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("vars(self._position)", "setattr(")):
+                assert "position" not in ast.unparse(node), name
+    assert found == []
+
+
+def test_a_fit_has_three_state_objects():
+    """What was asked for, what was checked, what is trained."""
+    assert state_objects(ROOT) == ["FitArguments", "FitPlan", "TrainingState"]
 
 
 def test_no_folder_is_crowded():

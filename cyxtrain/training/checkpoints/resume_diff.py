@@ -1,7 +1,7 @@
-"""What a program that resumes has given otherwise than the one whose checkpoint it is: it is said, never silent.
+"""Reports settings that differ from the checkpoint's.
 
-Optimizer, schedule, and what has been done to the rates are the checkpoint's; how a step is made from here on is the
-program's.
+The checkpoint wins for the optimizer, the schedule and changed learning rates; the program for how later steps are
+taken.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
-from cyxtrain.config import AMPConfig, DistributedTrainingConfig
+from cyxtrain.config import AMPConfig, DDPConfig, DistributedTrainingConfig
+from cyxtrain.optim.precision import float32_products
 from cyxtrain.optim.schedules import schedule_settings
-from cyxtrain.training.resuming.numerics import differences
+from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import TrainingState
 
 _DONE = ("learning_rate_scaling", "warmup_steps")
@@ -30,12 +34,7 @@ _NO_OPTIONS = {"params", "lr", "initial_lr"}
 
 
 def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> DistributedTrainingConfig:
-    """Returns a config in which what is not done again is as it was.
-
-    Args:
-        config: Of the fit that resumes.
-        saved: The checkpoint's.
-    """
+    """Return the config with the checkpoint's values of what a fit does once."""
     fields = {name: saved.get(name, getattr(config, name)) for name in _DONE}
     if config.precision == saved.get("precision") == "fp16":
         began = _loss_scaling(saved)["initial_scale"]
@@ -43,8 +42,8 @@ def as_in_checkpoint(config: DistributedTrainingConfig, saved: Mapping[str, Any]
     return dataclasses.replace(config, **fields)
 
 
-def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
-    """Returns the settings that a checkpoint puts back, as they are: by what the header calls them, part by part."""
+def restored_settings(state: TrainingState, config: DistributedTrainingConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the settings that a checkpoint restores, by their names in the header, part by part."""
     _, groups = optimizer_state_by_name(state.optimizer, state.trained)
     hidden = _NO_OPTIONS | state.rates.moved_options
     options = []
@@ -59,15 +58,10 @@ def what_is_set(state: TrainingState, config: DistributedTrainingConfig) -> dict
     return {"settings": [done], "optimizer": options, "schedule": schedule_settings(state.rates.scheduler)}
 
 
-def put_back(
+def describe_restored(
     program: Mapping[str, list[dict[str, Any]]], checkpoint: Mapping[str, list[dict[str, Any]]]
 ) -> list[tuple[str, str]]:
-    """Returns (what, how) of what the checkpoint has put in the place of what the program had.
-
-    Args:
-        program: As `what_is_set`, before.
-        checkpoint: As that, after.
-    """
+    """Return (what, how) of settings of the program that the checkpoint has replaced."""
     found = []
     for what, parts in program.items():
         words = {
@@ -80,13 +74,8 @@ def put_back(
     return found
 
 
-def done_otherwise(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
-    """Returns, in words, what is done in a step from here on and was not before.
-
-    Args:
-        config: Of the fit that resumes.
-        saved: The checkpoint's.
-    """
+def describe_changes(config: DistributedTrainingConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Describe what steps do differently from now on."""
     own = dataclasses.asdict(config)
     found = differences(saved, {name: own[name] for name in _EACH_STEP})
     if config.precision == saved.get("precision") == "fp16":
@@ -99,3 +88,38 @@ def done_otherwise(config: DistributedTrainingConfig, saved: Mapping[str, Any]) 
 def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     given: Mapping[str, Any] | None = config.get("amp")
     return dataclasses.asdict(AMPConfig()) | dict(given or {})
+
+
+def arithmetic(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+    """Return the numerics in use, as JSON values by their names in messages."""
+    device = plan.data.placement.device
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    travelling = {
+        "the size of buckets": ddp_config.bucket_size_mb,
+        "the compression of gradients": ddp_config.compression or "none",
+        "the rank of their approximation": ddp_config.matrix_approximation_rank,
+    }
+    return {
+        "PyTorch": torch.__version__,
+        "the parameters' dtypes": ", ".join(dtypes),
+        "the precision": plan.config.precision,
+        "the model": explain_compiled(plan.config.compile, plan.compiles_layers) or "run as it is",
+        "the optimizer's kernel": "fused" if plan.fuses else "as it was built",
+        "the device": device.type,
+        "the backend": dist.get_backend(),
+        **({"the number of threads per rank": torch.get_num_threads()} if device.type == "cpu" else {}),
+        "the precision of float32 products": _product_precision(device, plan.config.float32_precision),
+        **(travelling if dist.get_world_size() > 1 else {}),  # alone they do not
+    }
+
+
+def _product_precision(device: torch.device, asked: str | None) -> str:
+    """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with float32_products(asked):
+        return str(backend.fp32_precision)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe what has another value than before; what was unknown then is skipped."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

@@ -22,17 +22,15 @@ from cyxtrain.world.agreement import raise_together
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one fit. Every rank has one, and calls it at the same points.
+    """Writes the checkpoints of one fit, and keeps those that are asked for. Every rank has one and calls it alike.
 
-    Cost of a checkpoint: a copy of the state on the writing rank, and two all_gathers of some 20 KB; the disk is
-    written in the background. With compression="powersgd" each rank's residual is gathered too.
+    Cost of a checkpoint: a copy of the state on the rank that writes, and two all_gathers of some 20 KB; the disk is
+    written in the background. With compression="powersgd" the error feedback of all ranks is gathered too.
 
     Args:
-        state: To save.
-        config: When, where, and which are kept.
-        device: Whose generators are saved besides the CPU's.
-        compression_state: Returns the state of gradient compression of all ranks; collective.
-        larger_is_better: Whether a number of the history should grow, by its name without val_.
+        device: Whose generators are saved, besides the CPU's.
+        compression_state: Returns the state of gradient compression of all ranks, which all call it.
+        larger_is_better: By name of a number of the history, without val_.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class CheckpointManager:
                 self._writer.folder.mark_best(last)
 
     def check(self) -> None:
-        """Look for what would make the first checkpoint fail. All ranks call it before the first step."""
+        """Look for what would make the first checkpoint fail; raise on all ranks. All ranks call it, before the first step."""
         problem: Exception | None = None
         if self._writer is not None:
             try:
@@ -78,22 +76,22 @@ class CheckpointManager:
                     problem = problem or error
                 else:
                     self._failing = _reason(error)
-                    warn(f'{error} Training starts without checkpoints; on_save_error="raise" would stop it.')
+                    warn(f'{error} Training continues without; on_save_error="raise" makes this an error.')
         raise_together(problem)
 
     def is_due(self) -> bool:
-        """Return whether to save after the latest step."""
+        """Return whether a checkpoint is due after the latest step."""
         every = self._config.checkpoint_every_n_steps
         return bool(every) and self._state.position.step % every == 0
 
     def save_step(self, totals: MetricSums) -> None:
-        """Save in the middle of an epoch, unless the latest checkpoint is of this step."""
+        """Write a checkpoint of this step, in the middle of an epoch, unless there is one."""
         if self.is_on and self._saved != self._place():
             self.gather(totals)
             self._save(f"step-{self._state.position.step:08d}")
 
     def gather(self, totals: MetricSums) -> None:
-        """Collect the state of each rank in the middle of an epoch; collective."""
+        """Take into the state what each rank has of its own in the middle of an epoch. All ranks call it."""
         own = {
             "generators": generators_as_json(self._device),
             "sums": totals.table.tolist(),
@@ -101,16 +99,16 @@ class CheckpointManager:
             "stop": self._state.stop_training,
         }
         texts = runtime.gather_texts(json.dumps(encode_tree(own, "rank")))
-        self._state.ranks = [decode_tree(json.loads(text)) for text in texts]
+        self._state.keep_ranks([decode_tree(json.loads(text)) for text in texts])
         self.gather_compression()
 
     def gather_compression(self) -> None:
-        """Collect the state of gradient compression; collective."""
+        """Take the state of gradient compression into the state of the rank that writes. All ranks call it."""
         state = self._compression_state()
-        self._state.compression = state if self._writer is not None or runtime.is_master() else {}
+        self._state.keep_compression(state if self._writer is not None or runtime.is_master() else {})
 
     def after_epoch(self) -> None:
-        """Save, if due, an epoch with its validation and its entry in the history."""
+        """Save a completed epoch, with its validation and its entry in the history, if that is due."""
         every, epoch = self._config.checkpoint_every_n_epochs, self._state.position.epoch
         is_best = self._is_best()
         if is_best or (every and epoch % every == 0):
@@ -118,12 +116,8 @@ class CheckpointManager:
             self._save(f"epoch-{epoch:04d}", is_best=is_best)
 
     def finish(self, totals: MetricSums | None) -> None:
-        """Save the last state of a fit that ends without an error, and wait until all is on the disk.
-
-        Args:
-            totals: Of this rank in the epoch in which it stops; None: it stops between two epochs.
-        """
-        # Also for a later save_checkpoint().
+        """Save the last state, and wait until all is on the disk; `totals`: of the epoch in which the fit stops, or None."""
+        # Also for whoever saves by hand afterwards.
         if totals is not None:
             self.gather(totals)
         else:
@@ -139,7 +133,7 @@ class CheckpointManager:
         self._warn_of(problem)
 
     def close(self) -> None:
-        """End the writing thread, also after an error; checkpoints that it has begun are completed."""
+        """Stop the writing thread, after an error too; it completes the file that it has begun."""
         if self._writer is not None:
             self._warn_of(self._take_problem())
             if self._missing > 1:
@@ -163,7 +157,7 @@ class CheckpointManager:
         return last < min((value for value in before if not math.isnan(value)), default=math.inf) or not before
 
     def _may_be_best(self) -> bool:
-        """Return whether the best checkpoint may be replaced: it is none, or of this run."""
+        """Return whether the best checkpoint on disk is missing or of this fit, and not of a later one."""
         assert self._writer is not None
         best = look_into(self._writer.folder.file(BEST))
         return not best.position or best.run.get("id") == self._state.run.get("id")
@@ -189,7 +183,7 @@ class CheckpointManager:
         try:
             self._writer.write(name, self._state.to_checkpoint(), afterwards, make_room)
         except (CheckpointError, ConfigError) as error:
-            self._problem = error  # reported with later ones
+            self._problem = error  # reported with those that come later
 
     def _settle(self) -> None:
         """Wait for the previous checkpoint, and report its error."""
@@ -207,7 +201,7 @@ class CheckpointManager:
         return self._state.position.epoch, self._state.position.step
 
     def _warn_of(self, problem: Exception | None) -> None:
-        """Warn that there is no checkpoint; for a repeated reason only the number at the end."""
+        """Warn that a checkpoint is missing; of repeated errors only their number, in the end."""
         if problem is not None:
             self._missing += 1
             if _reason(problem) != self._failing:

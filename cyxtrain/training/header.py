@@ -1,4 +1,4 @@
-"""The lines that explain a run before it starts: one fact each."""
+"""The lines that explain a fit before it starts."""
 
 from __future__ import annotations
 
@@ -41,44 +41,38 @@ _PRODUCTS = {
 """By `float32_precision`."""
 
 
-def explain(state: TrainingState, run: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
-    """Returns (what, how) of a run, in the order in which they are shown.
-
-    Args:
-        state: What is trained.
-        run: What is asked for.
-        ddp_config: How gradients travel.
-    """
+def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[tuple[str, str]]:
+    """Return (what, how) of a fit, in the order in which they are shown."""
     model, rates, position = state.model, state.rates, state.position
-    effective = run.feed.effective_batch_size
-    loss = run.data.loss
-    validation = "" if run.validation is None else f", and {run.validation.source.describe()} for validation"
+    effective = plan.feed.effective_batch_size
+    loss = plan.data.loss
+    validation = "" if plan.validation is None else f", and {plan.validation.source.describe()} for validation"
     world_size = dist.get_world_size()
-    epochs = f"epochs {position.epoch + 1} to {position.first_epoch + run.config.epochs}"
-    left = "no epoch left" if run.is_over(position) else epochs
+    epochs = f"epochs {position.epoch + 1} to {position.first_epoch + plan.config.epochs}"
+    left = "no epoch left" if plan.is_over(position) else epochs
     facts = [
         ("cyxtrain", f"{library_versions()['cyxtrain']}, PyTorch {torch.__version__}"),
-        ("world", _world(run.config.num_processes)),
-        ("backend", _backend(run.data.placement.device) if world_size > 1 else "none needed"),
+        ("world", _world(plan.config.num_processes)),
+        ("backend", _backend(plan.data.placement.device) if world_size > 1 else "none needed"),
         *([("gradients", _compression(ddp_config, model, world_size))] if ddp_config.compression else []),
-        ("batch", _batch(effective, world_size, run.feed.rows_at_once)),
-        ("steps", f"{_steps(run)}, {left}" + (", a try" if run.config.fast_dev_run else "")),
-        ("data", run.data.source.describe() + run.data.source.explain() + validation + _converted(run)),
-        *_parts_of_batches(run.data.source, run.data.call.left_out),
-        ("device", run.devices),
-        *_precision(model, run),
-        ("model", _model(model, run)),
-        *_flops(run),
+        ("batch", _batch(effective, world_size, plan.feed.rows_at_once)),
+        ("steps", f"{_steps(plan)}, {left}" + (", a try" if plan.config.fast_dev_run else "")),
+        ("data", plan.data.source.describe() + plan.data.source.explain() + validation + _converted(plan)),
+        *_parts_of_batches(plan.data.source, plan.data.call.left_out),
+        ("device", plan.devices),
+        *_precision(model, plan),
+        ("model", _model(model, plan)),
+        *_flops(plan),
         *([("mode", mode)] if (mode := explain_modes(model)) else []),
-        ("optimizer", _optimizer(state, run)),
-        *([("rate", rates.explain(_scaling(run.config, effective)))] if rates.differ_from_program else []),
+        ("optimizer", _optimizer(state, plan)),
+        *([("rate", rates.explain(_scaling(plan.config, effective)))] if rates.differ_from_program else []),
     ]
     besides = _count(state.trained) - _count(model)
     if besides:
         facts.append(("loss", f"learns {counted(besides, 'parameter')} of its own"))
     if loss.items is not None and loss.obeys_items:
         facts.append(("loss", f"the model's, divided by the number of {loss.items.name} (num_items_in_batch)"))
-    targets = run.data.source.targets
+    targets = plan.data.source.targets
     if loss.by_output and isinstance(targets, dict) and (others := targets.keys() - loss.by_output.keys()):
         facts.append(("left out", f"parts of y that loss_fn has no loss for: {shortened(sorted(map(str, others)))}"))
     if loss.is_assumed_mean:
@@ -87,15 +81,15 @@ def explain(state: TrainingState, run: FitPlan, ddp_config: DDPConfig) -> list[t
     return facts
 
 
-def _model(model: nn.Module, run: FitPlan) -> str:
-    how = explain_compiled(run.config.compile, run.compiles_layers)
-    layout = "channels_last" if run.config.channels_last else ""
+def _model(model: nn.Module, plan: FitPlan) -> str:
+    how = explain_compiled(plan.config.compile, plan.compiles_layers)
+    layout = "channels_last" if plan.config.channels_last else ""
     return ", ".join(filter(None, (type(model).__name__, _parameters(model), layout, how)))
 
 
-def _precision(model: nn.Module, run: FitPlan) -> Iterator[tuple[str, str]]:
-    """Yield what is computed in which precision, where it is not PyTorch's usual one, or a GPU could be much faster."""
-    config, device = run.config, run.data.placement.device
+def _precision(model: nn.Module, plan: FitPlan) -> Iterator[tuple[str, str]]:
+    """Yield precisions that are not PyTorch's defaults, and a hint if a GPU could be much faster."""
+    config, device = plan.config, plan.data.placement.device
     if config.precision != "fp32":
         yield "precision", f"{config.precision}, by autocast"
     if config.float32_precision is not None:
@@ -111,41 +105,41 @@ def _precision(model: nn.Module, run: FitPlan) -> Iterator[tuple[str, str]]:
         )
 
 
-def _flops(run: FitPlan) -> Iterator[tuple[str, str]]:
-    flops, device = run.data.flops_per_row, run.data.placement.device
+def _flops(plan: FitPlan) -> Iterator[tuple[str, str]]:
+    flops, device = plan.data.flops_per_row, plan.data.placement.device
     if flops:
-        peak = peak_flops(device, run.dtype)
-        known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(run.dtype).removeprefix('torch.')}"
+        peak = peak_flops(device, plan.dtype)
+        known = "" if peak is None else f"; this GPU can {in_words(peak)}/s in {str(plan.dtype).removeprefix('torch.')}"
         yield "flops", f"{in_words(flops)} per row, forward and backward{known}"
 
 
-def _optimizer(state: TrainingState, run: FitPlan) -> str:
+def _optimizer(state: TrainingState, plan: FitPlan) -> str:
     spares = spares_norms_and_biases(state.optimizer, state.trained)
     words = [type(state.optimizer).__name__]
-    words += ["by PyTorch's fused kernel"] if run.fuses else []
+    words += ["by PyTorch's fused kernel"] if plan.fuses else []
     words += ["no weight decay on norms and biases"] if spares else []
     return ", ".join(words)
 
 
 def _world(num_processes: int | str | None) -> str:
     world_size = dist.get_world_size()
-    said = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
+    parts = [counted(world_size, "rank"), process_env.started_by(dist.get_rank(), world_size)]
     if num_processes not in (None, "auto", 1, world_size):
-        said.append(f"those that were launched: num_processes={num_processes} is not used")
-    return ", ".join(filter(None, said))
+        parts.append(f"as launched: ignored num_processes={num_processes}")
+    return ", ".join(filter(None, parts))
 
 
-def _converted(run: FitPlan) -> str:
-    """Returns which floats become others, batch by batch: parameters are of one type."""
-    wanted = run.data.placement.dtype
-    inputs = leaves(run.data.source.inputs, "X")
+def _converted(plan: FitPlan) -> str:
+    """Describe inputs that are converted to the parameters' type."""
+    wanted = plan.data.placement.dtype
+    inputs = leaves(plan.data.source.inputs, "X")
     others = {tensor.dtype for _, tensor in inputs if tensor.is_floating_point()} - {wanted}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in others)
     return f", {' and '.join(names)} becomes the model's {str(wanted).removeprefix('torch.')}" if names else ""
 
 
 def _parts_of_batches(source: Source, not_taken: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what the parts of a batch are taken for, where a user may have meant something else."""
+    """Yield what parts of a batch are taken for, if a user may have meant something else."""
     if not_taken:
         yield "left out", f"inputs that the model's forward does not take: {shortened(not_taken)}"
     if source.left_out:
@@ -183,7 +177,7 @@ def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
 
 
 def _scaling(config: DistributedTrainingConfig, effective_batch_size: int) -> str:
-    """Returns how the rate has been scaled: for what it was given, and what it is used for."""
+    """Describe how the learning rate was scaled."""
     given = config.batch_size * config.accumulation_steps
     return f"{config.learning_rate_scaling}: given for {given:,} samples, and a step has {effective_batch_size:,}"
 
@@ -195,8 +189,8 @@ def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str
     return f"{per_rank} per rank{parts}, {effective_batch_size:,} effective"
 
 
-def _steps(run: FitPlan) -> str:
-    steps = run.steps_per_epoch
+def _steps(plan: FitPlan) -> str:
+    steps = plan.steps_per_epoch
     return "as many as there are batches" if steps is None else f"{counted(steps, 'step')} per epoch"
 
 

@@ -1,0 +1,334 @@
+"""Which checkpoint a fit continues from, whether it fits, and what of it belongs to this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
+from cyxtrain.checkpoint.folder import CheckpointFolder, look_into
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.validation import check_content, taking_over
+from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
+from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.rng import set_generators
+from cyxtrain.environment import process_env
+from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, shortened, warn
+from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.optim.schedule_length import check_schedule, warn_of_length
+from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.inputs.single_rows import check_single_rows, part_without_rows
+from cyxtrain.training.checkpoints.resume_diff import differences
+from cyxtrain.training.checkpoints.resume_diff import as_in_checkpoint, describe_changes, describe_restored, restored_settings
+from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.world import runtime
+
+AUTO = "auto"
+_SAME_FIELDS = (
+    "shuffle",
+    "seed",
+    "validation_split",
+    "batch_size",
+    "effective_batch_size",
+    "steps_per_epoch",
+    "drop_last",
+)
+"""What decides the samples of a step, beside the data."""
+_BY_DEFAULT = dataclasses.asdict(DistributedTrainingConfig())
+"""What a checkpoint was made with that is older than a field."""
+_DATA = {"data": "the training data differ", "validation": "the validation data differ"}
+
+
+Checkpoint = tuple[CheckpointState, str]
+"""A checkpoint, and its name for messages."""
+
+
+def asked_to_stop(checkpoint: CheckpointState) -> bool:
+    """Return whether a callback had asked to end the fit, which the ranks had not yet agreed on."""
+    return any(each.get("stop") is True for each in checkpoint.ranks)
+
+
+def restore_rank(checkpoint: CheckpointState, source: str, totals: MetricSums, device: torch.device) -> None:
+    """Restore this rank's generators, if there are as many ranks as there were, and its sums of the epoch.
+
+    Raises:
+        CheckpointError: The checkpoint holds something else.
+    """
+    rank, world_size, ranks = runtime.get_rank(), runtime.get_world_size(), checkpoint.ranks
+    try:
+        tables = [each["sums"] for each in ranks]
+        if not any(tables):
+            return  # made between two epochs: the next one begins with generators of its own
+        if len(ranks) == world_size:
+            set_generators(ranks[rank]["generators"], device)
+            totals.restore(tables[rank])
+            totals.metrics.merge([ranks[rank].get("metrics", {})])
+            return
+        totals.metrics.merge([each.get("metrics", {}) for each in ranks[rank::world_size]])
+        if rank == 0:
+            # Added up once: which rank has counted what changes only the last bits of the result.
+            totals.restore([list(map(math.fsum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True)])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot resume from {source}: the state of rank {rank} is wrong: {error}.") from error
+
+
+def find_checkpoint(plan: FitPlan, state: TrainingState) -> tuple[CheckpointState, str] | None:
+    """Return the checkpoint to continue from, on every rank; None: there is none, or none is asked for.
+
+    A program that runs again makes all its calls of `fit` again. Each continues from its own newest checkpoint, also if
+    it was complete: the program then sees the model between two calls as it was. If the launcher has restarted the
+    ranks, the newest checkpoint of this launch takes precedence over `resume`. Raises CheckpointError, on every rank, if
+    the named one does not exist or is corrupt.
+    """
+    launched, _ = process_env.launched_run()  # rank 0's, which reads
+    folder, resume, initial_epoch = _folder_of(plan.config), plan.resume, plan.initial_epoch
+    if plan.attempt and resume != AUTO:
+        # A fit that resumes from a path is that checkpoint's call of fit.
+        named = None if resume is None else look_into(Path(resume)).position
+        call = state.next_fit(initial_epoch) if named is None else (named.get("fits"), named.get("first_epoch"))
+        found = read_on_all(lambda: _newest_of_call(folder, call, (launched, state.trainer)))
+        if found is not None:
+            return found
+    if resume is None:
+        return None
+    if resume == AUTO:
+        return read_on_all(lambda: _newest_of_call(folder, state.next_fit(initial_epoch)))
+    return read_file_on_all(resume)
+
+
+def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
+    """Return the folder that rank 0 reads: of its own checkpoints, if each rank writes some."""
+    return CheckpointFolder(config.checkpoint_dir, None if config.save_on_master_only else 0)
+
+
+def start_or_resume(
+    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
+    """Go to where a fit begins or continues; return the checkpoint, and lines for the header. All ranks call it.
+
+    Raises:
+        CheckpointError: It cannot be read, or does not fit.
+        ConfigError: It is of a fit with other samples.
+    """
+    try:
+        return _begin_or_resume(state, plan, arithmetic)
+    except (CheckpointError, ConfigError) as error:
+        on_all_ranks(error)  # all ranks have the same checkpoint
+        runtime.gather_texts("")  # all ranks have read it when the first one leaves
+        raise
+
+
+def _begin_or_resume(
+    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
+    is_named = plan.resume not in (None, AUTO)
+    found = find_checkpoint(plan, state)
+    data = plan.digests()
+    if found is None:
+        _check_batch_norm(state, plan)
+        scheduled = plan.schedule_steps(plan.warmup_steps if state.rates.warms_up_first else 0)
+        _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
+        _warn_of_warmup(plan)
+        effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
+        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, arithmetic)
+        return None, _describe_start(plan, state)
+    checkpoint, name = found
+    source = f"checkpoint {name}"
+    check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
+    given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
+    plan.config = as_in_checkpoint(asked, checkpoint.config)
+    state.resume_from(checkpoint, source, plan.config, data, arithmetic, is_new_run=is_named)
+    with taking_over(source):
+        _resume_data(plan, state, checkpoint)
+    if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
+        left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
+        state.change_epochs(max(left, 0))
+        plan.config = state.config
+    notes = describe_restored(given, restored_settings(state, plan.config)) + _describe_frozen(trained, _trained(state))
+    stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
+    if not plan.is_over(state.position):
+        notes += [("schedule", stretched)] if stretched else []
+        to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
+        _check_schedule(plan, state.rates.scheduler, to_come)
+    notes += _describe_dropped(checkpoint)
+    _warn_of_differences(
+        name, differences(checkpoint.arithmetic, arithmetic), describe_changes(asked, checkpoint.config)
+    )
+    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *notes]
+
+
+def _trained(state: TrainingState) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in plain_parameters(state.trained)}
+
+
+def _describe_frozen(program: Mapping[str, bool], checkpoint: Mapping[str, bool]) -> list[tuple[str, str]]:
+    """Return the header's line about parameters that the checkpoint has frozen or unfrozen."""
+    found = {True: "frozen", False: "trained"}
+    words = []
+    for value, before in found.items():
+        names = [name for name in checkpoint if checkpoint[name] is value and program[name] is not value]
+        words += (
+            [f"{shortened(names)} {found[not value]} as in the checkpoint ({before} in the program)"] if names else []
+        )
+    return [("trained", "; ".join(words))] if words else []
+
+
+def _check_schedule(
+    plan: FitPlan, scheduler: LRScheduler | None, steps: int | None, steps_per_epoch: int | None = None
+) -> None:
+    """Refuse a schedule that would raise, and warn if its length differs from the fit's.
+
+    Args:
+        steps: Times that it is still to be stepped; None: unknown.
+        steps_per_epoch: None also if a fit continues: the schedule has been stepped before.
+    """
+    interval = plan.config.scheduler_interval or "step"
+    check_schedule(scheduler, steps or 0, interval)
+    if runtime.is_master():
+        warn_of_length(scheduler, steps or 0, interval, steps_per_epoch)
+
+
+def _resume_data(plan: FitPlan, state: TrainingState, checkpoint: CheckpointState) -> None:
+    plan.resume_from(state, checkpoint.world_size)
+    plan.feed.load_state_dict(checkpoint.others.get("data", {}))
+    _check_batch_norm(state, plan)
+
+
+def _check_batch_norm(state: TrainingState, plan: FitPlan) -> None:
+    """Refuse rows that batch norm cannot train on, now that each rank's rows of a step are known."""
+    check_single_rows(state.model, plan)
+    plan.data.without_rows = part_without_rows(state.model, plan)
+    plan.data.num_micro_batches = plan.feed.micro_batches
+
+
+def _warn_of_warmup(plan: FitPlan) -> None:
+    if plan.all_steps is not None and plan.warmup_steps > plan.all_steps and runtime.is_master():
+        warn(
+            f"warmup_steps={plan.warmup_steps:,} and this fit has {counted(plan.all_steps, 'step')}: the learning "
+            "rate will not reach its value."
+        )
+
+
+def _where(name: str, state: TrainingState, plan: FitPlan, ranks: int) -> str:
+    """Describe the checkpoint that a fit continues from, and whether anything is left to train."""
+    position = state.position
+    text = f"from {name}: step {position.step:,}, epochs complete: {position.epoch}"
+    there = _folder_of(plan.config).newest_first() if runtime.is_master() else []
+    later = sum(found.fits is not None and found.fits > position.fits for found in there)
+    if later:
+        text += f"; {counted(later, 'checkpoint')} of later calls of fit there"
+    if ranks != runtime.get_world_size():
+        text += f"; made by {counted(ranks, 'rank')}, samples keep their order"
+    if position.stopped:
+        return f"{text}; a callback ended this fit there: to continue, call load_checkpoint() and fit()"
+    return text if not plan.is_over(position) else f"{text}; nothing is left to train: to continue, raise epochs"
+
+
+def _describe_start(plan: FitPlan, state: TrainingState) -> list[tuple[str, str]]:
+    """Return the header's lines where a fit begins; warn if its checkpoints would mix with others."""
+    config = plan.config
+    if not runtime.is_master():
+        return []
+    if plan.resume is None and not config.makes_checkpoints:
+        is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
+        return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")] * is_named
+    there = _folder_of(config).newest_first()
+    others = [found for found in there if found.position and found.run.get("id") not in state.runs]
+    if others and config.makes_checkpoints:
+        warn(
+            f"{config.checkpoint_dir} holds {counted(len(others), 'checkpoint')} of another training: those with the "
+            "names of new ones will be replaced. Use another folder for each training (checkpoint_dir)."
+        )
+    if plan.resume is None:
+        return []
+    found = f"{counted(len(there), 'checkpoint')} in {config.checkpoint_dir}, none intact of this call of fit"
+    what = f"{found} (number {state.position.fits})" if there else f"no checkpoint in {config.checkpoint_dir}"
+    keeps = "" if config.makes_checkpoints else "; checkpoints are off"
+    return [("resume", f"{what}, starting from scratch{keeps}")]
+
+
+def _describe_dropped(checkpoint: CheckpointState) -> list[tuple[str, str]]:
+    kept = checkpoint.others.get("compression")
+    if not kept or runtime.get_world_size() > 1:
+        return []
+    return [("gradients", "compression's error feedback is dropped: a single rank compresses nothing")]
+
+
+def _warn_of_differences(name: str, computed: Sequence[str], done: Sequence[str]) -> None:
+    """Warn of numerics (`computed`) and of steps (`done`) that differ from the checkpoint's."""
+    if computed and runtime.is_master():
+        warn(
+            f"the checkpoint {name} was computed differently: {'; '.join(computed)}. Numbers may differ in their last "
+            "bits, or more."
+        )
+    if done and runtime.is_master():
+        warn(f"the fit resumed from {name} continues with other settings: {'; '.join(done)}.")
+
+
+def _newest_of_call(
+    folder: CheckpointFolder, call: tuple[Any, Any], launched: tuple[str, int] | None = None
+) -> tuple[bytes, str]:
+    """Return (bytes, path) of the newest intact checkpoint of this call of `fit`; "": there is none.
+
+    If one of an earlier call is newer, or this call begins at another epoch than the one on disk, the earlier ones were
+    trained differently since.
+
+    Args:
+        call: Its number, from 1, and the epochs before it.
+        launched: The command and the trainer in it that must have written it; None: any.
+    """
+    for found in folder.newest_first():
+        own = launched is None or (found.run.get("launched"), found.run.get("trainer")) == launched
+        if found.run and not own:
+            continue
+        if found.fits is not None and call[0] is not None and found.fits < call[0]:
+            break
+        same_beginning = call[0] == 1 or found.position.get("first_epoch") == call[1]
+        if found.position and not (found.fits == call[0] and same_beginning):
+            continue  # a corrupt one is read, for its warning
+        try:
+            data = checkpoint_bytes(found.path)
+            checkpoint = unpack_checkpoint(data, str(found.path))
+            check_content(checkpoint, f"checkpoint {found.path}")
+            Position.from_json(checkpoint.position, f"checkpoint {found.path}")
+        except CheckpointError as error:
+            warn(f"{error} It is skipped.")
+            continue
+        return data, str(found.path)
+    return b"", ""
+
+
+def check_same_fit(
+    state: CheckpointState,
+    name: str,
+    config: DistributedTrainingConfig,
+    data: Mapping[str, str],
+    effective_batch_size: int | None = None,
+) -> None:
+    """Refuse to continue with other data, or other samples of them; `data`: digests by what the data are for."""
+    now = dataclasses.asdict(config)
+    hidden = set()
+    same_steps = state.position.get("effective_batch_size") == effective_batch_size
+    if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):
+        hidden |= {"batch_size", *(["effective_batch_size"] if same_steps else [])}  # they come to the same
+    differences = [
+        f"{field} is {now[field]} and was {state.config.get(field)}"
+        for field in _SAME_FIELDS
+        if field not in hidden and now[field] != state.config.get(field, _BY_DEFAULT[field])
+    ]
+    differences += [
+        _DATA[what] + ("" if digest and state.run.get(what) else f": none {'were' if digest else 'are'} given")
+        for what, digest in data.items()
+        if state.run.get(what) != digest
+    ]
+    if differences:
+        raise ConfigError(
+            f"fit cannot resume from {name}: {'; '.join(differences)}. Pass what was passed before; or call "
+            "load_checkpoint() and fit() without resume, to begin a new fit with that model."
+        )

@@ -1,1 +1,0 @@
-"""Continue from a checkpoint, and report what differs from it. No file format."""
