@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import struct
 from pathlib import Path
@@ -48,6 +50,24 @@ def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
         "monitoring/monitor.py",
     ):
         assert f"`{name}`" in page("ring")
+
+
+WHERE_TO_LOOK = page("how_it_works").partition("## Where to look")[2]
+
+
+def test_functions_that_a_reader_is_sent_to_are_in_the_files_beside_them():
+    rows = re.findall(r"^\| .+\? \| (.*`cyxtrain/.+) \| (.+) \|$", WHERE_TO_LOOK, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for files, names in rows:
+        modules = [
+            importlib.import_module(path.replace("/", ".").removesuffix(".py"))
+            for path in re.findall(r"`([\w/]+\.py)`", files)
+        ]
+        for name in re.findall(r"`([\w.]+)`", names):
+            first, *rest = name.split(".")
+            owner = next((vars(module)[first] for module in modules if first in vars(module)), None)
+            assert owner is not None, f"{name} is in none of {files}"
+            functools.reduce(getattr, rest, owner)
 
 
 def said_by_the_package():

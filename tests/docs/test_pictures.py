@@ -120,4 +120,4 @@ def test_picture_of_the_roads_names_files_that_exist():
     files = [node.text for node in parsed("roads.svg").iter(f"{SVG}text") if node.get("class") == "file"]
     assert len(files) > 10
     for name in " ".join(files).split():
-        assert list((ROOT / "cyxtrain").glob(f"*/{name}")), name
+        assert list((ROOT / "cyxtrain").rglob(name)), name

@@ -106,7 +106,7 @@ def test_docstrings_name_the_errors_that_are_raised(documented, function):
 # --- docs/names.md --------------------------------------------------------------------------------------------------
 
 NAMES = re.findall(
-    r"^\| `(\w+)` \| .+ \| `(tests/\w+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
+    r"^\| `(\w+)` \| .+ \| `(tests/[\w/]+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
     (ROOT / "docs" / "names.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
