@@ -157,7 +157,7 @@ KIB = 1024
         ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),
         ("acknowledged for 4.5 s", 4500, link._CONTROL_OPTIONS["TCP_USER_TIMEOUT"]),
         ("waited for half a second", 0.5, executor._LONG_SECONDS),
-        ("After 30 s whoever waits", 30, wait_graph.WARN_SECONDS),
+        ("After 30 s a rank that waits", 30, wait_graph.WARN_SECONDS),
     ],
 )
 def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, theirs):
