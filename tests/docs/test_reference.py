@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -101,6 +103,46 @@ def test_docstrings_name_the_errors_that_are_raised(documented, function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             name = node.exc.func.id
             assert not name.endswith("Error") or name in docstring, f"nothing is said of {name}"
+
+
+# --- generated tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["reference", "launching"])
+def test_generated_tables_are_up_to_date(generator, name):
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert "<!-- generated: environment -->" in page
+    assert generator.updated(page) == page, "run: python docs/generate_reference.py"
+
+
+def test_every_setting_is_in_a_table_with_its_meaning():
+    for config in (cx.DistributedConfig, cx.DDPConfig, cx.DistributedTrainingConfig, cx.AMPConfig):
+        table = REFERENCE.partition(f"<!-- generated: {config.__name__} -->")[2].partition("<!-- /generated -->")[0]
+        rows = re.findall(r"^\| `(\w+)` \| `.+?` \| `.*?` \|.*?\| \S.* \|$", table, flags=re.MULTILINE)
+        assert rows == [field.name for field in dataclasses.fields(config)]
+
+
+def test_every_public_function_and_class_is_in_a_table(generator):
+    grouped = {name for names in generator.GROUPS.values() for name in names}
+    settings = {config.__name__ for config in generator.SETTINGS}
+    others = {"BackendType", "ReduceOp", "datasets", "callbacks", "DistributedTrainingHistory"}
+    errors = {name for name in cx.__all__ if name.endswith("Error")}
+    assert grouped | settings | others | errors == set(cx.__all__)
+
+
+def test_every_environment_variable_that_the_package_reads_is_in_the_table(generator):
+    source = (ROOT / "cyxtrain" / "environment" / "process_env.py").read_text(encoding="utf-8")
+    ours = set(re.findall(r"\"((?:CYXTRAIN|DISTRIBUTED)_[A-Z_]+)\"", source)) - {"CYXTRAIN_WORKER"}
+    listed = {name for name, *_ in generator.ENVIRONMENT}
+    assert ours == {name for name in listed if name.startswith(("CYXTRAIN_", "DISTRIBUTED_"))}
 
 
 # --- docs/names.md --------------------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ def read_page(path: Path) -> Page:
             marks = []
         elif line.strip():
             found = _MARK.fullmatch(line.strip())
-            marks = [*marks, found[1]] if found else []
+            # What ends a generated table, or README's output, says nothing of the block after it.
+            marks = [*marks, found[1]] if found and not found[1].startswith("/") else []
     return Page(path, text, tuple(blocks))
 
 
