@@ -95,6 +95,26 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
 
 
+def test_workflow_of_a_release_builds_checks_and_imports_and_has_no_secrets():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    assert workflow[True]["push"] == {"tags": ["v*"]}
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "secrets." not in text
+    [job] = workflow["jobs"].values()
+    commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    for command in ("python -m build", "twine check --strict", "import cyxtrain"):
+        assert command in commands
+
+
+def test_checks_before_a_commit_are_those_of_continuous_integration():
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert entries[:3] == ["ruff check", "ruff format", "mypy"]
+    assert all(entry in script for entry in entries[:3])
+
+
 @pytest.mark.parametrize("program", blocks_of_all("python"))
 def test_programs_in_documents_use_public_names(program):
     tree = ast.parse(program)
