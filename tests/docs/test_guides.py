@@ -59,10 +59,10 @@ def check_process_group(said: str, world_size: int) -> None:
 
 
 def check_data_parallel(said: str, world_size: int) -> None:
-    assert f"{world_size} ranks: a step of DataParallel and one of DistributedDataParallel end alike" in said
+    assert f"{world_size} ranks: DataParallel and DistributedDataParallel give the same parameters" in said
     for rank in range(world_size):
         assert f"rank {rank}: {1408 // world_size} rows in 44 batches" in said
-        assert f"rank {rank} was given [{10.0 * rank}, {10.0 * rank}]" in said
+        assert f"rank {rank} received [{10.0 * rank}, {10.0 * rank}]" in said
     losses = numbers(said, "loss")
     assert len(losses) == 6
     assert losses[-1] < 0.1 < losses[0]
@@ -92,7 +92,7 @@ def check_config_and_models(said: str, world_size: int) -> None:
 
 
 def check_amp_trainer(said: str, world_size: int) -> None:
-    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, taken)\n" in said
+    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, used)\n" in said
     scales = [int(scale.replace(",", "")) for scale in re.findall(r"epoch \d: loss scale ([\d,]+)", said)]
     assert len(scales) == 6
     assert all(1 < scale < 2**30 for scale in scales)
