@@ -1,4 +1,4 @@
-"""The reference has every public name, and each docstring has the parts that it needs."""
+"""The reference has every public name, its tables are up to date, and docstrings are complete."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HEADINGS = ["Join", "Exchange", "Deal", "Average", "Train", "Keep", "Errors"]
 
 
 def shown(module: str) -> list[str]:
-    """The names of a module in the reference, in its order."""
+    """Return the names of a module in the reference, in order."""
     parts = re.split(r"^\.\. currentmodule:: (\S+)$", REFERENCE, flags=re.MULTILINE)
     found = [text for name, text in zip(parts[1::2], parts[2::2], strict=True) if name == module]
     return re.findall(r"^\.\. (?:auto)?(?:class|function|exception):: (\w+)", "\n".join(found), flags=re.MULTILINE)
 
 
 def functions() -> Iterator[Any]:
-    """Every public function, and the constructor and public methods of every class: what documents it, and itself."""
+    """Yield (documented object, function) of every public function, constructor and method."""
     for module_name, module in MODULES.items():
         for name in shown(module_name):
             found = getattr(module, name)
@@ -63,7 +63,7 @@ def test_reference_has_the_headings_of_the_public_list():
 
 
 def test_reference_shows_the_members_of_classes():
-    # Ready callbacks have none but the hooks of Callback, which is shown whole.
+    # Built-in callbacks have only the hooks of Callback, whose members are shown.
     hooks = {name for name in dir(cx.callbacks.Callback) if not name.startswith("_")}
     for name in cx.callbacks.__all__:
         own = {member for member in vars(getattr(cx.callbacks, name)) if not member.startswith("_")}
@@ -84,25 +84,25 @@ def test_every_field_of_settings_has_a_docstring():
 
 @pytest.mark.parametrize(("documented", "function"), [*functions()])
 def test_docstrings_name_every_argument(documented, function):
-    """In "Args:", or in the sentence that says what becomes of it; the hooks' are those of the class."""
+    """Arguments are in "Args:" or in a sentence; those of hooks are documented in Callback."""
     if function.__qualname__.split(".")[-1] in dir(cx.callbacks.Callback) and inspect.isfunction(documented):
         return
     docstring = inspect.getdoc(documented) or ""
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in ("self", "cls") and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             listed = re.search(rf"^    \*{{0,2}}{name}: \S", docstring, flags=re.MULTILINE)
-            assert listed or f"`{name}`" in docstring, f"nothing is said of {name}"
+            assert listed or f"`{name}`" in docstring, f"{name} is not documented"
 
 
 @pytest.mark.parametrize(("documented", "function"), [*functions()])
 def test_docstrings_name_the_errors_that_are_raised(documented, function):
-    """Those that the function itself raises; what it calls may raise others."""
+    """Only errors that the function itself raises; functions that it calls may raise others."""
     docstring = inspect.getdoc(documented) or ""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             name = node.exc.func.id
-            assert not name.endswith("Error") or name in docstring, f"nothing is said of {name}"
+            assert not name.endswith("Error") or name in docstring, f"{name} is not documented"
 
 
 # --- generated tables -----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ NAMES = re.findall(
 
 
 def uses(path: Path, name: str) -> bool:
-    """Whether a file uses a public name: `cx.init`, `dist.init`, or imported; types also by themselves."""
+    """Return whether a file uses a public name: as `cx.init`, `dist.init`, or imported; types also without a module."""
     text = path.read_text(encoding="utf-8")
     ways = [rf"\b(?:cx|dist)\.{name}\b", rf"\bcyxtrain(?:\.\w+)* import .*\b{name}\b", rf"\bcyxtrain\.{name}\b"]
     return any(re.search(way, text) for way in [*ways, *([rf"\b{name}\b"] if name[0].isupper() else [])])
