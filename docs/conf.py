@@ -1,4 +1,4 @@
-"""Sphinx's settings. `sphinx-build -W docs docs/_build` builds the pages, and ends with an error at any warning."""
+"""Sphinx settings. `sphinx-build -W docs docs/_build` builds the pages, and fails at any warning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ version = release = cyxtrain.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme_options = {
-    "description": "Keras's fit for any PyTorch module, on as many processes as there are",
+    "description": "Keras's fit for any PyTorch module, on any number of processes",
     "fixed_sidebar": True,
     "page_width": "1100px",
 }
 
-# Headings have the addresses that GitHub gives them, so that links between pages work in both places.
+# Use GitHub's anchors for headings, so that links between pages work in both places.
 myst_heading_anchors = 3
 
-# Docstrings are shown in the order of the code. What is in single backticks is code, and a link where it is public.
+# Show docstrings in the order of the code. Text in single backticks is code, and a link if it is a public name.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -34,11 +34,11 @@ _COLON = "\0"
 
 
 def _before_napoleon(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Prepares a docstring.
+    """Prepare a docstring for napoleon.
 
-    The list "Fields:" of settings goes, because each field is shown by itself. Napoleon takes what stands before a
-    colon for a type, in fields, properties and after "Returns:": these colons are hidden from it. A name that begins
-    with a dot would lose it as a link.
+    Remove the list "Fields:" of settings, because each field has its own entry. Hide colons in fields, properties and
+    after "Returns:", because napoleon would parse the text before them as a type. Keep the dot at the start of a name,
+    which a link would drop.
     """
     if what == "class" and dataclasses.is_dataclass(found) and "Fields:" in lines:
         del lines[lines.index("Fields:") :]
@@ -52,17 +52,17 @@ def _before_napoleon(app: Any, what: str, name: str, found: Any, options: Any, l
 
 
 def _without_fields(app: Any, what: str, name: str, found: Any, options: Any, signature: str, returns: str) -> Any:
-    """Leaves the fields of settings out of the signature: they are shown below it, each with its default."""
+    """Remove the fields of settings from the signature: each has an entry with its default below it."""
     return ("", None) if what == "class" and dataclasses.is_dataclass(found) else None
 
 
 def _after_napoleon(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Shows the colons again."""
+    """Restore the hidden colons."""
     lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
 def setup(app: Any) -> None:
-    """Registers what is done with docstrings; napoleon's priority is 500."""
+    """Register the functions for docstrings; napoleon's priority is 500."""
     app.connect("autodoc-process-docstring", _before_napoleon, priority=100)
     app.connect("autodoc-process-docstring", _after_napoleon, priority=900)
     app.connect("autodoc-process-signature", _without_fields)

@@ -1,12 +1,13 @@
-"""A step larger than memory: four micro-batches, one after the other, make the step of the large batch.
+"""Gradient accumulation: four micro-batches give the same step as one large batch, with less memory.
 
 Run it alone, or on two ranks:
 
     python examples/accumulation.py
     cyxtrain launch -n 2 -- python examples/accumulation.py
 
-`fit` trains the same model with batches of 96 rows at once and in four parts; then a step by hand does the same. Expect
-parameters that agree up to rounding (about 1e-16: they are float64, to show it better), and `equal: True` at the end.
+`fit` trains the same model with batches of 96 rows at once and in four parts. Then a loop of your own does the same for
+one step. Expect parameters that agree up to rounding (about 1e-16, because they are float64), and `equal: True` at the
+end.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ def by_fit(x: torch.Tensor, y: torch.Tensor, accumulation_steps: int) -> nn.Modu
 
 
 def by_hand(x: torch.Tensor, y: torch.Tensor, parts: int) -> nn.Module:
-    """One step with this rank's rows of the first batch."""
+    """Take one step with this rank's rows of the first batch."""
     model = make_model()
     ddp = cx.DistributedDataParallel(model)
     rows = slice(cx.get_rank(), BATCH_SIZE, cx.get_world_size())
     *first, last = zip(x[rows].chunk(parts), y[rows].chunk(parts), strict=True)
-    with ddp.no_sync():  # gradients only add up here: nothing travels
+    with ddp.no_sync():  # gradients are only added up locally: nothing is sent
         for x_part, y_part in first:
             (nn.functional.cross_entropy(ddp(x_part), y_part) / parts).backward()
-    # The last backward sends what has added up: ranks talk once in a step, however many parts it has.
+    # The last backward averages the accumulated gradients: ranks communicate once per step, for any number of parts.
     (nn.functional.cross_entropy(ddp(last[0]), last[1]) / parts).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return model

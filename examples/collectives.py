@@ -1,12 +1,13 @@
-"""The calls by which ranks exchange tensors: each one with small numbers, and what every rank holds after it.
+"""Collectives: each function that exchanges tensors between ranks, with small numbers and the result on every rank.
 
-Run it on two ranks, where there is something to see, or alone, where each call has one rank to talk to, itself:
+Run it on two ranks, or alone, where each call involves only this rank:
 
     cyxtrain launch -n 2 -- python examples/collectives.py
     python examples/collectives.py
 
-They are `torch.distributed`'s, and in place as there: a call changes the tensor that it is given. Rank 0 prints what
-all ranks hold. Expect a line per call, a column per rank, and `ranks counted: 2` at the end, or however many you start.
+The functions are the same as in `torch.distributed`, and also work in place: a call changes the tensor that you pass.
+Rank 0 prints the tensors of all ranks. Expect a line per call, a column per rank, and `ranks counted: 2` at the end, or
+the number of ranks that you start.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def main() -> None:
     def own() -> torch.Tensor:
         return torch.tensor([rank + 1.0, 10.0 * (rank + 1)])
 
-    show("at first", own())
+    show("initially", own())
 
-    # From all to all: every rank ends with the same.
+    # All to all: every rank ends with the same tensor.
     for name in ("SUM", "MAX", "MIN", "AVG"):
         tensor = own()
         cx.all_reduce(tensor, getattr(cx.ReduceOp, name))
@@ -49,7 +50,7 @@ def main() -> None:
     cx.reduce_scatter(tensor, [own() + 100 * to for to in range(world_size)])  # a tensor for each rank
     show("reduce_scatter", tensor)
 
-    # From one to one: a token goes from rank to rank, and each adds its number. Who receives waits for who sends.
+    # One to one: a token goes from rank to rank, and each adds its number. A receiver waits for its sender.
     token = torch.zeros(1)
     if rank > 0:
         cx.recv(token, src=rank - 1)
@@ -58,14 +59,14 @@ def main() -> None:
         cx.send(token, dst=rank + 1)
     show("recv, add, send", token)
 
-    # The call may return at once, and the exchange goes on beside the program: hands off the tensor until wait().
+    # The call may return at once and continue in the background: do not use the tensor before wait().
     count = torch.ones(())
     work = cx.all_reduce(count, async_op=True)
-    doubled = own() * 2  # anything that does not need it
+    doubled = own() * 2  # anything that does not need the tensor
     work.wait()
     show("meanwhile", doubled)
 
-    cx.barrier()  # nobody goes on before all are here
+    cx.barrier()  # wait until all ranks are here
     if cx.is_master():
         print(f"ranks counted: {count:.0f}")
 

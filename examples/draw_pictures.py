@@ -1,12 +1,12 @@
-"""Draws the pictures of docs/: the history of a fit, and TensorBoard's page of the same fit.
+"""Draw the plots of docs/: the history of a fit, and TensorBoard's page of the same fit.
 
 Run it:
 
     pip install '.[plot]' playwright && playwright install chromium
     python examples/draw_pictures.py
 
-Expect examples/pictures/history.png and examples/pictures/tensorboard.png, after half a minute. Where a Chromium is
-there already: `--chromium /usr/bin/chromium`.
+Expect examples/pictures/history.png and examples/pictures/tensorboard.png, after half a minute. To use an installed
+Chromium: `--chromium /usr/bin/chromium`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cyxtrain.datasets import load_digits
 
 FOLDER = Path(__file__).parent / "pictures"
 FLAGS = ["--no-sandbox", "--single-process", "--no-zygote", "--use-gl=angle", "--use-angle=swiftshader"]
-"""For machines without a screen or a GPU: TensorBoard draws its curves by WebGL."""
+"""For machines without a screen or a GPU: TensorBoard draws its curves with WebGL."""
 
 
 def train(logs: str) -> cx.TrainingHistory:
@@ -40,7 +40,7 @@ def train(logs: str) -> cx.TrainingHistory:
 
 
 def photograph(logs: str, path: Path, chromium: str | None) -> None:
-    """Starts TensorBoard, looks at it as people do, and stops it."""
+    """Start TensorBoard, take a screenshot of it in a browser, and stop it."""
     from playwright.sync_api import sync_playwright
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -58,8 +58,8 @@ def photograph(logs: str, path: Path, chromium: str | None) -> None:
                 page.wait_for_timeout(500)
             page.goto(f"http://127.0.0.1:{port}/#timeseries")
             page.wait_for_selector("scalar-card line-chart", timeout=60_000)
-            page.get_by_role("button", name="Settings").first.click()  # more room
-            page.wait_for_timeout(5000)  # curves are drawn one after the other
+            page.get_by_role("button", name="Settings").first.click()  # hide the settings, for more room
+            page.wait_for_timeout(5000)  # wait until all curves are drawn
             page.screenshot(path=path)
             browser.close()
         finally:
@@ -67,8 +67,8 @@ def photograph(logs: str, path: Path, chromium: str | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws the pictures of docs/.")
-    parser.add_argument("--chromium", help="a browser to take; by default the one that playwright has installed")
+    parser = argparse.ArgumentParser(description="Draw the plots of docs/.")
+    parser.add_argument("--chromium", help="the browser to use; default: the one that playwright has installed")
     arguments = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as logs:

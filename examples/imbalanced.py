@@ -1,13 +1,14 @@
-"""Classes of very different size: accuracy deceives, class_weight helps, and other metrics tell.
+"""Imbalanced classes: accuracy is misleading, class_weight helps, and other metrics show it.
 
 Run it alone, or on two ranks:
 
     python examples/imbalanced.py
     cyxtrain launch -n 2 -- python examples/imbalanced.py
 
-The data are made up: one row in thirty is what is looked for, and it is not easy to tell from the others. Who always
-says "no" is right in 97 % of the rows, and finds nothing. Expect a model with equal weights that is as accurate and
-finds one in six, and one with class_weight that is less accurate (82 %) and finds three of four: recall 0.16 and 0.76.
+The data are synthetic: one row in thirty belongs to the rare class, and is hard to distinguish from the others. A model
+that always answers "no" is right in 97 % of the rows and finds nothing. Expect a model with equal weights that has
+about that accuracy and finds one rare row in six, and one with class_weight that has a lower accuracy (82 %) and finds
+three of four: recall 0.16 and 0.76.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import cyxtrain as cx
 
 
 def make_data(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The rare class is a cloud of points beside the other's, and partly within it."""
+    """Return points of two classes; the cloud of the rare one is next to the other's and overlaps it."""
     generator = torch.Generator().manual_seed(seed)
     y = (torch.arange(rows) % 30 == 0).float()[:, None]
     return torch.randn(rows, 8, generator=generator) + 0.7 * y, y
@@ -33,14 +34,14 @@ def main() -> None:
     results = {}
     for name, class_weight in {"equal weights": None, "class_weight": {0: 0.5 / (1 - rare), 1: 0.5 / rare}}.items():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))  # the loss has the sigmoid
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))  # the loss applies the sigmoid
         trainer = cx.DistributedTrainer(
             model,
             nn.BCEWithLogitsLoss(),
             torch.optim.Adam(model.parameters(), lr=0.003),
             metrics=["precision", "recall", "f1", "average_precision"],
         )
-        # Both classes weigh as much as if they were of the same size: each row of the rare one 15, of the other 0.5.
+        # Both classes get the same total weight: each row of the rare class weighs 15, each other row 0.5.
         trainer.fit(x, y, epochs=10, effective_batch_size=100, class_weight=class_weight, verbose=False)
         results[name] = trainer.evaluate(x_test, y_test)
 
@@ -49,7 +50,7 @@ def main() -> None:
         for name, measured in results.items():
             numbers = (f"{metric} {value:.4f}" for metric, value in dict(measured).items() if metric != "loss")
             print(f"{name:<14}", *numbers, sep="  ")
-        # average_precision says how well rows are ordered, wherever one draws the line between yes and no.
+        # average_precision measures how well rows are ranked, independently of the threshold between yes and no.
         print("recall:", *(f"{measured['recall']:.4f} with {name}" for name, measured in results.items()))
 
 

@@ -1,13 +1,13 @@
-"""Gradients that travel as thin matrices, for slow networks: PowerSGD (Vogels et al., 2019) beside the usual way.
+"""Low-rank gradients for slow networks: PowerSGD (Vogels et al., 2019), compared with uncompressed gradients.
 
-Run it on two ranks; alone nothing travels, and the two fits are the same:
+Run it on two ranks; alone nothing is sent, and the two fits are the same:
 
     cyxtrain launch -n 2 -- python examples/powersgd.py
     python examples/powersgd.py
 
-A gradient of m x n numbers travels as (m + n) x matrix_approximation_rank. What that leaves out of a step is kept and
-joins the next one. It pays between machines that a slow network joins; within one, where gradients need not travel, it
-only costs. Expect 17 times fewer bytes in a step, and about 96 % with and without.
+A gradient of m x n numbers is sent as (m + n) x matrix_approximation_rank numbers. Each rank keeps the difference and
+adds it in the next step. This pays off on a slow network between machines. Within one machine, where nothing is sent,
+it only costs time. Expect 17 times fewer bytes per step, and about 96 % with and without compression.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
-COLUMNS = 4  # of the thin matrices: more are closer to the gradient, and larger
+COLUMNS = 4  # of the low-rank matrices: with more columns they are more accurate, and larger
 
 
 def make_model() -> nn.Module:
@@ -27,7 +27,7 @@ def make_model() -> nn.Module:
 
 
 def sent_bytes(model: nn.Module, columns: int) -> int:
-    """Returns how many bytes of gradients a step sends; a matrix goes whole where thin ones would not halve it."""
+    """Return the bytes of gradients that a step sends; a matrix is sent as it is unless compression halves it."""
     numbers = 0
     for parameter in model.parameters():
         thin = columns * sum(parameter.shape)
@@ -51,7 +51,7 @@ def main() -> None:
 
     if cx.is_master():
         whole, thin = sent_bytes(make_model(), 0), sent_bytes(make_model(), COLUMNS)
-        print(f"bytes of gradients in a step: {whole:,} uncompressed, {thin:,} as thin matrices")
+        print(f"bytes of gradients in a step: {whole:,} uncompressed, {thin:,} as low-rank matrices")
         for name, (loss, accuracy) in results.items():
             print(f"{name:<12}  test loss {loss:.4f}  test accuracy {accuracy:.4f}")
         print(f"{whole / thin:.1f} times fewer bytes, accuracy {results['powersgd'].accuracy:.4f}")

@@ -1,12 +1,12 @@
-"""Digits on as many ranks as you start, with Cyxtrain.
+"""Train on digits with Cyxtrain, on any number of ranks.
 
-train_torch.py is the same training by hand, in the same order and words. Compare them:
+train_torch.py is the same training by hand, in the same order and with the same comments. Compare them:
 
     diff -y -W 200 examples/train_torch.py examples/train_cyxtrain.py
 
 Run it alone, under torchrun, or as `./launch_distributed.sh 2 python examples/train_cyxtrain.py`. Expect about 96 %.
-Short as it is, it sees every sample once, names the rank that is lost and what it was doing, and replaces a
-checkpoint only when the new one is whole.
+Although it is short, it uses every sample once, names a lost rank and what it was doing, and replaces a checkpoint only
+when the new one is complete.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def make_model() -> nn.Module:
 
 
 def main() -> None:
-    # Join the world; alone, a world of one.
+    # Join the world; on one process, a world of one.
     cx.init()
 
     # Every rank has the same data.
     (x_train, y_train), (x_test, y_test) = load_digits()
 
-    # The same weights on every rank, and gradients that are averaged.
+    # The same weights on every rank, and averaged gradients.
     torch.manual_seed(SEED)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), optimizer)
 
-    # Train: in every epoch a new order, of which each rank has a share.
+    # Train: a new order in every epoch, and each rank uses its share.
     config = cx.DistributedTrainingConfig(epochs=EPOCHS, effective_batch_size=BATCH_SIZE, seed=SEED)
     history = trainer.fit(x_train, y_train, config)
 
-    # Evaluate: every sample once, whatever the number of ranks.
+    # Evaluate: count every sample once, on any number of ranks.
     loss, accuracy = trainer.evaluate(x_test, y_test)
 
-    # Keep the checkpoint, the history and the result; rank 0 writes.
+    # Save the checkpoint, the history and the result; rank 0 writes.
     trainer.save_checkpoint(FOLDER / "train_cyxtrain.ckpt")
     if cx.is_master():
         history.to_json(FOLDER / "train_cyxtrain.json")

@@ -1,13 +1,13 @@
-"""The main job: a small convolutional network learns handwritten digits, on as many ranks as you start.
+"""The main example: a small convolutional network learns handwritten digits, on any number of ranks.
 
-Run it alone, on two processes, or under torchrun; the data travel with the package:
+Run it alone, on two processes, or under torchrun; the data come with the package:
 
     python examples/train_digits.py
     ./launch_distributed.sh 2 python examples/train_digits.py
     torchrun --nproc-per-node 2 examples/train_digits.py
 
-Expect about 99 % after a few seconds, and `test accuracy: ...` as the last line. The batch over all ranks is
-fixed (configs/digits_cnn.yaml), so any number of ranks takes the same steps to the same model, up to rounding.
+Expect about 99 % after a few seconds, and `test accuracy: ...` in the last line. The batch size over all ranks is fixed
+(configs/digits_cnn.yaml), so any number of ranks takes the same steps, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS = Path(__file__).resolve().parents[1] / "configs" / "digits_cnn.yaml"
 
 
 def make_model() -> nn.Module:
-    """Two convolutions, each halved by pooling: pixels (n, 64) to scores (n, 10), 21,386 parameters."""
+    """Two convolutions, each followed by pooling: pixels (n, 64) to scores (n, 10), 21,386 parameters."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         nn.Sequential(nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -38,12 +38,12 @@ def main() -> None:
     (x_train, y_train), (x_test, y_test) = load_digits()
     config = cx.DistributedTrainingConfig(**cx.Config.from_file(SETTINGS).training)
 
-    # More threads gain nothing on so small a model, and on a busy machine they would wait for each other.
+    # More threads do not make a model this small faster; on a busy machine, they wait for each other.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    # Smoothed labels keep so small a network from being too sure of 1,437 pictures: 0.5 % more on the test.
+    # Label smoothing prevents overconfidence on only 1,437 pictures: 0.5 % higher test accuracy.
     loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
 
     with cx.init():

@@ -1,12 +1,12 @@
-"""Digits on as many ranks as you start, by hand: plain PyTorch, DistributedDataParallel over gloo.
+"""Train on digits by hand, on any number of ranks: plain PyTorch, DistributedDataParallel over Gloo.
 
-train_cyxtrain.py is the same training with this package, in the same order and words. Compare them:
+train_cyxtrain.py is the same training with Cyxtrain, in the same order and with the same comments. Compare them:
 
     diff -y -W 200 examples/train_torch.py examples/train_cyxtrain.py
 
 Run it alone, under torchrun, or as `./launch_distributed.sh 2 python examples/train_torch.py`. Expect about 96 %.
-Long as it is, it still sees some samples twice where the ranks do not divide the data (the sampler repeats them),
-does not say which rank was lost, and may leave half a checkpoint when it is killed.
+Although it is long, it uses some samples twice if the ranks do not divide the data (the sampler repeats them), does not
+say which rank was lost, and may leave half a checkpoint when it is killed.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def run_epoch(
     loader: DataLoader[tuple[torch.Tensor, ...]],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[float, float]:
-    """Trains where there is an optimizer, else evaluates; returns loss and accuracy over all ranks."""
+    """Train if there is an optimizer, otherwise evaluate; return loss and accuracy over all ranks."""
     model.train(optimizer is not None)
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct predictions, samples
     with torch.set_grad_enabled(optimizer is not None):
         for x, y in loader:
             scores = model(x)
@@ -72,15 +72,15 @@ def run_epoch(
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            right = (scores.argmax(dim=1) == y).sum().item()
-            sums += torch.tensor([loss.item() * len(y), right, len(y)], dtype=torch.float64)
+            correct = (scores.argmax(dim=1) == y).sum().item()
+            sums += torch.tensor([loss.item() * len(y), correct, len(y)], dtype=torch.float64)
     dist.all_reduce(sums)
-    total_loss, total_right, num_samples = sums.tolist()
-    return total_loss / num_samples, total_right / num_samples
+    total_loss, total_correct, num_samples = sums.tolist()
+    return total_loss / num_samples, total_correct / num_samples
 
 
 def main() -> None:
-    # Join the world; alone, a world of one.
+    # Join the world; on one process, a world of one.
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
     dist.init_process_group("gloo")
@@ -89,22 +89,22 @@ def main() -> None:
     # Every rank has the same data.
     (x_train, y_train), (x_test, y_test) = load_digits()
 
-    # The same weights on every rank, and gradients that are averaged.
+    # The same weights on every rank, and averaged gradients.
     torch.manual_seed(SEED)
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     loss_fn = nn.CrossEntropyLoss()
 
-    # Train: in every epoch a new order, of which each rank has a share.
+    # Train: a new order in every epoch, and each rank uses its share.
     train_set = TensorDataset(torch.from_numpy(x_train), torch.from_numpy(y_train))
     history = train(model, loss_fn, optimizer, train_set)
 
-    # Evaluate: every sample once, whatever the number of ranks.
+    # Evaluate: count every sample once, on any number of ranks.
     x_share, y_share = x_test[rank::world_size], y_test[rank::world_size]
     test_set = TensorDataset(torch.from_numpy(x_share), torch.from_numpy(y_share))
     loss, accuracy = run_epoch(model.module, loss_fn, DataLoader(test_set, BATCH_SIZE))
 
-    # Keep the checkpoint, the history and the result; rank 0 writes.
+    # Save the checkpoint, the history and the result; rank 0 writes.
     if rank == 0:
         FOLDER.mkdir(parents=True, exist_ok=True)
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}

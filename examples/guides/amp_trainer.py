@@ -1,16 +1,15 @@
-"""Mixed precision in a loop of one's own, with `DistributedAMPTrainer`.
+"""Mixed precision in a loop of your own, with `DistributedAMPTrainer`.
 
-The fourth of five guides. It shows `training_step`, which steps with every second batch; how the loss scale falls and
-grows; learning rates that are scaled with the size of a step and warmed up; checkpoints with and without the optimizer;
-and at the end the same by `fit`, which says where the time of a step goes. Run it alone, by the launcher, or by
-torchrun:
+The fourth of five guides. It shows `training_step`, which updates the parameters with every second batch; how the loss
+scale falls and grows; a learning rate with scaling and warm-up; checkpoints with and without the optimizer; and the
+same with `fit`, which also measures the parts of a step. Run it alone, by the launcher, or by torchrun:
 
     python examples/guides/amp_trainer.py
     cyxtrain launch -n 2 -- python examples/guides/amp_trainer.py
     torchrun --nproc-per-node 2 examples/guides/amp_trainer.py
 
-Expect a loss scale that falls from 2**30 until gradients fit into 16 bits, and about 95 % on the test: by the loop, by
-the weights that were loaded, and by `fit`; on two ranks as on one, but for a row or two.
+Expect a loss scale that falls from 2**30 until gradients fit into 16 bits, and a test accuracy of about 95 %: of the
+loop, of the loaded weights, and of `fit`. Two ranks get the same as one, except for a row or two.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from cyxtrain.datasets import load_digits
 
 EPOCHS, WARMUP_STEPS = 6, 15
 STEP = 96  # rows of a step, over all ranks and micro-batches
-BASE_BATCH, BASE_RATE = 24, 0.0025  # a step of one rank alone, and the rate that suits it
+BASE_BATCH, BASE_RATE = 24, 0.0025  # rows of a step on one rank, and a good learning rate for it
 (X, Y), (X_TEST, Y_TEST) = ((torch.tensor(x), torch.tensor(y)) for x, y in load_digits())
 
 
@@ -54,23 +53,23 @@ def accuracy(model: Classifier) -> float:
 
 
 def scaled_rate(rule: str) -> float:
-    """The rate for a step of STEP rows: "linear" (Goyal et al., 2017), or "sqrt", which suits Adam."""
+    """Return the rate for a step of STEP rows: "linear" (Goyal et al., 2017), or "sqrt", which is better for Adam."""
     ratio = STEP / BASE_BATCH
     return BASE_RATE * (ratio if rule == "linear" else ratio**0.5)
 
 
 def train_by_steps(folder: Path) -> None:
-    # The trainer: AdamW and the model's own loss, unless it is told otherwise. Every rank makes it.
+    # The trainer uses AdamW and the model's own loss by default. Create it on every rank.
     config = cx.create_default_amp_config(dynamic_history_size=20, initial_scale=2.0**30)
     rate = scaled_rate("sqrt")
     trainer = cx.DistributedAMPTrainer(make_model(), config, accumulation_steps=2, learning_rate=rate)
     if trainer.is_main_process:
-        print(f"rate for a step of {STEP} rows: {scaled_rate('linear'):g} (linear), {rate:g} (sqrt, taken)")
+        print(f"rate for a step of {STEP} rows: {scaled_rate('linear'):g} (linear), {rate:g} (sqrt, used)")
 
-    # A schedule of PyTorch's warms the rate up; it steps when the optimizer has.
+    # One of PyTorch's schedules warms the rate up; it steps after the optimizer has.
     warmup = torch.optim.lr_scheduler.LinearLR(trainer.optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
 
-    # The loop: this rank's part of each batch, which may be empty at the end of an epoch.
+    # The loop uses this rank's part of each batch, which may be empty at the end of an epoch.
     sampler = cx.DistributedSampler(len(X), pad=False)
     batches = cx.DistributedBatchIterator(sampler, STEP // 2, effective_batch_size=STEP // 2)
     for epoch in range(EPOCHS):
@@ -78,12 +77,12 @@ def train_by_steps(folder: Path) -> None:
         for rows in batches:
             step, scale = trainer.step, trainer.scaler.get_scale()
             trainer.training_step((X[rows], Y[rows]))
-            if trainer.step > step and trainer.scaler.get_scale() >= scale:  # else gradients have overflowed
+            if trainer.step > step and trainer.scaler.get_scale() >= scale:  # otherwise gradients have overflowed
                 warmup.step()
         if trainer.is_main_process:
             print(f"epoch {epoch + 1}: loss scale {trainer.scaler.get_scale():,.0f}")
 
-    # Rank 0 writes; the weights alone are smaller.
+    # Rank 0 writes. A file with only the weights is smaller.
     if trainer.is_main_process:
         trainer.save_checkpoint(folder / "whole.ckpt", metadata={"epochs": EPOCHS})
         trainer.save_checkpoint(folder / "weights.ckpt", include_optimizer=False)
@@ -105,7 +104,7 @@ def train_by_fit(folder: Path) -> None:
         precision="fp16",
         learning_rate_scaling="sqrt",
         warmup_steps=WARMUP_STEPS,
-        profile=str(folder),  # a trace for Perfetto, and what each part of a step takes
+        profile=str(folder),  # a trace for Perfetto, and the time of each part of a step
         verbose=False,
     )
     trainer.fit(X, Y, config)

@@ -1,6 +1,6 @@
-"""Settings and a model by name, a trainer over processes started from here, PowerSGD, metrics averaged over ranks.
+"""Settings and a model by name, a trainer that starts processes, PowerSGD, and metrics averaged over ranks.
 
-The last of five guides: systems in which a config makes the model, and a program starts its own processes. Run it
+The last of five guides, for systems in which a config creates the model and a program starts its own processes. Run it
 alone, by the launcher, or by torchrun:
 
     python examples/guides/config_and_models.py
@@ -8,8 +8,8 @@ alone, by the launcher, or by torchrun:
     torchrun --nproc-per-node 2 examples/guides/config_and_models.py
 
 Expect the epochs of two fits, which end with the same bits, a test loss of about 27 from `fit` and from the loop by
-hand, and the loss of eleven rows in two ways, which differ on two ranks; after some ten seconds. Alone, it starts two
-processes for each of its parts, and its numbers are those of two ranks under a launcher.
+hand, and the loss of eleven rows computed in two ways, which differ on two ranks. It takes about ten seconds. Alone,
+each part starts two processes, and the numbers are those of two ranks under a launcher.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import cyxtrain as cx
 from cyxtrain.datasets import load_digits
 
 # --- Settings -------------------------------------------------------------------------------------------------------
-# The same as a YAML file: cx.Config.from_file("configs/digits_vae.yaml"). A section is read as config.training.epochs,
-# and passed on as **config.training.
+# The same as a YAML file: cx.Config.from_file("configs/digits_vae.yaml"). Read a setting as config.training.epochs, and
+# pass a section as **config.training.
 
 CONFIG = cx.Config(
     {
@@ -40,7 +40,7 @@ CONFIG = cx.Config(
 
 
 # --- A model by name ------------------------------------------------------------------------------------------------
-# It returns {"loss": ...}, so that the trainer needs no loss, and no targets. Your own: @cx.register_model("name").
+# It returns {"loss": ...}, so the trainer needs no loss and no targets. To add yours: @cx.register_model("name").
 
 
 def make_model(config: cx.Config) -> torch.nn.Module:
@@ -48,10 +48,10 @@ def make_model(config: cx.Config) -> torch.nn.Module:
     return cx.get_model(config.model.name)(config)
 
 
-# --- A trainer over processes ---------------------------------------------------------------------------------------
-# With num_processes=2 the calls of this trainer are made by two processes, and what they change comes back into the
-# model; under a launcher its ranks make them. Gradients travel as thin matrices, by our own PowerSGD; with gradient
-# checkpointing, layers calculate anew in backward what they have not kept in forward.
+# --- A trainer with processes ---------------------------------------------------------------------------------------
+# With num_processes=2, two processes run the calls of this trainer, and their results come back into the model. Under a
+# launcher, its ranks run them. Gradients are sent as low-rank matrices (PowerSGD). With gradient checkpointing, layers
+# recompute activations in backward instead of keeping them.
 
 
 def train_by_fit(config: cx.Config, *, checkpointing: bool) -> cx.DistributedTrainer:
@@ -68,7 +68,7 @@ def train_by_fit(config: cx.Config, *, checkpointing: bool) -> cx.DistributedTra
 
 
 # --- The same by hand, with PyTorch's PowerSGD hook -----------------------------------------------------------------
-# register_comm_hook takes PyTorch's hooks as they are.
+# register_comm_hook accepts PyTorch's hooks.
 
 
 def train_by_hand(config: cx.Config) -> torch.nn.Module:
@@ -89,12 +89,12 @@ def train_by_hand(config: cx.Config) -> torch.nn.Module:
 
 
 # --- Metrics, averaged over ranks -----------------------------------------------------------------------------------
-# The mean of the ranks' means counts a row of the smaller share more; trainer.evaluate adds up sums and counts, and is
-# exact for any number of rows.
+# In the mean of the ranks' means, a row of the smaller share has a larger weight. trainer.evaluate adds up sums and
+# counts, and is exact for any number of rows.
 
 
 def show_metrics(model: torch.nn.Module) -> None:
-    rows = torch.from_numpy(X_TEST[:11])  # six of them for one of two ranks, five for the other
+    rows = torch.from_numpy(X_TEST[:11])  # six for one of two ranks, five for the other
     with torch.no_grad():
         mean = model(rows[cx.get_rank() :: cx.get_world_size()])["loss"]
     cx.all_reduce(mean, op=cx.ReduceOp.AVG)
@@ -102,12 +102,12 @@ def show_metrics(model: torch.nn.Module) -> None:
     loss, of_rows = trainer.evaluate(X_TEST)["loss"], trainer.evaluate(rows)["loss"]
     if cx.is_master():
         print(f"test loss by hand: {loss:.4f}")
-        print(f"of eleven rows: {of_rows:.4f}, as the mean over {cx.get_world_size()} ranks: {mean.item():.4f}")
+        print(f"loss of eleven rows: {of_rows:.4f}, as the mean over {cx.get_world_size()} ranks: {mean.item():.4f}")
 
 
-# --- Processes of one's own -----------------------------------------------------------------------------------------
-# torch.multiprocessing.spawn calls this with the number of the process, from 0. Each takes one of the cores, and knows
-# the secret of this run, by the environment.
+# --- Processes of your own -----------------------------------------------------------------------------------------
+# torch.multiprocessing.spawn calls this with the number of the process, from 0. Each process uses one core, and gets
+# the secret of this run from the environment.
 
 
 def spawned(rank: int, world_size: int, port: int) -> None:

@@ -1,15 +1,15 @@
-"""From PyTorch's DataParallel to a process per device: sampler, DataLoader, scatter, barrier, no_sync.
+"""From PyTorch's DataParallel to one process per device: sampler, DataLoader, scatter, barrier, no_sync.
 
-The second of five guides: what PyTorch's tutorials on several devices and on torchrun show, with this package's names.
-Run it alone, by the launcher, or by torchrun:
+The second of five guides. It shows the contents of PyTorch's tutorials on several devices and on torchrun, with
+Cyxtrain's names. Run it alone, by the launcher, or by torchrun:
 
     python examples/guides/data_parallel.py
     cyxtrain launch -n 2 -- python examples/guides/data_parallel.py
     torchrun --nproc-per-node 2 examples/guides/data_parallel.py
 
-Expect that a step of DataParallel and one of DistributedDataParallel end alike, up to rounding; what each rank is dealt
-and given; a falling loss, and about 95 % of the test right, after a few seconds. Up to rounding, losses and accuracy
-are the same on any number of ranks that divides 32.
+Expect that a step of DataParallel and one of DistributedDataParallel end with the same parameters, up to rounding; the
+rows and tensors of each rank; a falling loss, and a test accuracy of about 95 %, after a few seconds. Up to rounding,
+losses and accuracy are the same on any number of ranks that divides 32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPOCHS = 6
 EFFECTIVE_BATCH_SIZE = 32  # rows of a step, over all ranks
 
 # --- Join -----------------------------------------------------------------------------------------------------------
-# torchrun, `cyxtrain launch` and clusters say in the environment who this rank is; alone, it is a world of one.
+# torchrun, `cyxtrain launch` and clusters set this process's rank in the environment; alone, it is a world of one.
 
 cx.init()
 rank, world_size = cx.get_rank(), cx.get_world_size()
@@ -44,7 +44,7 @@ def make_model() -> nn.Module:
 
 # --- DataParallel: one process, a thread per GPU --------------------------------------------------------------------
 # It scatters each batch to the GPUs of this process, with a copy of the model each time. Without GPUs it only calls the
-# module: the other cores have nothing to do, and there is no second machine.
+# module. It cannot use other cores or a second machine.
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 threads = nn.DataParallel(make_model().to(device))
@@ -53,7 +53,7 @@ loss_fn(threads(x.to(device)), y.to(device)).backward()
 torch.optim.SGD(threads.parameters(), lr=0.1).step()
 
 # --- DistributedDataParallel: a process per device ------------------------------------------------------------------
-# Each rank takes its share of the same batch, and backward averages the gradients: the step is the same one.
+# Each rank takes its share of the same batch, and backward averages the gradients, so the step is the same.
 
 model = make_model()
 ddp = cx.DistributedDataParallel(model)
@@ -62,26 +62,27 @@ torch.optim.SGD(ddp.parameters(), lr=0.1).step()
 for ours, theirs in zip(model.parameters(), threads.module.parameters(), strict=True):
     torch.testing.assert_close(ours, theirs.to("cpu"))
 if rank == 0:
-    print(f"{world_size} ranks: a step of DataParallel and one of DistributedDataParallel end alike")
+    print(f"{world_size} ranks: DataParallel and DistributedDataParallel give the same parameters")
 
 # --- DistributedSampler in a DataLoader -----------------------------------------------------------------------------
-# Who has which rows; num_replicas and rank may be left out once the world is joined. They go by name: what comes second
-# here is `shuffle`. Where ranks do not divide the rows, the sampler repeats some, as PyTorch's does; `fit` does not.
+# The sampler chooses each rank's rows. After init, you may leave out num_replicas and rank. Pass them by name: the
+# second argument here is `shuffle`. If ranks do not divide the rows, the sampler repeats some, like PyTorch's.
+# `fit` does not.
 
 sampler = cx.DistributedSampler(train_set, num_replicas=world_size, rank=rank, shuffle=True)
 loader = DataLoader(train_set, batch_size=EFFECTIVE_BATCH_SIZE // world_size, sampler=sampler)
 print(f"rank {rank}: {len(sampler)} rows in {len(loader)} batches", flush=True)
 
 # --- scatter and barrier --------------------------------------------------------------------------------------------
-# Rank 0 has something for each; and at a barrier every rank waits for all others.
+# Rank 0 sends each rank a tensor. At a barrier, every rank waits for all others.
 
 given = torch.zeros(2)
 cx.scatter(given, [torch.full((2,), 10.0 * other) for other in range(world_size)] if rank == 0 else None, src=0)
-print(f"rank {rank} was given {given.tolist()}", flush=True)
+print(f"rank {rank} received {given.tolist()}", flush=True)
 cx.barrier()
 
 # --- Train ----------------------------------------------------------------------------------------------------------
-# The loop is that of one process, and set_epoch is new: without it every epoch has the same order.
+# The loop is the same as on one process, except for set_epoch: without it, every epoch has the same order.
 
 optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
 for epoch in range(EPOCHS):
@@ -97,8 +98,8 @@ for epoch in range(EPOCHS):
     if rank == 0:
         print(f"epoch {epoch + 1}/{EPOCHS}: loss {mean_loss.item():.4f}")
 
-# --- no_sync: a backward that stays here ----------------------------------------------------------------------------
-# Two batches, one exchange: the first backward only adds to this rank's gradients, the second averages what there is.
+# --- no_sync: a backward without averaging --------------------------------------------------------------------------
+# Two batches, one exchange: the first backward only adds to this rank's gradients, the second averages the sum.
 
 whole = copy.deepcopy(model)
 x, y = train_set[: 2 * EFFECTIVE_BATCH_SIZE]

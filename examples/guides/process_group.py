@@ -1,15 +1,15 @@
-"""A process group of one's own, DistributedDataParallel, and a loop with accumulation and mixed precision.
+"""A process group of your own, DistributedDataParallel, and a loop with accumulation and mixed precision.
 
-The first of five guides: PyTorch's way, call by call, as in its tutorial "Getting Started with Distributed Data
-Parallel", with this package's names. Run it alone, by the launcher, or by torchrun:
+The first of five guides. It follows PyTorch's tutorial "Getting Started with Distributed Data Parallel" call by call,
+with Cyxtrain's names. Run it alone, by the launcher, or by torchrun:
 
     python examples/guides/process_group.py
     cyxtrain launch -n 2 -- python examples/guides/process_group.py
     torchrun --nproc-per-node 2 examples/guides/process_group.py
 
-Expect what NCCL's absence says (on a machine without it), the results of the collectives (1 alone; 3, 2 and 1 for SUM,
-MAX and MIN on two ranks), a falling loss, and about 96 % of the test right, after a few seconds. Any number of ranks
-takes the same steps; in 16 bits they round in other places, so that the last digits differ.
+Expect the error for a missing NCCL (on a machine without it), the results of the collectives (1 alone; 3, 2 and 1 for
+SUM, MAX and MIN on two ranks), a falling loss, and a test accuracy of about 96 %, after a few seconds. Any number of
+ranks takes the same steps; 16 bits are rounded differently, so the last digits differ.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ EPOCHS = 8
 EFFECTIVE_BATCH_SIZE = 64  # rows of an optimizer step, over all ranks
 ACCUMULATION_STEPS = 2  # micro-batches of a step
 
-# --- A backend that is not here -------------------------------------------------------------------------------------
-# NCCL carries tensors between GPUs. Asked for where it is not, it is an error at once, which is a RuntimeError; nothing
-# takes its place silently. Where it is, this joins and leaves again: the rest of this guide is for CPUs.
+# --- A backend that is not available --------------------------------------------------------------------------------
+# NCCL sends tensors between GPUs. If it is not available, you get an error at once, which is a RuntimeError; there is
+# no silent fallback. If it is available, this joins and leaves again, because the rest of this guide is for CPUs.
 
 try:
     cx.init_process_group("nccl")
@@ -38,9 +38,9 @@ except RuntimeError as error:
     nccl = f"{type(error).__name__}: {error}"
 
 # --- Join -----------------------------------------------------------------------------------------------------------
-# Who this rank is comes from the environment, which launchers set; alone, it is a world of one. By hand it would be
-# cx.init_process_group("cpu", init_method="tcp://node0:29500", world_size=2, rank=0). "cpu" is cyxtrain's own ring,
-# "gloo" PyTorch's backend.
+# Launchers set the rank in the environment; alone, this process is a world of one. By hand, you would call
+# cx.init_process_group("cpu", init_method="tcp://node0:29500", world_size=2, rank=0). "cpu" is Cyxtrain's own ring,
+# "gloo" is PyTorch's backend.
 
 cx.init_process_group("cpu")
 rank, world_size = cx.get_rank(), cx.get_world_size()
@@ -49,7 +49,7 @@ if rank == 0:
     print(f"{world_size} ranks")
 
 # --- Collectives ----------------------------------------------------------------------------------------------------
-# They change tensors in place, on every rank, as PyTorch's of the same names do.
+# They change tensors in place, on every rank, like PyTorch's functions of the same names.
 
 
 def all_reduced(number: float, op: cx.ReduceOp) -> float:
@@ -73,7 +73,7 @@ if rank == world_size - 1:
     print(f"broadcast, on the last rank: {message.tolist()}")
 
 # --- The same model on every rank -----------------------------------------------------------------------------------
-# All begin with rank 0's parameters, and backward averages the gradients.
+# All ranks start with rank 0's parameters, and backward averages the gradients.
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -82,9 +82,9 @@ optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
 loss_fn = nn.CrossEntropyLoss()
 
 # --- A loop, with accumulation and mixed precision ------------------------------------------------------------------
-# Within no_sync() backward only adds to the gradients of this rank; the last micro-batch of a step averages them all.
-# bfloat16 needs no loss scale. With float16 a torch.amp.GradScaler goes around backward and step as anywhere: it looks
-# at gradients that are averaged, so that every rank leaves out the same steps.
+# Within no_sync(), backward only adds to the gradients of this rank; the last micro-batch of a step averages them.
+# bfloat16 needs no loss scale. With float16, use a torch.amp.GradScaler as usual: it checks averaged gradients, so
+# every rank skips the same steps.
 
 (x_train, y_train), (x_test, y_test) = load_digits()
 X, y = torch.from_numpy(x_train[:1408]), torch.from_numpy(y_train[:1408])  # 22 whole steps
@@ -109,7 +109,7 @@ for epoch in range(EPOCHS):
         print(f"epoch {epoch + 1}/{EPOCHS}: loss {mean_loss.item():.4f}")
 
 # --- Evaluate -------------------------------------------------------------------------------------------------------
-# Each rank takes its share of the rows, and what is added up are counts: exact, however many rows a rank has.
+# Each rank evaluates its share of the rows, and the ranks add up counts, which is exact for any number of rows.
 
 share = slice(rank, None, world_size)
 with torch.no_grad():
@@ -119,7 +119,7 @@ if rank == 0:
     print(f"test accuracy: {right.item() / len(x_test):.4f}")
 
 # --- Leave, and single-process mode ---------------------------------------------------------------------------------
-# One process is a world, too: it opens no port, and the same calls work. Here each rank is one by itself.
+# One process is a world, too: it opens no port, and the same calls work. Here each rank is a world of its own.
 
 cx.destroy_process_group()
 cx.init_process_group("cpu", world_size=1, rank=0)

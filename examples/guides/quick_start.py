@@ -1,14 +1,13 @@
-"""The quick start: join, train by `fit`, keep the result; then the same by hand, verb by verb.
+"""The quick start: join, train with `fit`, save the result; then the same by hand, step by step.
 
-The third of five guides, with the names of this package's own distributed module. Run it alone, by the launcher, or by
-torchrun:
+The third of five guides, with the names of `cyxtrain.distributed`. Run it alone, by the launcher, or by torchrun:
 
     python examples/guides/quick_start.py
     cyxtrain launch -n 2 -- python examples/guides/quick_start.py
     torchrun --nproc-per-node 2 examples/guides/quick_start.py
 
-Expect six epochs with their losses, about 95 % of the test right after them and after the loop by hand, and two files
-of weights, which rank 0 writes into the folder `checkpoints`; after a few seconds. Up to rounding, the numbers are the
+Expect six epochs with their losses, a test accuracy of about 95 % after them and after the loop by hand, and two files
+of weights, which rank 0 writes to the folder `checkpoints`, after a few seconds. Up to rounding, the numbers are the
 same on any number of ranks that divides 32.
 """
 
@@ -34,14 +33,14 @@ def make_model() -> nn.Module:
 
 
 # --- 1. Join --------------------------------------------------------------------------------------------------------
-# From the environment; or dist.init(dist.DistributedConfig(rank=0, world_size=2, master_addr="node0")). All names of
-# `dist` are those of `cx`.
+# The rank comes from the environment, or from dist.init(dist.DistributedConfig(rank=0, world_size=2,
+# master_addr="node0")). All names of `dist` are also in `cx`.
 
 dist.init()
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
 
 # --- 2. A model, a loss, an optimizer, a trainer --------------------------------------------------------------------
-# Every rank makes the same, and is given the same whole data; the trainer sees to who trains on which rows.
+# Create the same on every rank, and pass the same complete data; the trainer splits the rows among the ranks.
 
 (x_train, y_train), (x_test, y_test) = load_digits()
 model = make_model()
@@ -61,8 +60,8 @@ config = dist.DistributedTrainingConfig(
 history = trainer.fit(x_train, y_train, config)
 loss, accuracy = trainer.evaluate(x_test, y_test)
 
-# --- 4. What there is afterwards ------------------------------------------------------------------------------------
-# The history is the same on every rank, and so is what `evaluate` returns. Rank 0 says so and writes.
+# --- 4. The results -------------------------------------------------------------------------------------------------
+# The history and the result of `evaluate` are the same on every rank. Rank 0 prints and writes.
 
 if trainer.is_master():
     FOLDER.mkdir(exist_ok=True)
@@ -73,15 +72,15 @@ if trainer.is_master():
     print(f"test accuracy by fit: {accuracy:.4f}")
 
 # --- 5. The same by hand: wrap --------------------------------------------------------------------------------------
-# All ranks begin with rank 0's parameters. (Another model: one is trained by a trainer, or by hand.)
+# All ranks start with rank 0's parameters. (This is a new model: train a model with a trainer or by hand, not both.)
 
 model = make_model()
 ddp = dist.DistributedDataParallel(model, dist.DDPConfig(bucket_size_mb=1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-# --- 6. The same by hand: deal --------------------------------------------------------------------------------------
-# The sampler deals an order of the rows to the ranks, the iterator makes batches of it. By itself the sampler repeats
-# rows until the ranks divide them; 1,408 they do.
+# --- 6. The same by hand: split rows --------------------------------------------------------------------------------
+# The sampler splits an order of the rows among the ranks, and the iterator makes batches of it. By default, the sampler
+# repeats rows until the number of ranks divides them; 1,408 rows need none.
 
 X, y = torch.from_numpy(x_train[:1408]), torch.from_numpy(y_train[:1408])
 sampler = dist.DistributedSampler(len(X), shuffle=True, seed=42)
@@ -90,9 +89,9 @@ if dist.is_master():
     print(f"{sampler.local_size()} of {sampler.total_size()} rows on this rank, in {batches.num_batches()} batches")
 
 # --- 7. The same by hand: forward, backward, update -----------------------------------------------------------------
-# backward() accumulates on this rank alone, update_parameters() averages over ranks, steps, and clears the gradients:
-# called after every second batch, that is accumulation. `gradients = ddp.sync_gradients()` before it averages without
-# a step, to look at them or to clip them; doing so twice changes nothing.
+# backward() accumulates on this rank only. update_parameters() averages over ranks, takes a step, and clears the
+# gradients; calling it after every second batch accumulates two batches. To inspect or clip averaged gradients first,
+# call `gradients = ddp.sync_gradients()`; calling it twice changes nothing.
 
 for epoch in range(EPOCHS):
     batches.reset(epoch)
@@ -106,7 +105,7 @@ for epoch in range(EPOCHS):
 ddp.check_replicas()  # compares the ranks' parameters, bit for bit
 
 # --- 8. The same by hand: evaluate, write, leave --------------------------------------------------------------------
-# A trainer measures a model that was trained elsewhere, too.
+# A trainer can also evaluate a model that was trained elsewhere.
 
 loss, accuracy = dist.DistributedTrainer(ddp.get_model(), loss_fn).evaluate(x_test, y_test)
 if dist.is_master():

@@ -1,4 +1,4 @@
-"""The guide for people who come from Keras: each program runs as it stands there, alone and on several ranks."""
+"""Each program of the guide for Keras users runs, on one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^(<!-- keras -->\n)?```python\n(.*?)^```$", GUIDE, flags=r
 KERAS = [program for is_keras, program in BLOCKS if is_keras]
 PROGRAMS = [program for is_keras, program in BLOCKS if not is_keras]
 EXPECTED = [("Test accuracy", 0.93), ("Validation accuracy", 0.8), ("Recall of the rare class", 0.5)]
-"""What the last line of each says, and how much it is at least."""
+"""The name and the lower limit of the number in each program's last line."""
 
 
 def test_each_of_kerass_programs_has_one_of_ours():
@@ -33,7 +33,7 @@ def test_kerass_programs_are_python(program):
 
 
 def run_program(number: int, folder: str) -> str:
-    """Runs one of them as a rank, in an empty folder; returns what it says."""
+    """Run a program as a rank, in an empty folder; return its output."""
     os.chdir(folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

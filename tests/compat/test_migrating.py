@@ -1,4 +1,4 @@
-"""Who comes from another trainer: what the tables say runs, alone and on two ranks, and so do the commands."""
+"""The Cyxtrain code and the commands in docs/migrating.md run, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = {name: re.findall(r"^\| (.+?) \| (.+) \|$", text, flags=re.MULTILINE)[1
 PROGRAM = re.search(r"^```python\n(# train\.py\n.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
 ON_HOSTS = re.findall(r"^<!-- hosts -->\n```sh\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 
-# What the tables take for granted: "model is any torch.nn.Module, X and y are arrays or tensors".
+# The variables that the tables use.
 GIVEN = """
 import torch
 import cyxtrain as cx
@@ -44,7 +44,7 @@ x, target = X[share], y[share]
 
 
 def code(cell: str) -> list[str]:
-    """What a cell has between backticks."""
+    """Return the texts between backticks in a cell."""
     return re.findall(r"`(.+?)`", cell)
 
 
@@ -53,13 +53,13 @@ def is_command(text: str) -> bool:
 
 
 def ours(name: str) -> list[str]:
-    """The lines of a table's second column, from top to bottom; names alone, such as `fit`, are words."""
+    """Return the code in a table's second column, from top to bottom, without single names such as `fit`."""
     lines = [line for _, cell in TABLES[name] for line in code(cell)]
     return [line for line in lines if not line.isidentifier() and not line.startswith("{") and not is_command(line)]
 
 
 def run_table(name: str, folder: str) -> list[str]:
-    """Runs one as a rank; returns what it runs."""
+    """Run a table's code as a rank; return the lines."""
     os.chdir(folder)
     namespace = {"RANK": os.environ["RANK"], "WORLD_SIZE": os.environ["WORLD_SIZE"]}
     exec(GIVEN, namespace)
@@ -111,7 +111,7 @@ def test_the_launcher_refuses_other_words():
 
 @pytest.fixture
 def binaries(tmp_path):
-    """A folder with `python`, `cyxtrain` and `torchrun`: those of the Python that runs the tests."""
+    """Return a folder with `python`, `cyxtrain` and `torchrun` of the Python that runs the tests."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, words in {"python": "", "cyxtrain": "-m cyxtrain", "torchrun": "-m torch.distributed.run"}.items():

@@ -1,4 +1,4 @@
-"""The pages of `docs/`, and README: what stands in their blocks runs, and prints what it says there."""
+"""Run the code blocks of `docs/` and README, and compare their output with the pages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECONDS = 60.0
 
 
 def pages(*languages: str):
-    """Parametrizes over the pages that have blocks of some languages to run."""
+    """Parametrize over the pages with blocks of these languages that are run."""
     found = [page for page in PAGES if any(block.language in languages and block.is_run for block in page.blocks)]
     return pytest.mark.parametrize("page", found, ids=lambda page: page.path.name)
 
 
 def blocks(language: str):
-    """Parametrizes over the blocks of a language, of all pages."""
+    """Parametrize over the blocks of a language on all pages."""
     found = [
         pytest.param(block, id=f"{page.path.name}:{block.line}")
         for page in PAGES
@@ -70,18 +70,18 @@ def test_programs_and_commands_run(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
-def test_blocks_say_what_they_are(page):
+def test_marks_of_blocks_are_valid(page):
     marked = {"hosts": ("sh",), "prints": ("text",), "output": ("text",)}
     for before, block in zip((None, *page.blocks), page.blocks, strict=False):
         where = f"{page.path.name}:{block.line}"
-        assert block.language in LANGUAGES, f"{where}: {block.language!r} is none of {LANGUAGES}"
+        assert block.language in LANGUAGES, f"{where}: {block.language!r} is not one of {LANGUAGES}"
         for mark in block.marks:
             right = mark.startswith(("not run: ", "by night: ", "ranks: ")) or block.language in marked.get(mark, ())
-            assert right, f"{where}: what is {mark!r}?"
+            assert right, f"{where}: unknown mark {mark!r}"
         if "prints" in block.marks:
-            assert getattr(before, "language", "") in ("python", "sh"), f"{where}: which block prints it?"
+            assert getattr(before, "language", "") in ("python", "sh"), f"{where}: no block before it prints this"
     files = [block.file for block in page.blocks if block.file]
-    assert len(files) == len(set(files)), f"{page.path.name}: a file is written twice"
+    assert len(files) == len(set(files)), f"{page.path.name}: two blocks write one file"
 
 
 @blocks("python")
@@ -102,7 +102,7 @@ def test_blocks_are_commands_of_a_shell():
 
 @blocks("sh")
 def test_cyxtrain_understands_its_commands(block):
-    """Each `cyxtrain ...`, also behind `--`, has a command, options and arguments that exist."""
+    """Every `cyxtrain ...`, also after `--`, has an existing command and valid options and arguments."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         starts = [place for place, word in enumerate(words) if word == "cyxtrain"]
@@ -113,7 +113,7 @@ def test_cyxtrain_understands_its_commands(block):
 
 
 def check_command(command: click.Command, arguments: list[str]) -> None:
-    """Lets click parse, and runs nothing."""
+    """Parse a command with click, without running it."""
     if isinstance(command, click.Group):
         with click.Context(command, info_name=command.name) as context:
             context.resilient_parsing = True
@@ -121,7 +121,7 @@ def check_command(command: click.Command, arguments: list[str]) -> None:
         if not rest:
             return
         inner = command.get_command(context, rest[0])
-        assert inner is not None, f"there is no command {rest[0]!r}"
+        assert inner is not None, f"unknown command {rest[0]!r}"
         check_command(inner, rest[1:])
     elif "--help" not in arguments:
         with click.Context(command, info_name=command.name) as context:
@@ -145,5 +145,5 @@ def check_command(command: click.Command, arguments: list[str]) -> None:
         ("test accuracy: 0.9667", "test accuracy: nan", False),
     ],
 )
-def test_what_is_printed_may_differ_in_speeds_and_last_digits(expected, line, is_alike):
+def test_output_may_differ_in_speeds_and_last_digits(expected, line, is_alike):
     assert is_like(expected, line) is is_alike

@@ -1,4 +1,4 @@
-"""What the documents say is what the code has, and no file tells where it was written."""
+"""Names, commands, files and messages in the documents match the code; no file has a path of the author's machine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ FOLDERS = (".ci", ".github", "benchmarks", "configs", "cyxtrain", "docs", "examp
 
 
 def blocks(language, document=DOCUMENTS[0]):
-    """The fenced blocks of a document in one language, in order; README's, unless it is another's."""
+    """Return the fenced blocks of a document (by default README) in one language, in order."""
     return [block.text for block in read_page(document).blocks if block.language == language and block.is_run]
 
 
 def blocks_of_all(language):
-    """Those of all documents, each with its place as the name of its test."""
+    """Return the blocks of all documents in one language as test parameters, named by page and line."""
     found = [(path, block) for path in DOCUMENTS for block in read_page(path).blocks if block.language == language]
     return [pytest.param(block.text, id=f"{path.name}:{block.line}") for path, block in found if block.is_run]
 
 
 def project_files(*folders):
-    """Every text file in some folders of the project, or in all of it: (path, text)."""
+    """Yield (path, text) of every text file in some folders, or in the whole project."""
     paths = [path for folder in folders or FOLDERS for path in (ROOT / folder).rglob("*")]
     if not folders:
         paths += ROOT.iterdir()
@@ -47,7 +47,7 @@ def project_files(*folders):
 
 
 def public_objects(tree):
-    """The public objects that a program uses, as (name, the object that has it): `cx.init`, `trainer.fit`."""
+    """Yield (name, owner) of the public objects that a program uses, such as `cx.init` and `trainer.fit`."""
     kinds = {"cx": cx, "trainer": cx.DistributedTrainer}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
@@ -75,7 +75,7 @@ def test_continuous_integration_is_a_script_that_bash_understands():
 
 
 def test_workflow_on_github_runs_the_commands_of_readme():
-    # YAML 1.1 reads the key "on" as true.
+    # YAML 1.1 parses the key "on" as true.
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
     assert set(workflow[True]) == {"push", "pull_request", "schedule", "workflow_dispatch"}
     assert workflow["permissions"] == {"contents": "read"}
@@ -93,6 +93,26 @@ def test_workflow_on_github_runs_the_commands_of_readme():
     assert {"windows-latest", "macos-latest"} == set(jobs["others"]["strategy"]["matrix"]["os"])
     used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
+
+
+def test_workflow_of_a_release_builds_checks_and_imports_and_has_no_secrets():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    assert workflow[True]["push"] == {"tags": ["v*"]}
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "secrets." not in text
+    [job] = workflow["jobs"].values()
+    commands = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    for command in ("python -m build", "twine check --strict", "import cyxtrain"):
+        assert command in commands
+
+
+def test_checks_before_a_commit_are_those_of_continuous_integration():
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert entries[:3] == ["ruff check", "ruff format", "mypy"]
+    assert all(entry in script for entry in entries[:3])
 
 
 @pytest.mark.parametrize("program", blocks_of_all("python"))
@@ -115,7 +135,7 @@ def test_programs_in_documents_use_public_names(program):
 def test_settings_in_documents_make_an_experiment(text, tmp_path):
     (tmp_path / "experiment.yaml").write_text(text, encoding="utf-8")
     shutil.copy(ROOT / "configs" / "base.yaml", tmp_path)
-    if "model" in yaml.safe_load(text):  # else it is a base of others
+    if "model" in yaml.safe_load(text):  # otherwise it is a base file
         cx.Experiment.from_file(tmp_path / "experiment.yaml")
 
 
@@ -125,7 +145,7 @@ def test_first_program_in_readme_is_fifteen_lines():
 
 
 def error_table():
-    """The rows of the tables of errors, in README or another document: (error, what it says)."""
+    """Return (error, message) of each row in the tables of errors."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
     return sorted(set(re.findall(r'^\| `(\w+Error)` \| "(.+?)" \|', text, flags=re.MULTILINE)))
 
@@ -136,10 +156,10 @@ def test_errors_in_documents_are_those_that_exist():
 
 
 @pytest.mark.parametrize(("error", "words"), error_table())
-def test_errors_in_documents_say_what_they_say(error, words):
-    # Long messages are written as several strings, one after the other.
+def test_errors_in_documents_have_these_messages(error, words):
+    # Long messages are split into several adjacent strings.
     package = "".join(re.sub(r'"\s+f?"', "", text) for _, text in project_files("cyxtrain"))
-    assert words in package, f"no {error} says {words!r} any more"
+    assert words in package, f"no {error} has the message {words!r}"
 
 
 def test_files_that_documents_name_exist():
@@ -148,7 +168,7 @@ def test_files_that_documents_name_exist():
         for name in re.findall(r"`((?:benchmarks|cyxtrain|docs|examples|configs|tests|\.ci|\.github)/[\w./]*)`", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for name in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text):
-            assert (document.parent / name).exists(), f"{document.name} leads to {name}"
+            assert (document.parent / name).exists(), f"{document.name} links to {name}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -168,7 +188,7 @@ def test_the_contents_name_every_page():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
 def test_settings_come_with_a_reason_on_each_line(path):
     for line in path.read_text(encoding="utf-8").splitlines():
-        assert "#" in line or line.endswith(":"), f"{path.name}: no reason for {line!r}"
+        assert "#" in line or line.endswith(":"), f"{path.name}: no comment on {line!r}"
 
 
 def test_examples_begin_with_what_they_show_and_how_to_run_them():
@@ -188,10 +208,10 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on():
 def test_package_unpickles_nothing():
     pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
     found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
-    assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its workers, which prove who they are
+    assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its authenticated workers
 
 
-def test_what_runs_by_night_are_tests():
+def test_list_of_nightly_tests_names_existing_tests():
     lines = (TESTS / "by_night.txt").read_text(encoding="utf-8").splitlines()
     files = {path.name: path for path in TESTS.rglob("test_*.py")}
     for line in lines[1:]:

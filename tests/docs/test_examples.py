@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, end as their first lines say."""
+"""The longer examples end as their docstrings say, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 90
 
 
 def run_example(name, num_ranks, folder, exit_codes=(0,)):
-    """Runs a script in a folder; returns the lines of rank 0, without its name, and the seconds."""
+    """Run a script in a folder; return the lines of rank 0, without the prefix, and the seconds."""
     launcher = [] if num_ranks == 1 else ["-m", "cyxtrain.launch", str(num_ranks)]
     command = [sys.executable, *launcher, str(EXAMPLES / name)]
     started = time.monotonic()
@@ -33,7 +33,7 @@ def last_accuracy(lines):
     return float(match[1])
 
 
-# On 2 ranks it is what .ci/run begins with.
+# .ci/run begins with the same on 2 ranks.
 @pytest.mark.parametrize("num_ranks", [pytest.param(count, marks=pytest.mark.nightly) for count in (1, 2, 4)])
 def test_main_job_learns_the_digits_on_any_number_of_ranks(num_ranks, tmp_path):
     lines, _ = run_example("train_digits.py", num_ranks, tmp_path)
@@ -44,7 +44,7 @@ def test_main_job_learns_the_digits_on_any_number_of_ranks(num_ranks, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_main_job_takes_less_than_15_seconds(num_ranks, tmp_path):
-    # On two cores with nothing else to do; a busy machine would make this a coin toss in every run.
+    # The limit is for two idle cores; on a busy machine, this would fail at random.
     _, seconds = run_example("train_digits.py", num_ranks, tmp_path)
     assert seconds < 15
 
@@ -52,8 +52,8 @@ def test_main_job_takes_less_than_15_seconds(num_ranks, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["train_torch", "train_cyxtrain"])
 def test_training_by_hand_and_with_the_package_end_alike(name, tmp_path):
-    # PyTorch's Gloo may abort while it leaves, after everything has been done ("terminate called without an active
-    # exception", once in some hundred runs): what is compared are the numbers.
+    # PyTorch's Gloo may abort at exit, after everything is complete ("terminate called without an active exception",
+    # once in some hundred runs). The test compares the numbers.
     exit_codes = (0, 128 + signal.SIGABRT) if name == "train_torch" else (0,)
     lines, _ = run_example(f"{name}.py", 2, tmp_path, exit_codes)
     assert 0.94 <= last_accuracy(lines) <= 0.98

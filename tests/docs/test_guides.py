@@ -1,4 +1,4 @@
-"""The guides in examples/guides do what their first lines say, on one rank and on two."""
+"""The guides in examples/guides do what their docstrings say, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GUIDES = sorted((ROOT / "examples" / "guides").glob("*.py"))
 API = SUPPORT / "guide_api.py"
 DEADLINE_SECONDS = 110
 ROUNDING = 0.01
-"""Where ranks add in another order: a row or two of the test, or of the validation, that come out otherwise."""
+"""Ranks add in another order, so a row or two of the test or validation data may be classified differently."""
 
 
 def run_guide(path: str, folder: str) -> str:
-    """Runs one as a rank, in an empty folder; returns what it says."""
+    """Run a guide as a rank, in an empty folder; return its output."""
     os.chdir(folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -37,7 +37,7 @@ def run_guide(path: str, folder: str) -> str:
 
 
 def numbers(said: str, name: str) -> list[float]:
-    """Every number that follows a name."""
+    """Return every number that follows a name."""
     found = re.findall(rf"{re.escape(name)}:? (\d+\.?\d*)", said)
     assert found, f"no {name!r} in:\n{said}"
     return [float(number) for number in found]
@@ -59,10 +59,10 @@ def check_process_group(said: str, world_size: int) -> None:
 
 
 def check_data_parallel(said: str, world_size: int) -> None:
-    assert f"{world_size} ranks: a step of DataParallel and one of DistributedDataParallel end alike" in said
+    assert f"{world_size} ranks: DataParallel and DistributedDataParallel give the same parameters" in said
     for rank in range(world_size):
         assert f"rank {rank}: {1408 // world_size} rows in 44 batches" in said
-        assert f"rank {rank} was given [{10.0 * rank}, {10.0 * rank}]" in said
+        assert f"rank {rank} received [{10.0 * rank}, {10.0 * rank}]" in said
     losses = numbers(said, "loss")
     assert len(losses) == 6
     assert losses[-1] < 0.1 < losses[0]
@@ -92,7 +92,7 @@ def check_config_and_models(said: str, world_size: int) -> None:
 
 
 def check_amp_trainer(said: str, world_size: int) -> None:
-    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, taken)\n" in said
+    assert "rate for a step of 96 rows: 0.01 (linear), 0.005 (sqrt, used)\n" in said
     scales = [int(scale.replace(",", "")) for scale in re.findall(r"epoch \d: loss scale ([\d,]+)", said)]
     assert len(scales) == 6
     assert all(1 < scale < 2**30 for scale in scales)
@@ -106,9 +106,9 @@ SAME_ON_ANY_NUMBER_OF_RANKS = {
     "data_parallel": ["loss", "test accuracy"],
     "quick_start": ["loss", "val_loss", "validation accuracy", "test accuracy by fit", "test accuracy by hand"],
 }
-"""What the guides promise."""
+"""Numbers that are the same on any number of ranks."""
 FILES = {"quick_start": ["checkpoints/by_fit.safetensors", "checkpoints/by_hand.safetensors"]}
-"""What they leave behind, and nothing else."""
+"""The only files that each guide leaves behind."""
 
 
 def by_name(path: Path) -> str:
@@ -142,7 +142,7 @@ def test_every_line_of_the_api_sections_runs_as_typed(world_size, tmp_path):
 
 
 def commands(path: Path) -> list[str]:
-    """How a guide's first lines say that it is started."""
+    """Return the commands in a guide's docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return re.findall(r"^    (\S.*)$", docstring, flags=re.MULTILINE)
 
@@ -168,7 +168,7 @@ def test_guides_run_as_they_are_started(path, way, tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    # Under torchrun two ranks may write into one line.
+    # Under torchrun, two ranks may write to one line.
     said = re.sub(r"^\[rank \d\] ", "", run.stdout, flags=re.MULTILINE)
-    starts_two = path.stem == "config_and_models"  # also alone
+    starts_two = path.stem == "config_and_models"  # also without a launcher
     CHECKS[path.stem](said, 2 if way or starts_two else 1)

@@ -1,7 +1,9 @@
-"""The pages that explain: what they name is there, and what they quote is what the code says and sends."""
+"""Files, functions, messages, formats and limits on the pages match the code."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import struct
 from pathlib import Path
@@ -25,7 +27,7 @@ def page(name):
 
 
 def prose(name):
-    """A page without its programs."""
+    """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page(name), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -50,14 +52,32 @@ def test_a_page_names_every_part_of_the_ring_that_a_frame_meets():
         assert f"`{name}`" in page("ring")
 
 
-def said_by_the_package():
-    """All texts of the package; long ones are written as several strings, one after the other."""
+WHERE_TO_LOOK = page("how_it_works").partition("## Where to look")[2]
+
+
+def test_functions_to_look_for_are_in_the_files_of_their_row():
+    rows = re.findall(r"^\| .+\? \| (.*`cyxtrain/.+) \| (.+) \|$", WHERE_TO_LOOK, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for files, names in rows:
+        modules = [
+            importlib.import_module(path.replace("/", ".").removesuffix(".py"))
+            for path in re.findall(r"`([\w/]+\.py)`", files)
+        ]
+        for name in re.findall(r"`([\w.]+)`", names):
+            first, *rest = name.split(".")
+            owner = next((vars(module)[first] for module in modules if first in vars(module)), None)
+            assert owner is not None, f"{name} is not in {files}"
+            functools.reduce(getattr, rest, owner)
+
+
+def source_with_joined_strings():
+    """Return the source of the package, with adjacent strings joined."""
     sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "cyxtrain").rglob("*.py")))
     return "".join(re.sub(r"[\"']\s+f?[\"']", "", source) for source in sources)
 
 
-def test_messages_on_the_page_of_faults_are_what_the_package_says():
-    package = said_by_the_package()
+def test_messages_on_the_page_of_faults_are_in_the_package():
+    package = source_with_joined_strings()
     tables = "".join(line + "\n" for line in prose("faults").splitlines() if line.startswith("| "))
     quoted = set(re.findall(r'"([^"]+)"', re.sub(r"`[^`]*`", "", tables)))
     assert len(quoted) > 40
@@ -65,7 +85,7 @@ def test_messages_on_the_page_of_faults_are_what_the_package_says():
 
 
 def fields_of_header():
-    """The table of a data frame's header: (first byte, end, field, type)."""
+    """Return (first byte, end, field, type) of each row in the table of a data frame's header."""
     table = page("ring").partition("A data frame")[2].partition("```")[0]
     rows = re.findall(r"^\| (\d+)(?:-(\d+))? \| (\w+) \| (.+?) \|", table, flags=re.MULTILINE)
     return [(int(first), int(last or first) + 1, field, kind) for first, last, field, kind in rows]
@@ -137,7 +157,7 @@ KIB = 1024
         ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),
         ("acknowledged for 4.5 s", 4500, link._CONTROL_OPTIONS["TCP_USER_TIMEOUT"]),
         ("waited for half a second", 0.5, executor._LONG_SECONDS),
-        ("After 30 s whoever waits", 30, wait_graph.WARN_SECONDS),
+        ("After 30 s a rank that waits", 30, wait_graph.WARN_SECONDS),
     ],
 )
 def test_limits_on_the_page_of_the_ring_are_those_of_the_code(words, ours, theirs):

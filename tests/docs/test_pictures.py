@@ -1,4 +1,4 @@
-"""The pictures of the documents are what browsers and the code understand."""
+"""The pictures of the documents are valid, readable and match the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_picture_is_drawn_and_named(path):
     assert root.tag == f"{SVG}svg"
     assert [child.tag for child in root[:2]] == [f"{SVG}title", f"{SVG}desc"]
     assert all((child.text or "").strip() for child in root[:2])
-    # Who cannot see it has the words: an <img> is read by its title.
+    # Screen readers read the title of an <img>.
     named = {child.get("id") for child in root[:2]}
     assert set(root.get("aria-labelledby", "").split()) == named
     assert path.stat().st_size < 15_000
@@ -37,27 +37,27 @@ def test_picture_is_drawn_and_named(path):
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
 def test_picture_needs_nothing_else_and_has_colours_for_light_and_dark_pages(path):
     text = path.read_text(encoding="utf-8")
-    # What a picture links to is not loaded where it stands in a page.
+    # A browser does not load what an embedded picture links to.
     assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|<image|<script|<foreignObject", text)
     light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
     for rule in re.findall(r"^\s*(?:[\w.]+, )*([\w.]+) \{[^}]*(?:fill|stroke): #", light, flags=re.MULTILINE):
-        assert re.search(rf"{re.escape(rule)}\b[^{{}}]*\{{", dark), f"{rule} has no colour for dark pages"
+        assert re.search(rf"{re.escape(rule)}\b[^{{}}]*\{{", dark), f"{rule} has no colour for dark mode"
     root = parsed(path.name)
     classes = {name for node in root.iter() for name in node.get("class", "").split()}
     ruled = set(re.findall(r"\.([a-z]\w*)", "".join(node.text for node in root.iter(f"{SVG}style"))))
-    assert ruled <= classes, "a rule for nothing"
+    assert ruled <= classes, "a CSS rule without an element"
 
 
 def drawn_steps():
-    """What the picture of a step names, from top to bottom."""
+    """Return the names in the picture of a step, from top to bottom."""
     texts = [node for node in parsed("step.svg").iter(f"{SVG}text") if node.get("class") == "step"]
     return [node.text for node in sorted(texts, key=lambda node: float(node.get("y")))]
 
 
 def test_picture_of_a_step_has_the_order_of_the_code():
     deal, *names = drawn_steps()
-    assert deal == "deal"  # before a step: what it is given
+    assert deal == "deal"  # before the step begins
     docstring = step.__doc__.replace("\n", " ")
     order = re.search(r"The order of a training step: (.*?)\.", docstring).group(1)
     assert "next loss scale" in order
@@ -66,7 +66,7 @@ def test_picture_of_a_step_has_the_order_of_the_code():
     place = 0
     for name in names:
         found = re.search(rf"(?<!\w){re.escape(name)}", order[place:])
-        assert found, f"{name} is not where the docstring has it"
+        assert found, f"{name} is at another place in the docstring"
         place += found.end()
 
 
@@ -85,7 +85,7 @@ def test_picture_of_a_step_deals_as_the_sampler_does():
 
 
 def passed_around(world_size):
-    """What each rank has in each chunk, at first and after each step of an all_reduce; letters are the ranks' own."""
+    """Yield the contents of each rank's chunks, initially and after each step of an all_reduce, as letters of ranks."""
     spans = algorithms.even_spans(1, world_size)
     ranks = range(world_size)
     schedules = [
@@ -120,4 +120,4 @@ def test_picture_of_the_roads_names_files_that_exist():
     files = [node.text for node in parsed("roads.svg").iter(f"{SVG}text") if node.get("class") == "file"]
     assert len(files) > 10
     for name in " ".join(files).split():
-        assert list((ROOT / "cyxtrain").glob(f"*/{name}")), name
+        assert list((ROOT / "cyxtrain").rglob(name)), name

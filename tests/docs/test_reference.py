@@ -1,8 +1,10 @@
-"""The reference has every public name, and each docstring has the parts that it needs."""
+"""The reference has every public name, its tables are up to date, and docstrings are complete."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -21,14 +23,14 @@ HEADINGS = ["Join", "Exchange", "Deal", "Average", "Train", "Keep", "Errors"]
 
 
 def shown(module: str) -> list[str]:
-    """The names of a module in the reference, in its order."""
+    """Return the names of a module in the reference, in order."""
     parts = re.split(r"^\.\. currentmodule:: (\S+)$", REFERENCE, flags=re.MULTILINE)
     found = [text for name, text in zip(parts[1::2], parts[2::2], strict=True) if name == module]
     return re.findall(r"^\.\. (?:auto)?(?:class|function|exception):: (\w+)", "\n".join(found), flags=re.MULTILINE)
 
 
 def functions() -> Iterator[Any]:
-    """Every public function, and the constructor and public methods of every class: what documents it, and itself."""
+    """Yield (documented object, function) of every public function, constructor and method."""
     for module_name, module in MODULES.items():
         for name in shown(module_name):
             found = getattr(module, name)
@@ -61,7 +63,7 @@ def test_reference_has_the_headings_of_the_public_list():
 
 
 def test_reference_shows_the_members_of_classes():
-    # Ready callbacks have none but the hooks of Callback, which is shown whole.
+    # Built-in callbacks have only the hooks of Callback, whose members are shown.
     hooks = {name for name in dir(cx.callbacks.Callback) if not name.startswith("_")}
     for name in cx.callbacks.__all__:
         own = {member for member in vars(getattr(cx.callbacks, name)) if not member.startswith("_")}
@@ -82,38 +84,78 @@ def test_every_field_of_settings_has_a_docstring():
 
 @pytest.mark.parametrize(("documented", "function"), [*functions()])
 def test_docstrings_name_every_argument(documented, function):
-    """In "Args:", or in the sentence that says what becomes of it; the hooks' are those of the class."""
+    """Arguments are in "Args:" or in a sentence; those of hooks are documented in Callback."""
     if function.__qualname__.split(".")[-1] in dir(cx.callbacks.Callback) and inspect.isfunction(documented):
         return
     docstring = inspect.getdoc(documented) or ""
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in ("self", "cls") and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             listed = re.search(rf"^    \*{{0,2}}{name}: \S", docstring, flags=re.MULTILINE)
-            assert listed or f"`{name}`" in docstring, f"nothing is said of {name}"
+            assert listed or f"`{name}`" in docstring, f"{name} is not documented"
 
 
 @pytest.mark.parametrize(("documented", "function"), [*functions()])
 def test_docstrings_name_the_errors_that_are_raised(documented, function):
-    """Those that the function itself raises; what it calls may raise others."""
+    """Only errors that the function itself raises; functions that it calls may raise others."""
     docstring = inspect.getdoc(documented) or ""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             name = node.exc.func.id
-            assert not name.endswith("Error") or name in docstring, f"nothing is said of {name}"
+            assert not name.endswith("Error") or name in docstring, f"{name} is not documented"
+
+
+# --- generated tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["reference", "launching"])
+def test_generated_tables_are_up_to_date(generator, name):
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert "<!-- generated: environment -->" in page
+    assert generator.updated(page) == page, "run: python docs/generate_reference.py"
+
+
+def test_every_setting_is_in_a_table_with_its_meaning():
+    for config in (cx.DistributedConfig, cx.DDPConfig, cx.DistributedTrainingConfig, cx.AMPConfig):
+        table = REFERENCE.partition(f"<!-- generated: {config.__name__} -->")[2].partition("<!-- /generated -->")[0]
+        rows = re.findall(r"^\| `(\w+)` \| `.+?` \| `.*?` \|.*?\| \S.* \|$", table, flags=re.MULTILINE)
+        assert rows == [field.name for field in dataclasses.fields(config)]
+
+
+def test_every_public_function_and_class_is_in_a_table(generator):
+    grouped = {name for names in generator.GROUPS.values() for name in names}
+    settings = {config.__name__ for config in generator.SETTINGS}
+    others = {"BackendType", "ReduceOp", "datasets", "callbacks", "DistributedTrainingHistory"}
+    errors = {name for name in cx.__all__ if name.endswith("Error")}
+    assert grouped | settings | others | errors == set(cx.__all__)
+
+
+def test_every_environment_variable_that_the_package_reads_is_in_the_table(generator):
+    source = (ROOT / "cyxtrain" / "environment" / "process_env.py").read_text(encoding="utf-8")
+    ours = set(re.findall(r"\"((?:CYXTRAIN|DISTRIBUTED)_[A-Z_]+)\"", source)) - {"CYXTRAIN_WORKER"}
+    listed = {name for name, *_ in generator.ENVIRONMENT}
+    assert ours == {name for name in listed if name.startswith(("CYXTRAIN_", "DISTRIBUTED_"))}
 
 
 # --- docs/names.md --------------------------------------------------------------------------------------------------
 
 NAMES = re.findall(
-    r"^\| `(\w+)` \| .+ \| `(tests/\w+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
+    r"^\| `(\w+)` \| .+ \| `(tests/[\w/]+\.py)` \| (?:`(examples/[\w./]+)`|\[.*\]\((\w+\.md)\)) \|$",
     (ROOT / "docs" / "names.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
 
 
 def uses(path: Path, name: str) -> bool:
-    """Whether a file uses a public name: `cx.init`, `dist.init`, or imported; types also by themselves."""
+    """Return whether a file uses a public name: as `cx.init`, `dist.init`, or imported; types also without a module."""
     text = path.read_text(encoding="utf-8")
     ways = [rf"\b(?:cx|dist)\.{name}\b", rf"\bcyxtrain(?:\.\w+)* import .*\b{name}\b", rf"\bcyxtrain\.{name}\b"]
     return any(re.search(way, text) for way in [*ways, *([rf"\b{name}\b"] if name[0].isupper() else [])])

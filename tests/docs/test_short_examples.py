@@ -1,4 +1,4 @@
-"""Each short example shows one idea, runs alone and on two ranks, and ends as its first lines say."""
+"""Each short example runs on one process and on two ranks, and ends as its docstring says."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 @dataclass
 class Ending:
-    """What an example comes to.
+    """The expected last line of an example.
 
     Attributes:
-        line: The last line that it prints, as a pattern of it all.
-        least: Of each number in that line.
-        most: The same.
-        same_on_two_ranks: Whether two ranks print what one prints, up to rounding.
+        line: A pattern of the whole line.
+        least: Lower limit of each number in the line.
+        most: Upper limit of each number in the line.
+        same_on_two_ranks: Whether two ranks print the same as one, up to rounding.
     """
 
     line: str
@@ -68,7 +68,7 @@ SHORT = {
         rf"(17\.3) times fewer bytes, accuracy {ACCURACY}", (17, 0.94), (18, 0.99), same_on_two_ranks=False
     ),
     "regression": Ending(f"test mae {ACCURACY}  r2 {ACCURACY}", (0.08, 0.96), (0.12, 0.99)),
-    "resume": Ending("bit for bit: True", same_on_two_ranks=False),  # dropout draws on each rank
+    "resume": Ending("bit for bit: True", same_on_two_ranks=False),  # dropout differs between ranks
     "text_bytes": Ending(r"Although practicality beats purity\."),
     "vae": Ending(
         f"squared error per pixel: {ACCURACY}, of the mean picture {ACCURACY}",
@@ -79,11 +79,11 @@ SHORT = {
 }
 LONG = dict.fromkeys(("imbalanced", "powersgd", "regression", "text_bytes", "vae"), pytest.mark.nightly)
 LONGER = {"draw_pictures", "train_cyxtrain", "train_digits", "train_torch"}
-"""Those of which tests/docs/test_examples.py speaks, and one that needs a browser."""
+"""Examples that tests/docs/test_examples.py runs, and one that needs a browser."""
 
 
 def run_example(name: str, folder: str) -> str:
-    """Runs one as a rank, in an empty folder; returns what it says."""
+    """Run an example as a rank, in an empty folder; return its output."""
     os.chdir(folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -100,7 +100,7 @@ def check_ending(name: str, said: str) -> None:
 
 
 def check_same(said: str, other: str) -> None:
-    """The words are equal, and the numbers nearly so: sums of other parts are rounded elsewhere."""
+    """Assert that words are equal and numbers nearly equal, because sums of other parts round differently."""
     assert NUMBER.split(said) == NUMBER.split(other)
     assert list(map(float, NUMBER.findall(said))) == pytest.approx(list(map(float, NUMBER.findall(other))), abs=0.03)
 
@@ -131,7 +131,7 @@ def test_powersgd_sends_as_many_bytes_as_the_example_says():
     with mock.patch.object(dist, "all_reduce", counting):
         ddp(torch.ones(2, 64)).sum().backward()
     gradients = example["sent_bytes"](model, columns)
-    assert gradients <= sent[0] < gradients + 100  # a few flags travel along
+    assert gradients <= sent[0] < gradients + 100  # plus a few flags
     assert 17 < example["sent_bytes"](model, 0) / gradients < 18
 
 
@@ -140,7 +140,7 @@ def test_powersgd_sends_as_many_bytes_as_the_example_says():
 @pytest.mark.parametrize("name", SHORT)
 def test_it_runs_as_a_user_starts_it(name, launcher, tmp_path):
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
-    # One thread: on a machine with other tests to run, several would wait for each other.
+    # One thread: with other tests on the machine, several threads would wait for each other.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,18 +1,18 @@
-"""The pages of the documents, and their code blocks. `page_runs.py` runs them.
+"""Pages of the documents and their code blocks. `page_runs.py` runs the blocks.
 
-How a page says what shall happen to a block:
+Markers on a page control what happens to a block:
 
 - Blocks of `python` run from top to bottom in one namespace, in an empty folder, as a world of one. A page with the
   line `<!-- ranks: 2 -->` also runs on two ranks.
 - A block of `python` or `yaml` whose first line is a comment with a file name (`# train.py`, `# digits.yaml`) is
-  written there instead, before anything runs.
-- Blocks of `sh` are run by bash in that folder, by night. After the line `<!-- hosts -->` each line is the command of
-  one host: all are started at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
-- `text` after the line `<!-- prints -->` is what the block before it prints: each line, in this order, perhaps with
-  others between (`...` says so, also at either end of a line). Decimals need to agree only roughly, samples per second
-  and seconds not at all.
-- `<!-- not run: why -->` before a block that cannot run everywhere: it is only parsed. `<!-- by night: why -->` before
-  one that takes long: it runs with the commands.
+  written to that file instead, before anything runs.
+- bash runs the blocks of `sh` in that folder, in the nightly tests. After the line `<!-- hosts -->`, each line is the
+  command of one host: all start at once, on this machine, with the hosts' names (node0, node1) replaced by its address.
+- `text` after the line `<!-- prints -->` is the output of the block before it: these lines, in this order, possibly
+  with others between them (`...` marks a gap, also at either end of a line). Decimals only have to agree roughly,
+  samples per second and seconds not at all.
+- A block after `<!-- not run: why -->` cannot run everywhere, and is only parsed. A block after
+  `<!-- by night: why -->` is slow, and runs with the commands.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Block:
     """A fenced block of a page.
 
     Attributes:
-        line: Of its first line, from 1.
-        language: What stands after the fence.
-        text: What stands in it.
+        line: Number of its first line, from 1.
+        language: The word after the fence.
+        text: Its contents.
         marks: The comments before it, such as "not run: why".
     """
 
@@ -58,7 +58,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that it is written to, where it has a name."""
+        """The file that it is written to, if its first line names one."""
         found = _FILE.fullmatch(self.text.partition("\n")[0].strip())
         return found[1] if found and self.language in ("python", "yaml") and self.is_run else None
 
@@ -77,7 +77,7 @@ class Page:
 
 
 def read_page(path: Path) -> Page:
-    """Reads a page."""
+    """Read a page."""
     text = path.read_text(encoding="utf-8")
     blocks: list[Block] = []
     marks: list[str] = []
@@ -91,24 +91,25 @@ def read_page(path: Path) -> Page:
             marks = []
         elif line.strip():
             found = _MARK.fullmatch(line.strip())
-            marks = [*marks, found[1]] if found else []
+            # The end marker of a generated table, or of README's output, does not belong to the next block.
+            marks = [*marks, found[1]] if found and not found[1].startswith("/") else []
     return Page(path, text, tuple(blocks))
 
 
-def ends_not(fence: str) -> Callable[[tuple[int, str]], bool]:
-    """Return a function that tells whether a numbered line is inside the block that this fence closes."""
+def ends_not(fence: str):
+    """Return a function that says whether a line is still within a block."""
     return lambda line: line[1].rstrip() != fence
 
 
-# --- what a page prints ---------------------------------------------------------------------------------------------
+# --- output of pages ------------------------------------------------------------------------------------------------
 
 
 def check_prints(page: Page, outputs: dict[int, str]) -> None:
-    """Looks whether blocks have printed what the page says; of those that have not been run nothing is known.
+    """Assert that the blocks that ran printed what the page shows.
 
     Args:
         page: With its blocks.
-        outputs: What blocks have printed, by their number.
+        outputs: The output of each block that ran, by its number.
     """
     for number, block in enumerate(page.blocks):
         if "prints" in block.marks and number - 1 in outputs:
@@ -116,11 +117,11 @@ def check_prints(page: Page, outputs: dict[int, str]) -> None:
             for line in filter(lambda text: text not in ("", "..."), map(str.strip, block.text.splitlines())):
                 found = any(is_like(line, each) for each in printed)
                 where = f"{page.path.name}:{block.line}"
-                assert found, f"{where}: {line!r} is not printed, or not there:\n{outputs[number - 1]}"
+                assert found, f"{where}: {line!r} is not printed here:\n{outputs[number - 1]}"
 
 
 def is_like(expected: str, line: str) -> bool:
-    """Whether what is expected stands in a line, but for speeds, times and the last digits of decimals."""
+    """Return whether a line has the expected text, except for speeds, times and the last digits of decimals."""
     expected, line = (" ".join(_unclocked(text).split()) for text in (expected, line))
     expected = expected.removeprefix("... ").removesuffix(" ...")
     pattern = r"([\d.,e+-]+|nan|inf)".join(re.escape(part) for part in _NUMBER.split(expected))
@@ -133,7 +134,7 @@ def _unclocked(text: str) -> str:
 
 
 def _is_near(expected: str, found: str) -> bool:
-    """Whether a number is the expected one; decimals depend on the processor in their last digits."""
+    """Return whether a number is the expected one; last digits of decimals depend on the processor."""
     if "." not in expected or not _NUMBER.fullmatch(found):
         return expected == found
     return math.isclose(float(expected.replace(",", "")), float(found.replace(",", "")), rel_tol=0.05, abs_tol=0.02)
