@@ -1,4 +1,4 @@
-"""Keras's `fit` for any PyTorch module, on as many processes as there are: exact, fast, honest.
+"""Keras's `fit` for any PyTorch module, on as many processes as there are: exact, fast, safe.
 
     import cyxtrain as cx
     cx.init()

@@ -5,7 +5,7 @@ Run it alone, or on two ranks:
     python examples/vae.py
     cyxtrain launch -n 2 -- python examples/vae.py
 
-There are no targets, and `loss_fn` is None: the model returns its loss under "loss" (cyxtrain/models/vae.py).
+There are no targets, and `loss_fn` is None: the model returns its loss under "loss" (cyxtrain/models/networks.py).
 It draws different random numbers on each rank during training, so the results on several ranks are similar, not equal.
 Expect three digits, their reconstructions and three new digits, drawn as text; then the squared error per pixel, about
 0.034.
