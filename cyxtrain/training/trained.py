@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cyxtrain.checkpoint.format.names import plain_name, plain_state
 from cyxtrain.checkpoint.weights import fitting_state, load_model_state
@@ -85,8 +85,8 @@ def state_besides(trained: nn.Module) -> dict[str, Any]:
     known = set(plain_state(trained.model if isinstance(trained, Trained) else trained))
     known |= {f"{name}.{own}" for name, state in states.items() for own in state}
     buffers = {plain_name(name): buffer for name, buffer in trained.named_buffers()}
-    unsaved = {name: buffer for name, buffer in buffers.items() if name not in known and _can_be_saved(buffer)}
-    return {"losses": states, "buffers": unsaved}
+    plain = {n: b for n, b in buffers.items() if b.layout is torch.strided and not b.is_quantized and not b.is_meta}
+    return {"losses": states, "buffers": {name: each for name, each in plain.items() if name not in known}}
 
 
 def check_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str) -> None:
@@ -116,10 +116,6 @@ def load_state_besides(trained: nn.Module, state: Mapping[str, Any], source: str
         elif own in buffers:  # made in forward, or of another size since
             device = next((each.device for each in trained.parameters()), saved.device)
             buffers[own] = saved.to(device if now is None else now.device)
-
-
-def _can_be_saved(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta
 
 
 def _words(losses: Iterable[str]) -> str:
