@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import CallOptions
@@ -29,33 +30,44 @@ class Waitable(Protocol):
         """Returns when it has arrived."""
 
 
-class Mean:
-    """A tensor on its way to its mean over ranks, in place.
+class Average(NamedTuple):
+    """A pending average of a tensor over ranks, in place.
 
-    Args:
-        tensor: Of floats; nobody touches it until `wait` returns.
-        group: The process group.
+    Attributes:
+        tensor: Floats; not to be touched until `wait` returns.
+        divisor: What a sum is divided by; 1: the backend averages.
+        work: The all_reduce.
     """
 
-    def __init__(self, tensor: Tensor, group: Any) -> None:
-        backend: str = dist.get_backend(group)
-        if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or none that was named
-            backend = backends_of(group).get(tensor.device.type, backend)
-        averages = backend in ("ring", "nccl")  # Gloo, say, has no AVG
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self._tensor = tensor
-        self._divisor = 1 if averages else dist.get_world_size(group)
-        self._work: Any = dist.all_reduce(tensor, op, group, async_op=True)
+    tensor: Tensor
+    divisor: int
+    work: Any
 
     def wait(self) -> None:
-        """Returns when the mean is there."""
-        self._work.wait()
-        if self._divisor > 1:
-            self._tensor.div_(self._divisor)
+        """Wait for the average."""
+        self.work.wait()
+        if self.divisor > 1:
+            self.tensor.div_(self.divisor)
+
+
+def averaging(tensor: Tensor, group: Any) -> tuple[Any, int]:
+    """Return the reduction that averages a tensor over a group, and what to divide its result by."""
+    backend: str = dist.get_backend(group)
+    if backend not in ("ring", "nccl"):  # "cpu:gloo,cuda:nccl", say, or an unnamed one
+        backend = backends_of(group).get(tensor.device.type, backend)
+    if backend in ("ring", "nccl"):
+        return dist.ReduceOp.AVG, 1
+    return dist.ReduceOp.SUM, dist.get_world_size(group)  # Gloo, say, has no AVG
+
+
+def average(tensor: Tensor, group: Any) -> Average:
+    """Start to average a tensor over ranks, in place."""
+    op, divisor = averaging(tensor, group)
+    return Average(tensor, divisor, dist.all_reduce(tensor, op, group, async_op=True))
 
 
 class GradientExchange(ABC):
-    """One bucket's way: `launch`; `send_on` when all buckets have been launched; `arrive`; `settle`.
+    """How one bucket is averaged: `launch`; `send_on` once all buckets are launched; `arrive`; `settle`.
 
     Args:
         numbers: The bucket's flat tensor: gradients, then flags.
@@ -65,31 +77,25 @@ class GradientExchange(ABC):
     def __init__(self, numbers: Tensor, gradients_end: int) -> None:
         self._numbers = numbers
         self._gradients, self._flags = numbers[:gradients_end], numbers[gradients_end:]
-        self._under_way: list[Waitable] = []
-        self._scale = 1.0
+        self._pending: list[Waitable] = []
 
+    @abstractmethod
     def launch(self, group: Any, scale: float) -> None:
-        """Sends this rank's numbers on their way.
+        """Start to average this rank's numbers, which are pending from then on.
 
         Args:
             group: The process group.
-            scale: What gradients are multiplied by in this step, as by a loss scale.
+            scale: The factor on gradients in this step, such as a loss scale.
         """
-        self._scale = scale
-        self._under_way = self._send(group)
-
-    @abstractmethod
-    def _send(self, group: Any) -> list[Waitable]:
-        """Returns what travels."""
 
     def send_on(self) -> None:  # noqa: B027 - most ways have one round
         """Begins a second round, where there is one; all buckets have been launched."""
 
     def arrive(self) -> None:
         """Waits; then the flags are means over ranks, and, after `settle`, the gradients."""
-        for travelling in self._under_way:
-            travelling.wait()
-        self._under_way = []
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
         self._take_in()
 
     def _take_in(self) -> None:  # noqa: B027 - most ways end in place
@@ -115,17 +121,19 @@ class GradientExchange(ABC):
 
     def abandon(self) -> None:
         """Waits for what was interrupted: it travels in memory that is filled anew. The group says if it failed."""
-        for travelling in self._under_way:
+        for pending in self._pending:
             with contextlib.suppress(RuntimeError):
-                travelling.wait()
-        self._under_way = []
+                pending.wait()
+        self._pending = []
 
 
 class AllReduceExchange(GradientExchange):
     """An all_reduce of the bucket."""
 
-    def _send(self, group: Any) -> list[Waitable]:
-        return [Mean(self._numbers, group)]
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        op, divisor = averaging(self._numbers, group)
+        self._pending = [Average(self._numbers, divisor, dist.all_reduce(self._numbers, op, group, async_op=True))]
 
 
 class SharedMemoryExchange(GradientExchange):
@@ -140,8 +148,9 @@ class SharedMemoryExchange(GradientExchange):
         super().__init__(mean.tensor, gradients_end)
         self._mean = mean
 
-    def _send(self, group: Any) -> list[Waitable]:
-        return [self._mean.all_reduce(_ASYNCHRONOUS)]
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        self._pending = [self._mean.all_reduce(_ASYNCHRONOUS)]
 
     @property
     def is_known_finite(self) -> bool:
@@ -169,9 +178,10 @@ class CommHookExchange(GradientExchange):
         self._bucket = bucket
         self._future: Any = None
 
-    def _send(self, group: Any) -> list[Waitable]:
+    @override
+    def launch(self, group: Any, scale: float) -> None:
         self._future = self._hook(self._state, self._bucket)
-        return [Mean(self._flags, group), self._future]
+        self._pending = [average(self._flags, group), self._future]
 
     def _take_in(self) -> None:
         result = self._future.wait()
@@ -197,11 +207,12 @@ class HalfPrecisionExchange(GradientExchange):
         self._narrow = torch.empty_like(numbers, dtype=dtype)
         self._world_size = 1
 
-    def _send(self, group: Any) -> list[Waitable]:
+    @override
+    def launch(self, group: Any, scale: float) -> None:
         self._world_size, end = dist.get_world_size(group), len(self._gradients)
         torch.div(self._gradients, self._world_size, out=self._narrow[:end])
         self._narrow[end:] = self._flags  # a sum of ones is exact; a third is not
-        return [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]
+        self._pending = [dist.all_reduce(self._narrow, dist.ReduceOp.SUM, group, async_op=True)]
 
     def _take_in(self) -> None:
         self._numbers.copy_(self._narrow)

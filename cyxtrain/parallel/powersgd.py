@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from cyxtrain.parallel.exchange import GradientExchange, Mean, Waitable
+from cyxtrain.parallel.exchange import GradientExchange, average
 
 _LEAST_SAVING = 2
 """How many times fewer numbers the thin matrices must have; else a gradient travels as it is."""
@@ -109,14 +110,16 @@ class LowRank(GradientExchange):
         self._plain_parts, self._lefts = parts[: len(self._plain)], parts[len(self._plain) :]
         self._second, self._rights = _joined([tuple(each.query.shape) for each in low_rank], numbers)
         self._group: Any = None
+        self._scale = 1.0
 
-    def _send(self, group: Any) -> list[Waitable]:
-        self._group = group
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        self._group, self._scale = group, scale
         for part, plain in zip(self._plain_parts, self._plain, strict=True):
             part.view(-1).copy_(plain)
         for gradient, left in zip(self.gradients.values(), self._lefts, strict=True):
             gradient.project(left, self._scale)
-        return [Mean(self._first, group)]
+        self._pending = [average(self._first, group)]
 
     def send_on(self) -> None:
         """Begins the second round."""
@@ -126,7 +129,7 @@ class LowRank(GradientExchange):
         for gradient, left, right in zip(self.gradients.values(), self._lefts, self._rights, strict=True):
             gradient.project_back(left, right)
         if self.gradients:
-            self._under_way = [Mean(self._second, self._group)]
+            self._pending = [average(self._second, self._group)]
 
     @property
     def arrived(self) -> list[Tensor]:

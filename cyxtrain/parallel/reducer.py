@@ -109,8 +109,8 @@ class Reducer:
         sparse = [parameter for _, parameter in self._sparse.parameters]
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
-                hook = _hook(own, index, slot)
                 torch_compat.attach_hooks(parameter)
+                hook = functools.partial(Reducer._on_gradient, own, index, slot)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
@@ -232,8 +232,12 @@ class Reducer:
             self._versions = None  # of a forward that was not for this backward
         self._finish(check=absent and not self._allow_unused)
 
-    def on_gradient(self, index: int, slot: int) -> None:
-        """Takes in one gradient, and launches what is complete. Called by autograd."""
+    @staticmethod
+    def _on_gradient(own: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:
+        """Copy one gradient into its bucket, and launch complete buckets. Called by autograd."""
+        self = own()
+        if self is None:
+            return
         if self.held or self._newer:  # of two wrappers of one module, the newer one averages
             self.unsynced = True
             return
@@ -246,7 +250,7 @@ class Reducer:
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
         bucket.take(slot, as_view=self._as_view)
-        self._launch_complete()
+        self._launch(incomplete=False)
 
     def at_end_of_backward(self) -> None:
         """Sends what has not been sent, and waits for all. Called by autograd."""
@@ -272,22 +276,23 @@ class Reducer:
         self._next_bucket = 0
         self._absent = False
 
-    def _launch_complete(self) -> None:
-        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket, began = self._buckets[self._next_bucket], time.perf_counter()
-        bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
-        self.seconds += time.perf_counter() - began
-        self._next_bucket += 1
+    def _launch(self, *, incomplete: bool) -> None:
+        """Launch the next buckets in index order, up to the first incomplete one or, if asked, all of them."""
+        while self._next_bucket < len(self._buckets):
+            bucket = self._buckets[self._next_bucket]
+            if not bucket.complete:
+                if not incomplete:
+                    return
+                bucket.fill(as_view=self._as_view)
+            began = time.perf_counter()
+            bucket.launch(self._group, absent=self._absent, signals=self.signals, loss=self.loss, scale=self.scale)
+            self.seconds += time.perf_counter() - began
+            self._next_bucket += 1
 
     def _finish(self, *, check: bool) -> None:
         """Sends the rest, waits for all, and gives the averages to the parameters."""
         try:
-            while self._next_bucket < len(self._buckets):
-                self._buckets[self._next_bucket].fill(as_view=self._as_view)
-                self._launch_next()
+            self._launch(incomplete=True)
             self._check_versions()
             unused = self._receive()
             if not isinstance(self._group, RingProcessGroup):
@@ -440,15 +445,6 @@ class _Backward:
 
     def at_end(self) -> None:
         self._reducer.at_end_of_backward()
-
-
-def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Tensor], None]:
-    def on_gradient(_: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.on_gradient(index, slot)
-
-    return on_gradient
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

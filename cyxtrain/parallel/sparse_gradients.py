@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cyxtrain.parallel.bucket import checked_gradient
-from cyxtrain.parallel.exchange import Mean
+from cyxtrain.parallel.exchange import average
 
 _ABSENT, _NONE, _DENSE = -1, -2, -3
 """What a rank has instead of a number of rows: no samples; no gradient; a dense gradient, as of tied weights."""
@@ -94,7 +94,7 @@ def _rows(gradient: Tensor) -> int:
 def _average_dense(parameter: nn.Parameter, group: Any) -> None:
     gradient = parameter.grad
     dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense().contiguous()
-    Mean(dense, group).wait()
+    average(dense, group).wait()
     parameter.grad = dense
 
 

@@ -65,7 +65,7 @@ class Connections:
         )
         of_data = sums if options.checksums else None
         self.mailbox = Mailbox(self.message_links, self.watch, of_data)
-        self.mesh = Executor(self.links, self.mailbox, self.watch, of_data)
+        self.executor = Executor(self.links, self.mailbox, self.watch, of_data)
 
     @property
     def transport(self) -> str:

@@ -6,7 +6,6 @@ A group is immutable: its ranks never change, and its generation tells its frame
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import zlib
@@ -24,10 +23,10 @@ from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import meet
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Span, Step, even_spans
+from cyxtrain.ring.schedules.algorithms import Span, even_spans
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
 from cyxtrain.ring.shared_memory.passing import SharedMemoryReductions
-from cyxtrain.ring.wire.executor import Executor
+from cyxtrain.ring.wire.executor import SoloExecutor
 from cyxtrain.ring.wire.frames import (
     MAX_DIMENSIONS,
     Kind,
@@ -53,7 +52,7 @@ from cyxtrain.ring.wire.payload import (
 )
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 from cyxtrain.ring.wire.reduction import Reducing
-from cyxtrain.ring.wire.transfers import Buffers
+from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 _LEAVE_SECONDS = 1.0
 """How long leaving waits for a collective that another thread is in."""
@@ -117,6 +116,7 @@ class Group:
         self._courier: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         self._routes = AlgorithmSelector(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
+        self._executor = SoloExecutor() if self._ring is None else self._ring.executor
         links = {} if self._ring is None or options.checksums else self._ring.links
         self.ready = PersistentOps(links, self._routes, generation)
         self._passages = SharedMemoryReductions(self.ready)
@@ -173,8 +173,9 @@ class Group:
             if passage is not None:
                 self.take_rounds(passage.announcement, passage.rounds(memory_of(flat)), timeout)
             else:
-                work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
-                work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+                operation, work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction)
+                stages = work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+                self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
             self._passages.make_after(self, tensor, reduction, timeout)
 
@@ -183,14 +184,15 @@ class Group:
         with self._lock:
             announcement.sequence = self.sequence + 1
             self._begin(announcement)
-            self._mesh().take_rounds(announcement, rounds, timeout or self.timeout)
+            self._executor.take_rounds(announcement, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            work = self._reducing(Kind.REDUCE, tensor, flat, reduction, timeout, dst)
-            work.all(lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank]))
+            operation, work = self._reducing(Kind.REDUCE, tensor, flat, reduction, dst)
+            stages = work.all(lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank]))
+            self._executor.run(operation, stages, self._deadline(timeout))
         if self.rank == dst:
             copy_back(flat, tensor)
 
@@ -225,17 +227,15 @@ class Group:
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
-                work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, parts=self.world_size)
-                work.by_folding(memory_of(source), spans)
+                operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
+                self._executor.run(operation, work.by_folding(memory_of(source), spans), self._deadline(timeout))
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
-            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
-            if work.is_few:
-                work.by_tree()
-            else:
-                work.by_chunks(spans)
+            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction)
+            stages = work.by_tree() if work.is_few else work.by_chunks(spans)
+            self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[slice(*spans[self.rank])], output)
 
     def _reduce_scatter_uneven(
@@ -246,8 +246,9 @@ class Group:
         # Ranks must agree on all sizes; a header has no room for many.
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
-            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, shape=shape)
-            work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
+            stages = work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+            self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[end - sizes[self.rank] : end], output)
 
     def _reducing(
@@ -256,17 +257,15 @@ class Group:
         tensor: Tensor,
         flat: Tensor,
         reduction: Reduction,
-        timeout: timedelta | None,
         dst: int | None = None,
         parts: int = 1,
         shape: tuple[int, ...] | None = None,
-    ) -> Reducing:
-        """Begins a reduction of `parts` times `flat`. Where its dtype has no such one, nothing starts."""
+    ) -> tuple[Operation, Reducing]:
+        """Number a reduction of `parts` times `flat`; an unsupported dtype is refused before."""
         quick = self._routes.sums_alike(parts * flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, quick=quick)
         operation = self._operation(kind, tensor, reduction, dst, shape)
-        run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
-        return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)
+        return operation, Reducing(reduction, flat, combiner, self._scratch, self._routes)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out; of few, N - 1 frames."""
@@ -275,7 +274,8 @@ class Group:
         with self._lock:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
             schedule = self._routes.broadcast(flat.numel(), src, flat.element_size())
-            self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), self._deadline(timeout))
+            stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
+            self._executor.run(operation, [stage], self._deadline(timeout))
         copy_back(flat, tensor)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
@@ -288,7 +288,8 @@ class Group:
             operation = self._operation(Kind.ALL_GATHER, tensor)
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
-            self._run(operation, schedule, Buffers(memory, memory, gathered.element_size()), self._deadline(timeout))
+            stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
+            self._executor.run(operation, [stage], self._deadline(timeout))
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
         """Copies the tensor of every rank into the flat `gathered` of rank `dst`, directly."""
@@ -298,7 +299,8 @@ class Group:
         schedule = algorithms.gather(self.rank, self.world_size, spans, dst, (0, count))
         buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
         with self._lock:
-            self._run(self._operation(Kind.GATHER, tensor, root=dst), schedule, buffers, self._deadline(timeout))
+            operation = self._operation(Kind.GATHER, tensor, root=dst)
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         if self.rank == dst:
             gathered[slice(*spans[dst])] = source
 
@@ -310,7 +312,8 @@ class Group:
         schedule = algorithms.scatter(self.rank, self.world_size, spans, src, (0, count))
         buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
         with self._lock:
-            self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, self._deadline(timeout))
+            operation = self._operation(Kind.SCATTER, output, root=src)
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
         copy_back(target, output)
@@ -335,15 +338,15 @@ class Group:
         with self._lock:
             # Ranks may send different amounts: the shape is no part of what they must agree on.
             operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
-            self._run(operation, schedule, buffers, self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
-        schedule = algorithms.agreement(self.rank, self.world_size)
+        stage = Stage(algorithms.agreement(self.rank, self.world_size), nothing)
         with self._lock:
-            self._run(self._operation(Kind.BARRIER, None), schedule, nothing, self._deadline(timeout))
+            self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
         """Begins a send or a recv of a flat tensor, which is kept until it is done."""
@@ -385,27 +388,11 @@ class Group:
         """Takes note of an operation with the next number."""
         self._raise_failure(operation)
         self.sequence += 1
+        self._executor.spins = self._courier is None or not self._courier.is_current
         self._doing.latest = operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
         return Deadline((timeout or self.timeout).total_seconds())
-
-    def _run(
-        self,
-        operation: Operation,
-        schedule: Sequence[Step],
-        buffers: Buffers,
-        deadline: Deadline,
-        *,
-        more: bool = False,
-    ) -> None:
-        if self._ring is not None:
-            self._mesh().run(operation, schedule, buffers, deadline, more=more)
-
-    def _mesh(self) -> Executor:
-        assert self._ring is not None
-        self._ring.mesh.spins = self._courier is None or not self._courier.is_current
-        return self._ring.mesh
 
     def _raise_failure(self, operation: Numbered) -> None:
         """The first error of a group is final: what came after it could only be wrong."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
-from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Step, Transfer
+from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Transfer
 from cyxtrain.ring.shared_memory.peer_read import LargePages
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
@@ -35,6 +35,7 @@ from cyxtrain.ring.wire.frames import (
     is_damaged,
     mismatch,
 )
+from cyxtrain.ring.wire.kernels import silent_numpy
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.messages import Mailbox
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
@@ -46,6 +47,7 @@ from cyxtrain.ring.wire.transfers import (
     OtherBytes,
     Outgoing,
     ShortIncoming,
+    Stage,
     UnexpectedHeader,
     begin_sending,
     begin_sending_frame,
@@ -111,95 +113,68 @@ class Executor:
         self._offered: set[int] = set()
         self._read: set[int] = set()
 
-    def run(
-        self,
-        operation: Operation,
-        schedule: Sequence[Step],
-        buffers: Buffers,
-        deadline: Deadline,
-        *,
-        more: bool = False,
-    ) -> None:
-        """Does this rank's part, in order.
-
-        Args:
-            operation: What the ranks must agree on.
-            schedule: This rank's part.
-            buffers: What it works on.
-            deadline: When to give up.
-            more: Another schedule of this operation follows, on the same memory.
+    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+        """Do this rank's part of an operation, stage by stage.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
         """
-        self._attempt(operation, self._take_steps, operation, schedule, buffers, deadline, more)
+        begins = HeaderCache(operation.identity())
+        try:
+            with silent_numpy():
+                for schedule, buffers, more in stages:
+                    if self._is_read:
+                        self._pages.note(buffers.source)
+                    call = _Call(operation, deadline, begins, buffers)
+                    for step in schedule:
+                        if isinstance(step, Transfer):
+                            self._transfer(step, call)
+                        elif isinstance(step, Multicast):
+                            self._tell(step, call)
+                        else:
+                            self._fold(step, call)
+                    if not more and (self._offered or self._read):
+                        self._settle(call)
+        except BaseException as error:
+            raise self._failed(error, operation) from None
 
     def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
-        """Does an operation that is kept ready, and has its number.
-
-        Args:
-            announcement: Of it.
-            rounds: What this rank does; it gives way for each exchange with others.
-            timeout: How long it may wait for others.
+        """Do this rank's part of a persistent operation, which has its number.
 
         Raises:
             As `run`.
         """
-        self._attempt(announcement, self._take_rounds, announcement, rounds, timeout)
-
-    def _attempt(self, operation: Numbered, do: Callable[..., None], *arguments: object) -> None:
-        """Does something of an operation. Whatever goes wrong in it ends the group."""
-        try:
-            do(*arguments)
-        except LinkBroken as broken:
-            raise self._fail(self._watch.explain(broken.rank, broken.reason), operation) from None
-        except UnexpectedHeader as unexpected:
-            raise self._fail(mismatch(self._rank, operation, unexpected.rank, unexpected.found), operation) from None
-        except OtherBytes as found:
-            raise self._fail(damaged(found.rank, self._rank, operation.describe()), operation) from None
-        except CyxtrainError as error:
-            raise self._fail(error, operation) from None
-        except BaseException as error:
-            # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
-            reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
-            self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
-            self._watch.is_raised = True
-            raise
-
-    def _take_steps(
-        self, operation: Operation, schedule: Sequence[Step], buffers: Buffers, deadline: Deadline, more: bool
-    ) -> None:
-        if self._is_read:
-            self._pages.note(buffers.source)
-        call = _Call(operation, deadline, HeaderCache(operation.identity()), buffers)
-        for step in schedule:
-            if isinstance(step, Transfer):
-                self._transfer(step, call)
-            elif isinstance(step, Multicast):
-                self._tell(step, call)
-            else:
-                self._fold(step, call)
-        if not more and (self._offered or self._read):
-            self._settle(call)
-
-    def _take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         deadline, head = None, b""
-        for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
-            if deadline is None:  # often there is nothing to be told or heard
-                deadline, head = Deadline(timeout.total_seconds()), announcement.number()
-            for link in tells:
-                outgoing = begin_sending_frame(link, announcement.frame)
-                if outgoing is not None:
-                    self._drive(outgoing, None, announcement, deadline)
-            for hearing in hears:
-                hearing.expect(head)
-                spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, ProgressCounter) else _SPIN_SECONDS
-                self._drive(None, hearing, announcement, deadline, spin_seconds)
+        try:
+            for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+                if deadline is None:  # often there is nothing to send or receive
+                    deadline, head = Deadline(timeout.total_seconds()), announcement.number()
+                for link in tells:
+                    outgoing = begin_sending_frame(link, announcement.frame)
+                    if outgoing is not None:
+                        self._drive(outgoing, None, announcement, deadline)
+                for hearing in hears:
+                    hearing.expect(head)
+                    spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, ProgressCounter) else _SPIN_SECONDS
+                    self._drive(None, hearing, announcement, deadline, spin_seconds)
+        except BaseException as error:
+            raise self._failed(error, announcement) from None
 
-    def _fail(self, error: CyxtrainError, operation: Numbered) -> CyxtrainError:
-        """Ends the group because of `error`, and returns the error to raise: the first one, seen from here."""
+    def _failed(self, error: BaseException, operation: Numbered) -> BaseException:
+        """End the group because of `error`; return what to raise: for an error of the ring, the group's first one."""
         self._watch.is_raised = True
-        return at_operation(self._watch.fail(error), operation)
+        if isinstance(error, LinkBroken):
+            error = self._watch.explain(error.rank, error.reason)
+        elif isinstance(error, UnexpectedHeader):
+            error = mismatch(self._rank, operation, error.rank, error.found)
+        elif isinstance(error, OtherBytes):
+            error = damaged(error.rank, self._rank, operation.describe())
+        if isinstance(error, CyxtrainError):
+            return at_operation(self._watch.fail(error), operation)
+        # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
+        reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
+        self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
+        return error
 
     def _transfer(self, transfer: Transfer, call: _Call) -> None:
         to, source = transfer.send_to, transfer.receive_from
@@ -386,3 +361,19 @@ class Executor:
             outgoing = begin_sending_frame(sign.link, question)
             if outgoing is not None:
                 self._drive(outgoing, None, operation, deadline)
+
+
+class SoloExecutor:
+    """The executor of a world of one: nothing is sent."""
+
+    spins = True
+
+    def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
+        """Do the arithmetic between the stages."""
+        with silent_numpy():
+            for _ in stages:
+                pass
+
+    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
+        """Raise: a world of one has no persistent operations."""
+        raise NotImplementedError

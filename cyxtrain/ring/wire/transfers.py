@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import OnReceive, Span
+from cyxtrain.ring.schedules.algorithms import OnReceive, Span, Step
 from cyxtrain.ring.shared_memory.peer_read import address_of
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
@@ -43,6 +43,20 @@ class Buffers(NamedTuple):
     item_bytes: int
     combiner: Combiner | None = None
     scratch: memoryview | None = None
+
+
+class Stage(NamedTuple):
+    """A part of an operation: one schedule on some memory.
+
+    Attributes:
+        schedule: The steps of this rank.
+        buffers: What they work on.
+        more: Whether another stage of the operation follows on the same memory.
+    """
+
+    schedule: Sequence[Step]
+    buffers: Buffers
+    more: bool = False
 
 
 class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
