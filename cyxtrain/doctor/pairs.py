@@ -22,8 +22,8 @@ from cyxtrain.ring.rendezvous.dial import ClosedError, call_once, socket_address
 from cyxtrain.ring.rendezvous.handshake import Claim, HandshakeError, RefusedError, Role
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
 from cyxtrain.ring.rendezvous.store_client import StoreClient
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
 from cyxtrain.ring.wire.link import Deadline, watch_over
+from cyxtrain.ring.wire.peer_read import PeerMemory
 
 CONNECT_SECONDS = 5.0
 """For both ways of a pair together."""

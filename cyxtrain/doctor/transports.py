@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from cyxtrain.ring.rendezvous.listen import listen_near
-from cyxtrain.ring.shared_memory import peer_read
+from cyxtrain.ring.wire import peer_read
 
 _SECONDS = 20.0
 _WORD = b"here"

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
-from cyxtrain.ring.work import CallOptions
+from cyxtrain.ring import CallOptions, SharedGradientBuffer
 from cyxtrain.world.consensus import backends_of
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
@@ -144,7 +143,7 @@ class SharedMemoryExchange(GradientExchange):
         gradients_end: As `GradientExchange`.
     """
 
-    def __init__(self, mean: SharedMean, gradients_end: int) -> None:
+    def __init__(self, mean: SharedGradientBuffer, gradients_end: int) -> None:
         super().__init__(mean.tensor, gradients_end)
         self._mean = mean
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.ring.wire.payload import is_finite
+from cyxtrain.ring import is_finite
 
 _FEW = 8
 """Up to so many tensors each is added up by itself: to sort them takes longer."""

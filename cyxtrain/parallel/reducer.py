@@ -29,8 +29,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
+from cyxtrain.ring import RingProcessGroup, SharedGradientBuffer
 from cyxtrain.world import runtime
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
@@ -428,13 +427,13 @@ def _layout(
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, has_signals=True)]
 
 
-def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
+def _memory_in_common(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedGradientBuffer | None]:
     """Returns memory for each bucket, where all ranks have some in common and it goes as it is. All ranks call it."""
     are_here = all(spec.device.type == "cpu" for spec in layout)
     group = runtime.group_for(torch.device("cpu"))
     if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
         return [None] * len(layout)
-    return group.make_shared_means([(spec.count, spec.dtype) for spec in layout])
+    return group.make_gradient_buffers([(spec.count, spec.dtype) for spec in layout])
 
 
 class _Backward:

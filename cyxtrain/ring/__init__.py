@@ -1,13 +1,13 @@
-"""The CPU backend: a `torch.distributed` process group named "ring". It knows nothing of training.
+"""The CPU backend: a `torch.distributed` process group named "ring". Other packages import only these names.
 
-Ranks meet: meeting/ (host tells processes of one machine apart). They talk: link (over TCP, Unix sockets, or the
-memory of the other), frames, algorithms (who sends what to whom), routes (which of them), mesh and transfers (which do
-so), reducing and combining (arithmetic), mailbox (messages), courier (beside the caller). Beside that they watch:
-watching/. They are a group: connections, group, siblings, tensors, staging; ready (small sums) and shared (gradients in
-common memory) are its short ways. PyTorch sees: backend, with registered (from 2.14 on) or naming (before), over the
-operations of process_group; work, arguments, uncompiled.
+schedules: who sends what to whom, as pure data. wire: frames, links, transfers, arithmetic. shared_memory: sums on
+one machine. rendezvous: how ranks find each other. monitoring: how a dead or stalled rank is noticed.
+`group` does collectives by an `executor`; `process_group` and `backend` give them to PyTorch.
 """
 
 from cyxtrain.ring.backend import RingProcessGroup, register
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
+from cyxtrain.ring.wire.payload import is_finite, memory_of
+from cyxtrain.ring.work import CallOptions
 
-__all__ = ["RingProcessGroup", "register"]
+__all__ = ["CallOptions", "RingProcessGroup", "SharedGradientBuffer", "is_finite", "memory_of", "register"]

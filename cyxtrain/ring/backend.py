@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import multiprocessing.util
 import sys
+import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, process_env, torch_compat
-from cyxtrain.ring.dynamo_skip import skip_dynamo
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
 # Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
@@ -91,10 +92,19 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 def register() -> None:
     """Makes "ring" a backend of torch.distributed. No socket, no thread."""
     works = (DoneWork, KeptDoneWork, MessageWork, PostedWork, KeptPostedWork)
-    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
-        skip_dynamo(cls)
+    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedGradientBuffer, *works):
+        _skip_dynamo(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=_devices())
+
+
+def _skip_dynamo(cls: type) -> None:
+    """Keep torch.compile away from a class's methods, without importing the compiler, which takes seconds."""
+    for name, member in [*vars(cls).items()]:
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, types.FunctionType) and not torch_compat.skip_compiling(function):
+            disabled = torch.compiler.disable(function)
+            setattr(cls, name, property(disabled) if isinstance(member, property) else disabled)
 
 
 def _devices() -> list[str]:

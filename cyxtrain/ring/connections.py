@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.collective_thread import is_worth_it
+from cyxtrain.ring.executor import Executor
+from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.heartbeat import Heartbeat
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
-from cyxtrain.ring.schedules.selector import AlgorithmSelector
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
-from cyxtrain.ring.wire.executor import Executor
+from cyxtrain.ring.schedules.algorithms import FEW_RANKS
+from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
 from cyxtrain.ring.wire.kernels import Scratch
 from cyxtrain.ring.wire.link import Link
-from cyxtrain.ring.wire.messages import Mailbox
-from cyxtrain.ring.wire.transfers import SEGMENT_BYTES
+from cyxtrain.ring.wire.peer_read import PeerMemory
 
 
 class Connections:
@@ -113,6 +113,7 @@ def _routes(meeting: Meeting, rank: int) -> AlgorithmSelector:
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
         direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
+        shares_memory=meeting.all_unix and len(ranks) <= FEW_RANKS,
         crowded=are_together and len(ranks) > max(2, cores),
         roomy=are_together and len(ranks) <= cores,
     )

@@ -19,14 +19,15 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
 from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
+from cyxtrain.ring.executor import SoloExecutor
+from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import meet
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import Span, even_spans
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
-from cyxtrain.ring.shared_memory.passing import SharedMemoryReductions
-from cyxtrain.ring.wire.executor import SoloExecutor
+from cyxtrain.ring.shared_memory.reduce import StagedReductions
 from cyxtrain.ring.wire.frames import (
     MAX_DIMENSIONS,
     Kind,
@@ -39,7 +40,6 @@ from cyxtrain.ring.wire.frames import (
 )
 from cyxtrain.ring.wire.kernels import Combiner, Scratch
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.payload import (
     check_target,
     check_tensor,
@@ -118,8 +118,8 @@ class Group:
         self._routes = AlgorithmSelector(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
         self._executor = SoloExecutor() if self._ring is None else self._ring.executor
         links = {} if self._ring is None or options.checksums else self._ring.links
-        self.ready = PersistentOps(links, self._routes, generation)
-        self._passages = SharedMemoryReductions(self.ready)
+        self.persistent = PersistentOps(links, self._routes, generation)
+        self._staged = StagedReductions(self.persistent)
         self._siblings.add(self)
 
     def together(self) -> contextlib.AbstractContextManager[object]:
@@ -163,28 +163,28 @@ class Group:
         On one machine that of `SharedMemoryReduce` where it is quicker.
         """
         with self._lock:
-            small = self.ready.of(tensor, reduction)
+            small = self.persistent.of(tensor, reduction)
             if small is not None:
-                self.take_rounds(small.announcement, small.rounds(tensor), timeout)
+                self.take_rounds(small.header, small.rounds(tensor), timeout)
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            passage = self._passages.of(tensor, reduction)
-            if passage is not None:
-                self.take_rounds(passage.announcement, passage.rounds(memory_of(flat)), timeout)
+            staged = self._staged.of(tensor, reduction)
+            if staged is not None:
+                self.take_rounds(staged.header, staged.staged(memory_of(flat)), timeout)
             else:
                 operation, work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction)
                 stages = work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
-            self._passages.make_after(self, tensor, reduction, timeout)
+            self._staged.make_after(self, tensor, reduction, timeout)
 
-    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
+    def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
         """Does an operation that is kept ready. Cost: that of its exchanges, see `PersistentHeader`."""
         with self._lock:
-            announcement.sequence = self.sequence + 1
-            self._begin(announcement)
-            self._executor.take_rounds(announcement, rounds, timeout or self.timeout)
+            header.sequence = self.sequence + 1
+            self._begin(header)
+            self._executor.take_rounds(header, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
         """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
@@ -277,6 +277,12 @@ class Group:
             stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
             self._executor.run(operation, [stage], self._deadline(timeout))
         copy_back(flat, tensor)
+
+    def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
+        """Return rank 0's file descriptor on every rank, right after a broadcast; see `segment.Ranks`."""
+        with self._lock:
+            operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
+            return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
         """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
@@ -435,7 +441,7 @@ class Group:
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
         try:
-            left, self._left, self._passages = self._left, True, SharedMemoryReductions(self.ready)
+            left, self._left, self._staged = self._left, True, StagedReductions(self.persistent)
             if self._ring is not None and not left:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
@@ -455,7 +461,7 @@ class Group:
         """Lets go of every connection without a word: what a forked child does with the group of its parent."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._courier, self._passages = None, SharedMemoryReductions(self.ready)
+        self._courier, self._staged = None, StagedReductions(self.persistent)
         if self._ring is not None:
             self._ring.abandon()
 

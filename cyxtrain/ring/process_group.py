@@ -18,6 +18,7 @@ from cyxtrain.ring import sparse
 from cyxtrain.ring.collective_arguments import (
     as_list,
     as_lists,
+    bring_back,
     check_count,
     check_dtypes,
     check_length,
@@ -26,15 +27,16 @@ from cyxtrain.ring.collective_arguments import (
     joined,
     neighbouring,
     pairs,
+    parted,
     reduction_of,
+    snapshot,
     split_spans,
     timeout_of,
     unpack,
 )
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer, make_gradient_buffers
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.overlaps import bring_back, parted, snapshot
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean, make_shared_means
-from cyxtrain.ring.wire.messages import ANY_SOURCE
+from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
 from cyxtrain.ring.work import MessageWork, collective, nothing, second
 
@@ -206,9 +208,9 @@ class RingOperations:
                 words = "Rank 0 timed out in monitoredBarrier"
             raise error_from_facts(error.to_facts() | {"message": f"{words}: {error}"}) from None
 
-    def make_shared_means(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
+    def make_gradient_buffers(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
         """Returns zeros in memory that all ranks have in common, or None; all ranks call it, when nothing travels."""
-        return make_shared_means(self._group, kinds)
+        return make_gradient_buffers(self._group, kinds)
 
     # Several tensors at once.
 

@@ -19,8 +19,8 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.staging import beside
 
 _LET_GO: collections.deque[Work] = collections.deque(maxlen=4096)

@@ -20,10 +20,10 @@ from worlds import run_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
 from cyxtrain.ring import connections
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
-from cyxtrain.ring.wire.executor import Executor
+from cyxtrain.ring.executor import Executor
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
 
 pytestmark = pytest.mark.skipif(not open_to_reading(), reason="no process can read another's memory on this system")
 MIB = 2**20

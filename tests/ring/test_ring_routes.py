@@ -14,8 +14,8 @@ from cyxtrain.ring.monitoring.process_state import Process
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
-from cyxtrain.ring.schedules.selector import FEW_BYTES, AlgorithmSelector, few
-from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
+from cyxtrain.ring.schedules.selector import FEW_BYTES, OFFER_BYTES, SEGMENT_BYTES, AlgorithmSelector, few
+from cyxtrain.ring.wire.transfers import is_offered
 
 KIB = 1024
 PLACES = {

@@ -20,7 +20,7 @@ from worlds import free_port, run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.rendezvous import dial, listen, rendezvous
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
+from cyxtrain.ring.wire.peer_read import PeerMemory
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

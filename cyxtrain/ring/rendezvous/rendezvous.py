@@ -37,9 +37,9 @@ from cyxtrain.ring.rendezvous.listen import listen, listen_near
 from cyxtrain.ring.rendezvous.membership import LOOK_SECONDS, Membership, RankTakenError, ended, naps
 from cyxtrain.ring.rendezvous.record import RankRecord, misfit
 from cyxtrain.ring.rendezvous.table_check import agree
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
@@ -61,6 +61,7 @@ class Meeting:
         selector: Waits for the listener and its strangers; the data of each socket is the function to call.
         sockets: For each role, the connection to each other rank.
         readers: Whose memory each rank can read, by rank.
+        all_unix: Whether the connections for collectives between all ranks are Unix sockets.
         checksums: Of what travels between the ranks, once they have proven who they are; None: not yet.
     """
 
@@ -71,6 +72,7 @@ class Meeting:
     selector: selectors.BaseSelector | None = None
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PAIRED})
     readers: list[set[int]] = field(default_factory=list)
+    all_unix: bool = False
     checksums: Checksums | None = None
 
     def close(self) -> None:
@@ -200,7 +202,9 @@ class _Members:
             self._wait(LOOK_SECONDS, roll)
         reads = self._await_the_others(roll)
         sockets = meeting.sockets[Role.COLLECTIVES]
-        meeting.readers = agree(self._rank, self._names, meeting.table, reads, sockets, self._checksums, roll.deadline)
+        meeting.readers, meeting.all_unix = agree(
+            self._rank, self._names, meeting.table, reads, sockets, self._checksums, roll.deadline
+        )
         if meeting.near is not None:
             meeting.door.leave(meeting.near)
             meeting.leave_near()

@@ -31,7 +31,7 @@ def agree(
     sockets: Mapping[int, socket.socket],
     checksums: Checksums,
     deadline: Deadline,
-) -> list[set[int]]:
+) -> tuple[list[set[int]], bool]:
     """Tells each other rank whose memory this one can read, and digests of the table that it has. All ranks call it.
 
     Where two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
@@ -47,7 +47,7 @@ def agree(
         deadline: When to give up.
 
     Returns:
-        Whose memory each rank can read, by rank.
+        (whose memory each rank can read, by rank; whether all ranks are connected by Unix sockets).
 
     Raises:
         RendezvousError: A rank has another table; the error names the fields and both ranks. Or it has ended, or says
@@ -55,7 +55,8 @@ def agree(
         DamagedFrameError: Other bytes came from a rank than it sent.
     """
     own = _digests(table)
-    body = json.dumps({"reads": sorted(reads), **own}).encode()
+    all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
+    body = json.dumps({"reads": sorted(reads), "all_unix": all_unix, **own}).encode()
     for sock in sockets.values():
         with contextlib.suppress(OSError):  # its end is noticed below
             sock.sendall(_LENGTH.pack(len(body)) + body + checksums.of(body))
@@ -76,7 +77,8 @@ def agree(
                 rank=names[peer],
             )
         readers[peer] = {other for other in range(len(names)) if other in told.get("reads", [])}
-    return readers
+        all_unix = all_unix and told.get("all_unix") is True
+    return readers, all_unix
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Spans, Step
-from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 """Whether other cores see what one writes in the order in which it was written."""
+SHORT_BYTES = 1 << 14
+"""Up to this size a payload fits into any socket buffer, and costs little more than an empty one."""
+OFFER_BYTES = 1 << 17
+"""From this size on a payload that the receiver can read in place is not sent."""
+SEGMENT_BYTES = 1 << 20
+"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
+LONGEST_STAGED_BYTES = 4 << 20
+"""Up to this size a tensor is reduced through shared memory: larger ones leave the cache, and two copies cost more."""
 FEW_BYTES = 1 << 18
 """Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
 
@@ -34,6 +41,7 @@ class AlgorithmSelector:
         world_size: How many there are.
         ring: All ranks, those of one machine next to each other.
         direct: Whether every rank can read the memory of every other.
+        shares_memory: Whether few ranks of one machine are all connected by Unix sockets, over which they share memory.
         crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
             rounds.
         roomy: Whether all ranks are on one machine, with a core for each.
@@ -43,6 +51,7 @@ class AlgorithmSelector:
     world_size: int
     ring: tuple[int, ...]
     direct: bool = False
+    shares_memory: bool = False
     crowded: bool = False
     roomy: bool = False
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, address_of
+from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
 _MAX_POLLS = 64
 _LONGEST_POLL_SECONDS = 0.5
@@ -212,6 +212,21 @@ class Link:
             return self._sock.recvmsg_into((first, second))[0] or self._ended()
         except OSError as error:
             return self._nothing(error)
+
+    def send_descriptor(self, descriptor: int) -> bool:
+        """Send a file descriptor over a Unix socket, with one byte; return whether the kernel took it."""
+        try:
+            return socket.send_fds(self._sock, [b"!"], [descriptor]) > 0
+        except OSError as error:
+            return self._nothing(error) > 0
+
+    def receive_descriptor(self) -> tuple[bool, int]:
+        """Return whether the byte of a file descriptor has arrived, and the descriptor; negative: it was lost."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            return self._nothing(error) > 0, -1
+        return bool(data or self._ended()), descriptors[0] if descriptors else -1
 
     def peek(self, size: int) -> bytes:
         """Returns what has arrived and stays there, at most `size` bytes; nothing where the connection has ended."""

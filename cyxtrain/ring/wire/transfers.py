@@ -9,20 +9,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cyxtrain.ring.schedules.algorithms import OnReceive, Span, Step
-from cyxtrain.ring.shared_memory.peer_read import address_of
+from cyxtrain.ring.schedules.selector import OFFER_BYTES, SEGMENT_BYTES
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.peer_read import address_of
 
-SEGMENT_BYTES = 1 << 20
-"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 READ_BYTES = 1 << 18
 """The same for what is read from another process: half of a usual second-level cache."""
-SHORT_BYTES = 1 << 14
-"""Up to this size a payload fits into any buffer of a socket, and costs little more than an empty one."""
-OFFER_BYTES = 1 << 17
-"""From this size on a payload that the receiver can read is not sent."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -157,6 +152,42 @@ def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | Non
     """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
     sent = link.send(frame)
     return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
+
+
+class OutgoingDescriptor:
+    """A file descriptor to send over a Unix socket."""
+
+    __slots__ = ("_descriptor", "done", "link")
+
+    def __init__(self, link: Link, descriptor: int) -> None:
+        self.link = link
+        self.done = False
+        self._descriptor = descriptor
+
+    def advance(self) -> bool:
+        """Send it if the kernel takes it; return whether it did."""
+        self.done = self.link.send_descriptor(self._descriptor)
+        return self.done
+
+
+class IncomingDescriptor:
+    """A file descriptor to receive; the receiver owns it.
+
+    Attributes:
+        descriptor: Negative: it did not arrive.
+    """
+
+    __slots__ = ("descriptor", "done", "link")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.done = False
+        self.descriptor = -1
+
+    def advance(self) -> bool:
+        """Receive it if it has arrived; return whether it has."""
+        self.done, self.descriptor = self.link.receive_descriptor()
+        return self.done
 
 
 class ShortIncoming:

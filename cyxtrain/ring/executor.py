@@ -19,9 +19,10 @@ from functools import partial
 from typing import NamedTuple
 
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError, PeerLostError
+from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Transfer
-from cyxtrain.ring.shared_memory.peer_read import LargePages
+from cyxtrain.ring.schedules.selector import SHORT_BYTES
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
@@ -37,15 +38,16 @@ from cyxtrain.ring.wire.frames import (
 )
 from cyxtrain.ring.wire.kernels import silent_numpy
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.wire.messages import Mailbox
+from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
-    SHORT_BYTES,
     Buffers,
     HeaderCache,
     Incoming,
+    IncomingDescriptor,
     OtherBytes,
     Outgoing,
+    OutgoingDescriptor,
     ShortIncoming,
     Stage,
     UnexpectedHeader,
@@ -72,7 +74,7 @@ _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
 
 
-_Arriving = Incoming | ShortIncoming | ExpectedFrame | ProgressCounter
+_Arriving = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -160,6 +162,19 @@ class Executor:
         except BaseException as error:
             raise self._failed(error, announcement) from None
 
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+        """Send rank `src`'s descriptor to all ranks over their Unix sockets, right after a broadcast; see `Ranks`."""
+        try:
+            if descriptor >= 0:
+                for link in self._links.values():
+                    self._drive(OutgoingDescriptor(link, descriptor), None, operation, deadline)
+                return descriptor
+            incoming = IncomingDescriptor(self._links[src])
+            self._drive(None, incoming, operation, deadline)
+            return incoming.descriptor
+        except BaseException as error:
+            raise self._failed(error, operation) from None
+
     def _failed(self, error: BaseException, operation: Numbered) -> BaseException:
         """End the group because of `error`; return what to raise: for an error of the ring, the group's first one."""
         self._watch.is_raised = True
@@ -245,7 +260,7 @@ class Executor:
 
     def _drive(
         self,
-        outgoing: Outgoing | None,
+        outgoing: Outgoing | OutgoingDescriptor | None,
         incoming: _Arriving | None,
         operation: Numbered,
         deadline: Deadline,
@@ -274,7 +289,7 @@ class Executor:
     def _wait(
         self,
         incoming: _Arriving | None,
-        outgoing: Outgoing | None,
+        outgoing: Outgoing | OutgoingDescriptor | None,
         operation: Numbered,
         deadline: Deadline,
     ) -> None:
@@ -324,7 +339,7 @@ class Executor:
     def _poll(
         self,
         incoming: _Arriving | None,
-        outgoing: Outgoing | None,
+        outgoing: Outgoing | OutgoingDescriptor | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
@@ -374,6 +389,10 @@ class SoloExecutor:
             for _ in stages:
                 pass
 
-    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
+    def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         """Raise: a world of one has no persistent operations."""
         raise NotImplementedError
+
+    def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
+        """Return the own descriptor."""
+        return descriptor
