@@ -33,17 +33,19 @@ TORCHS_WORLD = GroupRegistry()
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
-    """A process group of ranks that talk directly; tensors of an accelerator are copied through pinned host memory.
+    """A torch.distributed process group whose ranks communicate directly.
+
+    Tensors of an accelerator are copied through pinned host memory.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
         rank: This rank.
-        world_size: How many ranks there are.
-        timeout: For joining and for every collective.
-        join_timeout: For joining alone.
-        generation: Of the group; frames of another generation are refused.
-        names: By rank, how errors call it: its rank in the world; None: the same.
-        options: What the environment says about the ring; None: the defaults.
+        world_size: Number of ranks.
+        timeout: Of joining and of every collective.
+        join_timeout: Of joining alone.
+        generation: Frames of another generation are refused.
+        names: By rank, its rank in the world, for errors; None: the same.
+        options: Settings of the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:
@@ -74,15 +76,15 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        """Machine and description of accelerators, by rank; empty in a world of one."""
         return self._group.told
 
     def get_group_store(self) -> dist.Store:
-        """Returns the store that the group was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
     def shutdown(self) -> None:
-        """Leaves the group with a goodbye; harmless twice."""
+        """Leave the group with a goodbye; harmless if called twice."""
         self._at_exit.cancel()
         super().shutdown()
         # Whoever still holds this group must not hold the port of the store with it.
@@ -90,7 +92,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
 
 def register() -> None:
-    """Makes "ring" a backend of torch.distributed. No socket, no thread."""
+    """Make "ring" a backend of torch.distributed; opens no socket and starts no thread."""
     works = (DoneWork, KeptDoneWork, MessageWork, PostedWork, KeptPostedWork)
     for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedGradientBuffer, *works):
         _skip_dynamo(cls)
@@ -108,13 +110,13 @@ def _skip_dynamo(cls: type) -> None:
 
 
 def _devices() -> list[str]:
-    """Returns the types of device whose tensors the ring carries: "cuda", say, only where there is one."""
+    """Return the device types whose tensors the ring carries."""
     visible = accelerator.visible()
     return ["cpu"] if visible is None else ["cpu", visible.type]
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:
-    """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
+    """Make the group that PyTorch asks for, or take the one passed as `pg_options`."""
     if isinstance(ready, RingProcessGroup):
         return ready
     names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world

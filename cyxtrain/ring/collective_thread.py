@@ -21,17 +21,17 @@ _log = logging.getLogger("cyxtrain.ring")
 
 
 def room_for_ranks() -> int:
-    """Returns how many ranks like this one its machine can run with a core free for each."""
+    """Return how many ranks like this one its machine can run with a free core for each."""
     return count_usable_cores() // (torch.get_num_threads() + 1)
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
-    """Returns whether a group's collectives shall travel in threads of their own; the same on every rank.
+    """Return whether collectives run in a thread of their own; the same on every rank.
 
     Args:
-        wanted: "auto", "inline" or "thread", as CYXTRAIN_COMMUNICATION says.
-        machines: By rank, where it runs.
-        room: By rank, what it found of `room_for_ranks`.
+        wanted: CYXTRAIN_COMMUNICATION: "auto", "inline" or "thread".
+        machines: By rank.
+        room: By rank, its `room_for_ranks`.
     """
     if wanted != "auto":
         return wanted == "thread"
@@ -39,15 +39,7 @@ def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bo
 
 
 class PendingCall:
-    """One call that another thread makes.
-
-    Attributes:
-        done: Whether it is over.
-        error: What it raised; None: nothing.
-
-    Args:
-        call: What is to be called.
-    """
+    """A call that another thread makes."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -62,7 +54,7 @@ class PendingCall:
         self.done = False
 
     def run(self) -> None:
-        """Makes the call."""
+        """Make the call."""
         try:
             self._value = self._call()
         except BaseException as error:
@@ -70,7 +62,7 @@ class PendingCall:
         self._conclude()
 
     def _conclude(self) -> None:
-        """Wakes who waits, and calls back."""
+        """Wake the waiting threads, and run the callbacks."""
         self._call = _nothing  # lets go of the tensors in it
         with self._changing:
             self.done = True
@@ -85,13 +77,13 @@ class PendingCall:
         self._value = self._cut(self._value)
 
     def cut(self, cut: Callable[[Any], Any]) -> None:
-        """Keeps only a part of what the call returns, once the callbacks that are given have seen it."""
+        """Keep only `cut(result)` once the callbacks have seen the result."""
         self._cut = cut
         if self._concluded:
             self._value = cut(self._value)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it is done, at most so long; returns whether it is. The call itself has a deadline."""
+        """Wait until the call is done, at most `seconds`; return whether it is."""
         if self.done:
             return True
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
@@ -100,7 +92,7 @@ class PendingCall:
         return True
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Calls back when it is done; at once where it is."""
+        """Run a callback when the call is done; now if it is."""
         with self._changing:
             if not self.done:
                 self._then.append(callback)
@@ -108,7 +100,7 @@ class PendingCall:
         callback()
 
     def outcome(self) -> Any:
-        """Returns what the call returned, or raises its error; to be asked when it is done."""
+        """Return the result of a call that is done, or raise its error."""
         if self.error is not None:
             raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
         return self._value
@@ -119,11 +111,11 @@ def _whole(value: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Stands where a call was."""
+    """Replace a finished call."""
 
 
 class CollectiveThread:
-    """A thread that makes calls one after the other, in the order in which they were posted."""
+    """A thread that makes posted calls one after the other."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
@@ -135,16 +127,16 @@ class CollectiveThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether this thread is it: what a callback asks for must not wait for itself."""
+        """Whether the current thread is this one: it must not wait for itself."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def busy(self) -> bool:
-        """Whether anything is posted that is not done."""
+        """Whether any posted call is not done."""
         return self._pending > 0
 
     def post(self, call: Callable[[], Any]) -> PendingCall:
-        """Lets the thread make a call, after all that were posted before."""
+        """Queue a call."""
         delivery = PendingCall(call)
         with self._lock:
             if not self._closed:
@@ -155,7 +147,7 @@ class CollectiveThread:
         return delivery
 
     def close(self, seconds: float) -> None:
-        """Ends the thread, once it has made the calls that were posted; waits for that, at most so long."""
+        """End the thread after the queued calls; wait for that at most `seconds`."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -22,14 +22,14 @@ from cyxtrain.ring.wire.peer_read import PeerMemory
 
 
 class Connections:
-    """The working parts of a group of several ranks: links, messages, watch and mesh.
+    """Links, mailbox, monitor and executor of a group of several ranks.
 
     Args:
         meeting: The connections; owned from now on.
         rank: This rank.
-        names: By rank, how errors call it.
-        options: Signs of life, checksums, and whether to communicate beside the caller.
-        describe: Returns what this rank does, for one that waits for it.
+        names: By rank, its rank in the world, for errors.
+        options: Settings of the ring.
+        describe: Returns what this rank is doing.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Connections:
 
     @property
     def transport(self) -> str:
-        """How collectives travel from this rank: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
+        """How collectives reach the other ranks: "cma", "unix", "tcp", or "cma within a machine, tcp between"."""
         found = {link.transport for link in self.links.values()}
         near = " and ".join(sorted(found - {"tcp"}))
         if not near:
@@ -77,29 +77,25 @@ class Connections:
         return f"{near} within a machine, tcp between" if "tcp" in found else near
 
     def abandon(self) -> None:
-        """Closes everything without a word, in a forked child."""
+        """Close everything without a goodbye, in a forked child."""
         self.watch.abandon()
         self.meeting.abandon()
 
     def close(self, collectives: int) -> None:
-        """Says goodbye, unless the group has failed, and closes everything.
-
-        Args:
-            collectives: How many the group has done.
-        """
+        """Say goodbye, unless the group has failed, and close everything; `collectives`: how many it has done."""
         self.watch.leave(collectives)
         self.mailbox.close()
         self.meeting.close()
 
 
 def _stop(links: Iterable[Link]) -> None:
-    """Wakes everybody who waits on a link."""
+    """Wake all threads that wait on a link."""
     for link in links:
         link.stop()
 
 
 def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
-    """Returns the link for collectives; what one of two ranks offers is what the other reads."""
+    """Return the link for collectives to a peer."""
     memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
     return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
 

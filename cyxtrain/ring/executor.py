@@ -78,7 +78,7 @@ _Arriving = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | Prog
 
 
 class _Call(NamedTuple):
-    """One operation at work."""
+    """A running operation."""
 
     operation: Operation
     deadline: Deadline
@@ -89,14 +89,8 @@ class _Call(NamedTuple):
 class Executor:
     """The links of one rank to all others, and the running of schedules over them.
 
-    Args:
-        links: To each other rank, for collectives.
-        mailbox: Messages between two ranks, which go on while a collective waits.
-        watch: Knows why a link broke.
-        checksums: Those of the group; None: frames carry none.
-
     Attributes:
-        spins: Whether it looks again and again before it sleeps; not while another thread wants Python's lock.
+        spins: Whether to poll before sleeping; not while another thread wants Python's lock.
     """
 
     def __init__(
@@ -116,11 +110,7 @@ class Executor:
         self._read: set[int] = set()
 
     def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
-        """Do this rank's part of an operation, stage by stage.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, DamagedFrameError: And the group has failed.
-        """
+        """Do this rank's part of an operation; any error ends the group."""
         begins = HeaderCache(operation.identity())
         try:
             with silent_numpy():
@@ -141,11 +131,7 @@ class Executor:
             raise self._failed(error, operation) from None
 
     def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
-        """Do this rank's part of a persistent operation, which has its number.
-
-        Raises:
-            As `run`.
-        """
+        """Do this rank's part of a persistent operation; any error ends the group."""
         deadline, head = None, b""
         try:
             for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
@@ -163,7 +149,7 @@ class Executor:
             raise self._failed(error, announcement) from None
 
     def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
-        """Send rank `src`'s descriptor to all ranks over their Unix sockets, right after a broadcast; see `Ranks`."""
+        """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast; see `Ranks`."""
         try:
             if descriptor >= 0:
                 for link in self._links.values():
@@ -223,10 +209,7 @@ class Executor:
         self._read.update(fold.sources)
 
     def _settle(self, call: _Call) -> None:
-        """Says to whom we have read from that we have, and hears it from those who have read from us.
-
-        Where a link still stands as it says so, what was read was still valid: whoever fails ends its links first.
-        """
+        """Acknowledge the peers that this rank read from; wait until its own buffers are acknowledged."""
         read, offered = sorted(self._read), sorted(self._offered)
         spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
         self._read.clear()
@@ -266,7 +249,7 @@ class Executor:
         deadline: Deadline,
         spin_seconds: float = _SPIN_SECONDS,
     ) -> None:
-        """Moves both until they are done."""
+        """Move both until they are done."""
         spin_until = 0.0
         while outgoing or incoming:
             moved = False
@@ -293,7 +276,7 @@ class Executor:
         operation: Numbered,
         deadline: Deadline,
     ) -> None:
-        """Waits until this transfer can go on, and moves messages meanwhile."""
+        """Wait until this transfer can continue, and move messages meanwhile."""
         waited_for = (incoming or outgoing).link  # type: ignore[union-attr]
         since = time.monotonic()
         patience = Deadline(min(_LONG_SECONDS, deadline.left() / 2))
@@ -315,11 +298,7 @@ class Executor:
         )
 
     def _look_around(self, operation: Numbered, incoming: _Arriving | None, deadline: Deadline) -> None:
-        """Looks whether a rank that this one does not hear yet is in another collective, and may wait for ever.
-
-        Not every two schedules come across each other. The links hold whole frames, but for the one in use. A rank that
-        is ahead by a call has done this one.
-        """
+        """Raise if another rank is in another collective: not every two schedules exchange frames."""
         identity, began = operation.identity(), time.monotonic()
         if isinstance(incoming, ProgressCounter):
             self._ask(incoming, operation, deadline)
@@ -354,7 +333,7 @@ class Executor:
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
     def _nap_until(self, sign: ProgressCounter, until: Deadline, deadline: Deadline) -> bool:
-        """Returns whether a rank shows what is waited for, before a while is over; messages move meanwhile."""
+        """Return whether a peer's counter is reached before `until`; messages move meanwhile."""
         began = time.monotonic()
         while not sign.advance():
             if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have shown it before
@@ -370,7 +349,7 @@ class Executor:
         return True
 
     def _ask(self, sign: ProgressCounter, operation: Numbered, deadline: Deadline) -> None:
-        """Asks a rank that shows nothing, once: if it is in another collective it finds out now."""
+        """Ask a peer whose counter does not move, once: in another collective it finds out now."""
         question = sign.question(operation.sequence)
         if question is not None:
             outgoing = begin_sending_frame(sign.link, question)

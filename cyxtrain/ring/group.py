@@ -59,21 +59,20 @@ _LEAVE_SECONDS = 1.0
 
 
 class Group:
-    """One rank of a group.
+    """One rank of a group: every collective on tensors, its numbering, its failure and its end.
 
-    Every method that takes a tensor is a collective: all ranks call it, in the same order, with the same shapes,
-    dtypes and reductions. It runs in the calling thread and returns when this rank's part is done. After the
-    first error every later call raises that error again.
+    All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
+    thread. The first error is final: every later call raises it again.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
         rank: This rank.
-        world_size: How many ranks there are; one binds no port and starts no thread.
-        timeout: Deadline of each collective.
-        join_timeout: Deadline of joining.
+        world_size: Number of ranks; one binds no port and starts no thread.
+        timeout: Of each collective.
+        join_timeout: Of joining.
         generation: Frames of another generation are refused.
-        names: By rank, how errors call it: its rank in the world; None: the same.
-        options: What the environment says about the ring; None: the defaults.
+        names: By rank, its rank in the world, for errors; None: the same.
+        options: Settings of the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:
@@ -123,19 +122,15 @@ class Group:
         self._siblings.add(self)
 
     def together(self) -> contextlib.AbstractContextManager[object]:
-        """Within, no other thread's collective comes between those of this one."""
+        """Return a context in which no other thread's collective runs."""
         return self._lock
 
     def name_of(self, rank: int) -> int:
-        """Returns what errors call a rank: its rank in the world."""
+        """Return a rank's rank in the world."""
         return self._names[rank]
 
     def courier(self, *, asynchronous: bool) -> CollectiveThread | None:
-        """Returns who makes a call for the thread that asks; None: it makes it itself.
-
-        Args:
-            asynchronous: Whether the caller goes on meanwhile; else it makes the call itself, unless others come first.
-        """
+        """Return the thread that makes a call for the caller; None: the caller makes it."""
         self._doing.thread = threading.get_ident()
         ring = self._ring
         if self._courier is None and asynchronous and not self._left and ring is not None and ring.overlaps:
@@ -148,20 +143,16 @@ class Group:
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        """Machine and description of accelerators, by rank; empty in a world of one."""
         return [] if self._ring is None else [(entry.machine, entry.devices) for entry in self._ring.meeting.table]
 
     @property
     def transport(self) -> str:
-        """How collectives travel from this rank; see `Connections`. Alone: "none"."""
+        """How collectives reach other ranks; see `Connections`. Alone: "none"."""
         return "none" if self._ring is None else self._ring.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
-        """Reduces in place, on all ranks.
-
-        Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
-        On one machine that of `SharedMemoryReduce` where it is quicker.
-        """
+        """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
         with self._lock:
             small = self.persistent.of(tensor, reduction)
             if small is not None:
@@ -180,14 +171,14 @@ class Group:
             self._staged.make_after(self, tensor, reduction, timeout)
 
     def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
-        """Does an operation that is kept ready. Cost: that of its exchanges, see `PersistentHeader`."""
+        """Do a persistent operation. Cost: that of its exchanges, see `PersistentHeader`."""
         with self._lock:
             header.sequence = self.sequence + 1
             self._begin(header)
             self._executor.take_rounds(header, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
-        """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
+        """Reduce in place on rank `dst`, with the bits of `all_reduce`; the other ranks keep their tensors."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
             operation, work = self._reducing(Kind.REDUCE, tensor, flat, reduction, dst)
@@ -204,17 +195,14 @@ class Group:
         timeout: timedelta | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Reduces the flat `source`, and leaves to each rank its part.
-
-        The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few, and of parts that
-        differ, as there.
+        """Reduce the flat `source`, and leave each rank its part, with the bits of `all_reduce`.
 
         Args:
-            output: Takes this rank's part.
-            source: The parts of all.
-            reduction: How.
+            output: Receives this rank's part.
+            source: The parts of all ranks.
+            reduction: How elements are combined.
             timeout: None: the group's.
-            sizes: Of the parts, by rank; None: they are as long as the output.
+            sizes: Of the parts, by rank; None: all are as long as the output.
         """
         if sizes is not None and len(set(sizes)) > 1:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
@@ -268,7 +256,7 @@ class Group:
         return operation, Reducing(reduction, flat, combiner, self._scratch, self._routes)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out; of few, N - 1 frames."""
+        """Copy the tensor of rank `src` to all."""
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
@@ -285,7 +273,7 @@ class Group:
             return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
 
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
+        """Copy the tensor of every rank into the flat `gathered` of all."""
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
         memory = memory_of(gathered)
@@ -298,7 +286,7 @@ class Group:
             self._executor.run(operation, [stage], self._deadline(timeout))
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of every rank into the flat `gathered` of rank `dst`, directly."""
+        """Copy the tensor of every rank into the flat `gathered` of rank `dst`."""
         source = flat_view_of(tensor)
         count = source.numel()
         spans = even_spans(count, self.world_size)
@@ -311,7 +299,7 @@ class Group:
             gathered[slice(*spans[dst])] = source
 
     def scatter(self, output: Tensor, flat: Tensor, src: int, timeout: timedelta | None = None) -> None:
-        """Copies to each rank its part of the `flat` of rank `src`, directly."""
+        """Copy to each rank its part of the `flat` of rank `src`."""
         target = flat_view_of(check_target(output))
         count = target.numel()
         spans = even_spans(count, self.world_size)
@@ -332,7 +320,7 @@ class Group:
         send: Sequence[Span],
         timeout: timedelta | None = None,
     ) -> None:
-        """Sends `send[r]` of the flat source to each rank r, and puts what comes from it at `receive[r]`."""
+        """Send `send[r]` of the flat source to each rank r, and receive from it into `receive[r]`."""
         (begin, end), (first, last) = send[self.rank], receive[self.rank]
         if end - begin != last - first:
             raise ConfigError(
@@ -348,14 +336,14 @@ class Group:
         target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
-        """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
+        """Wait until all ranks have called it."""
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
         stage = Stage(algorithms.agreement(self.rank, self.world_size), nothing)
         with self._lock:
             self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
-        """Begins a send or a recv of a flat tensor, which is kept until it is done."""
+        """Start a send or recv of a flat tensor, which is kept until it is done."""
         if peer == self.rank or self._ring is None:
             raise ConfigError(f"rank {self._names[self.rank]} cannot send to or receive from itself.")
         if not ANY_SOURCE <= peer < self.world_size:
@@ -380,7 +368,7 @@ class Group:
         root: int | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
-        """Numbers the next collective. The caller holds the lock until it has run."""
+        """Number the next collective; the caller holds the lock until it has run."""
         if root is not None and not 0 <= root < self.world_size:
             raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
@@ -391,7 +379,7 @@ class Group:
         return begun
 
     def _begin(self, operation: Numbered) -> None:
-        """Takes note of an operation with the next number."""
+        """Make an operation the current one, unless the group has failed."""
         self._raise_failure(operation)
         self.sequence += 1
         self._executor.spins = self._courier is None or not self._courier.is_current
@@ -401,7 +389,7 @@ class Group:
         return Deadline((timeout or self.timeout).total_seconds())
 
     def _raise_failure(self, operation: Numbered) -> None:
-        """The first error of a group is final: what came after it could only be wrong."""
+        """Raise the group's error, if it has failed: a later result could only be wrong."""
         failure = None if self._ring is None else self._ring.watch.failure
         if failure is not None:
             assert self._ring is not None
@@ -420,12 +408,7 @@ class Group:
             self._ring.watch.call_on_failure(function)
 
     def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended this group, as this rank raises it; None: none has.
-
-        Args:
-            during: What this rank was in.
-            seconds: How long to wait for the error, which may be on its way.
-        """
+        """Return the error that ended this group, as this rank raises it; wait for it at most `seconds`."""
         watch = None if self._ring is None else self._ring.watch
         failure = None if watch is None else watch.await_failure(seconds) if seconds else watch.failure
         if watch is None or failure is None:
@@ -434,7 +417,7 @@ class Group:
         return in_call(failure, during)
 
     def leave(self) -> None:
-        """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
+        """Leave with a goodbye, unless the group has failed; harmless if called twice."""
         if self._courier is not None:
             self._courier.close(_LEAVE_SECONDS)
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
@@ -451,14 +434,14 @@ class Group:
             self._lock.release()
 
     def loss(self, since: float) -> CyxtrainError | None:
-        """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
+        """Return the error of a group that lost a rank, if the group still stands or failed after `since`."""
         watch = None if self._ring is None else self._ring.watch
         if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError, DistributedTrainingError)):
             return None
         return None if self._left and watch.failed_at < since else watch.failure
 
     def abandon(self) -> None:
-        """Lets go of every connection without a word: what a forked child does with the group of its parent."""
+        """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
         self._courier, self._staged = None, StagedReductions(self.persistent)
@@ -466,7 +449,7 @@ class Group:
             self._ring.abandon()
 
     def fail(self, reason: str | CyxtrainError) -> None:
-        """Ends the group because of an error of this rank's own, and tells all why."""
+        """End the group because of an error of this rank, and tell all ranks why."""
         if self._ring is not None:
             rank = self._names[self.rank]
             ended = reason if isinstance(reason, CyxtrainError) else None

@@ -28,7 +28,7 @@ class NamedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)  # type: ignore[call-arg]
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
-        """Keeps the types of device that PyTorch may ask for."""
+        """Keep the types of device that PyTorch may ask for."""
         self._devices = devices
 
     @property
@@ -39,19 +39,19 @@ class NamedGroup(dist.ProcessGroup):
         return self
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the name that PyTorch gives."""
+        """Keep the name that PyTorch gives."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the name that PyTorch gave."""
+        """Return the name that PyTorch gave."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the description that PyTorch gives."""
+        """Keep the description that PyTorch gives."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the description that PyTorch gave."""
+        """Return the description that PyTorch gave."""
         return self._description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc

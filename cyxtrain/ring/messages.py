@@ -39,14 +39,10 @@ _LONG_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Message:
-    """One send or recv on its way.
+    """One send or recv.
 
     Attributes:
-        operation: What it is; `root` is the tag.
-        peer: The other rank, or `ANY_SOURCE`.
-        data: What is sent, or where it goes.
-        done: All of it has moved.
-        moved: Bytes that have moved, the header of a send included.
+        moved: Bytes sent or received, including the header of a send.
         head: The header of a send.
     """
 
@@ -59,13 +55,13 @@ class Message:
 
     @property
     def tag(self) -> int:
-        """What send and recv must have in common."""
+        """The tag that send and recv must share."""
         return self.operation.root
 
 
 @dataclass
 class _Inbox:
-    """What arrives from one rank: the header in parts, then a payload, for a recv or (not asked for yet) kept."""
+    """What arrives from one rank: a header in parts, then a payload, for a recv or kept for a later one."""
 
     head: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     have: int = 0
@@ -77,7 +73,7 @@ class _Inbox:
 
 
 class _Sleeper:
-    """Where one thread at a time waits: it wakes too when another thread has moved what it waits for."""
+    """Where one thread at a time waits: for links, or for another thread that moved its message."""
 
     def __init__(self) -> None:
         self._poller = Poller()
@@ -103,13 +99,7 @@ class _Sleeper:
 
 
 class Mailbox:
-    """The messages of one rank. Any number of threads may use it.
-
-    Args:
-        links: To each other rank, for messages.
-        watch: Knows why a link broke.
-        checksums: Those of the group; None: frames carry none.
-    """
+    """The messages of one rank; thread-safe."""
 
     def __init__(self, links: dict[int, Link], watch: PeerMonitor, checksums: Checksums | None) -> None:
         self._checksums = checksums
@@ -125,11 +115,11 @@ class Mailbox:
 
     @property
     def busy(self) -> bool:
-        """Whether any message is on its way."""
+        """Whether any message is pending."""
         return bool(self._wanted) or any(self._outboxes.values())
 
     def post_send(self, message: Message) -> None:
-        """Begins a send: as much as the kernel takes leaves at once."""
+        """Start a send: as much as the kernel takes is sent at once."""
         begin = expected_header(message.operation.identity(), len(message.data))
         message.head = header(begin, message.data, checksums=self._checksums)
         with self._lock:
@@ -138,7 +128,7 @@ class Mailbox:
             self.progress()
 
     def post_receive(self, message: Message) -> None:
-        """Begins a recv; what has arrived early is taken first."""
+        """Start a recv; what arrived early is taken first."""
         with self._lock:
             self._wanted.append(message)
             self._wake_all()
@@ -148,11 +138,7 @@ class Mailbox:
             self.progress()
 
     def wait(self, message: Message, deadline: Deadline) -> None:
-        """Moves all messages until this one is done.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
-        """
+        """Move all messages until this one is done; any error ends the group."""
         since = time.monotonic()
         try:
             while not self._finish_or_sleep(message, deadline):
@@ -195,11 +181,7 @@ class Mailbox:
         )
 
     def progress(self) -> None:
-        """Moves what can move now, and never waits.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError: And the group has failed.
-        """
+        """Move what can move now, without waiting; any error ends the group."""
         with self._lock:
             try:
                 for peer, outbox in self._outboxes.items():
@@ -219,13 +201,13 @@ class Mailbox:
                 raise
 
     def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
-        """Returns the links that messages wait to (receive from, send to)."""
+        """Return the links that messages wait to (receive from, send to)."""
         with self._lock:
             readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
             return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
 
     def close(self) -> None:
-        """Waits until no thread sleeps on a link; they wake because the links have been stopped."""
+        """Wait until no thread waits on a link; stopped links wake them."""
         with self._risen:
             self._risen.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
             for sleeper in self._idle:
@@ -243,7 +225,7 @@ class Mailbox:
         return all(inbox.ended for inbox in self._inboxes.values())
 
     def _send(self, link: Link, message: Message) -> bool:
-        """Sends on; returns whether the message has left."""
+        """Continue a send; return whether it is complete."""
         if message.moved < HEADER_BYTES:
             message.moved += link.send(message.head[message.moved :])
         if message.moved >= HEADER_BYTES:
@@ -268,7 +250,7 @@ class Mailbox:
                 raise
 
     def _receive(self, peer: int) -> bool:
-        """Receives on from one rank; returns whether anything moved."""
+        """Continue to receive from one rank; return whether anything moved."""
         inbox, link = self._inboxes[peer], self._links[peer]
         if inbox.current is None:
             count = link.receive(memoryview(inbox.head)[inbox.have :])
@@ -284,7 +266,7 @@ class Mailbox:
         return count > 0
 
     def _begin(self, peer: int, inbox: _Inbox) -> None:
-        """Finds who wants what a header announces; what nobody wants yet is kept."""
+        """Find the recv for a header; keep the payload if there is none yet."""
         rank = self._links[peer].rank
         try:
             if is_damaged(inbox.head, self._checksums):
@@ -316,12 +298,12 @@ class Mailbox:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Lets those who wait look again: at what they wait for, and at the links of new messages."""
+        """Wake the waiting threads: messages or links have changed."""
         for sleeper in self._asleep:
             sleeper.wake()
 
     def _claim(self, operation: Operation, peer: int) -> Message | None:
-        """Returns the oldest recv that wants this, no longer waiting; None: nobody does."""
+        """Return the oldest recv that matches, which no longer waits; None: there is none."""
         for message in self._wanted:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
                 self._check(message, operation, self._links[peer].rank)
@@ -331,7 +313,7 @@ class Mailbox:
         return None
 
     def _hand_out(self, peer: int) -> None:
-        """Gives what came early, and is whole, to who wants it by now."""
+        """Give complete early messages to the recvs that match."""
         inbox = self._inboxes[peer]
         for kept in [kept for kept in inbox.early if kept.done]:
             message = self._claim(kept.operation, peer)
@@ -359,7 +341,7 @@ class Mailbox:
 
 
 def _room_for(payload_bytes: int) -> memoryview:
-    """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
+    """Return memory of that size, which the kernel provides only as it fills."""
     try:
         return np.empty(payload_bytes, np.uint8).data
     except (MemoryError, ValueError):

@@ -16,11 +16,7 @@ from cyxtrain.ring.process_group import RingOperations
 
 
 class RingBackend(RingOperations, torch_compat.Backend):
-    """The ring as a subclass of PyTorch's Backend: what C++ finds in a process group for a device.
-
-    Args:
-        group: The group that does the operations.
-    """
+    """The ring as a subclass of PyTorch's Backend: what C++ finds in a process group for a device."""
 
     def __init__(self, group: Group) -> None:
         torch_compat.Backend.__init__(self, group.rank, group.world_size)
@@ -33,10 +29,10 @@ class RingBackend(RingOperations, torch_compat.Backend):
 
 
 class RegisteredGroup(dist.ProcessGroup):
-    """A process group of PyTorch's, whose backend is a `RingBackend`; the abstract part of `RingProcessGroup`.
+    """A PyTorch process group with a `RingBackend`; the abstract part of `RingProcessGroup`.
 
-    It is a subclass so that Python's calls reach the ring directly. By way of C++ they would return PyTorch's copy of a
-    work, whose `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
+    Python's calls reach the ring directly. By way of C++ they would return PyTorch's copy of a work, whose
+    `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
     """
 
     _group: Group
@@ -48,5 +44,5 @@ class RegisteredGroup(dist.ProcessGroup):
         super().__init__(dist.HashStore(), rank, world_size)
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
-        """Registers the backend for types of device."""
+        """Register the backend for device types."""
         torch_compat.register_backend(self, RingBackend(group), devices)

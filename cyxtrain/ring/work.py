@@ -34,7 +34,7 @@ _KEPT_BYTES = 4096
 
 
 def _small(result: Any) -> Any:
-    """Returns a result, if it is small; else None."""
+    """Return a small result; None for others."""
     return result if result is None or _bytes_of(result) <= _KEPT_BYTES else None
 
 
@@ -46,40 +46,40 @@ def _bytes_of(result: Any) -> int:
 
 
 class DoneWork(Work):
-    """A collective that is over; errors have been raised by the call itself."""
+    """A finished collective; the call itself raised any error."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True at once."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """Returns None."""
+        """Return None."""
 
     def result(self) -> list[Any]:
-        """Returns the tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the result."""
+        """Return a future with the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
 class KeptDoneWork(DoneWork):
-    """The same of a call of PyTorch's with `async_op=True`."""
+    """The same for a call of PyTorch's with `async_op=True`."""
 
     def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
         self._result = _small(self._result)
@@ -87,12 +87,7 @@ class KeptDoneWork(DoneWork):
 
 
 class PostedWork(Work):
-    """A collective that travels beside the thread that asked for it.
-
-    Args:
-        delivery: It.
-        courier: Who makes it.
-    """
+    """A collective that runs in another thread."""
 
     def __init__(self, delivery: PendingCall, courier: CollectiveThread) -> None:
         super().__init__()
@@ -100,11 +95,11 @@ class PostedWork(Work):
         self._courier = courier
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True when it is over; raises what went wrong.
+        """Wait until it is done; return True, or raise its error.
 
         Raises:
-            CollectiveTimeoutError: It is not over after `timeout`, and goes on.
-            CyxtrainError: A callback waits for what comes after it.
+            CollectiveTimeoutError: It is not done after `timeout`, and continues.
+            CyxtrainError: A callback waits for a later collective.
         """
         if self._courier.is_current and not self._delivery.done:
             raise CyxtrainError(
@@ -120,28 +115,27 @@ class PostedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether it is over."""
+        """Return whether it is done."""
         return self._delivery.done
 
     def is_success(self) -> bool:
-        """Returns whether it is over, and nothing went wrong."""
+        """Return whether it is done without an error."""
         return self._delivery.done and self._delivery.error is None
 
     def exception(self) -> BaseException | None:
-        """Returns what went wrong; None: nothing so far."""
+        """Return its error; None: there is none so far."""
         return self._delivery.error
 
     def result(self) -> list[Any]:
-        """Returns the tensors that hold the result, once it is over."""
+        """Return the result tensors, once it is done."""
         self.wait()
         result: list[Any] = self._delivery.outcome()
         return result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the result, or with the error: C++ sees only one that a callback has raised.
+        """Return a future with the result or the error.
 
-        A callback that asks for a collective itself must be given before the caller asks for another one: else it
-        depends on the moment which of them comes first, on each rank another.
+        Give it a callback that starts a collective before you start another one: otherwise their order differs by rank.
         """
         over: torch.futures.Future[Any] = torch.futures.Future()
         outcome = over.then(lambda _: self._delivery.outcome())
@@ -150,7 +144,7 @@ class PostedWork(Work):
 
 
 class KeptPostedWork(PostedWork):
-    """The same of a call of PyTorch's."""
+    """The same for a call of PyTorch's."""
 
     def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
         self._delivery.cut(_small)
@@ -158,15 +152,7 @@ class KeptPostedWork(PostedWork):
 
 
 class MessageWork(Work):
-    """A send or recv on its way; `wait` moves it, and every other message of the group.
-
-    Args:
-        mailbox: Moves messages.
-        message: This one.
-        tensor: Sent from or received into.
-        finish: Called once when it is done.
-        timeout_seconds: Until `wait` gives up.
-    """
+    """A send or recv; `wait` moves it, and every other message of the group. `finish` is called when it is done."""
 
     def __init__(
         self,
@@ -184,7 +170,7 @@ class MessageWork(Work):
         self._timeout_seconds = timeout_seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True when the message has left, or has arrived."""
+        """Wait until the message is sent or received; return True."""
         seconds = self._timeout_seconds
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
@@ -196,21 +182,21 @@ class MessageWork(Work):
         return self._finished()
 
     def is_completed(self) -> bool:
-        """Returns whether it is done, after moving what can move."""
+        """Return whether it is done, after moving what can move."""
         if not self._message.done:
             self._mailbox.progress()
         return self._message.done and self._finished()
 
     def is_success(self) -> bool:
-        """Returns whether it is done."""
+        """Return whether it is done."""
         return self._message.done
 
     def result(self) -> list[Tensor]:
-        """Returns the tensor that was sent or received into."""
+        """Return the tensor that was sent or received into."""
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Returns the rank that a message came from; of recv from any source, once it is done."""
+        """Return the rank that a message came from; of recv from any source, once it is done."""
         if self._message.peer == ANY_SOURCE:
             raise RuntimeError("the source of a recv is known when it has arrived: wait() first.")
         return self._message.peer
@@ -219,7 +205,7 @@ class MessageWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the tensor, after waiting."""
+        """Return a future with the tensor, after waiting."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([self._tensor])
@@ -233,18 +219,13 @@ class MessageWork(Work):
 
 
 def _seen_from_outside(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
-    """Returns an error whose traceback leads to the call, and no further: it says itself what the ring was doing.
-
-    Args:
-        error: It.
-        handled: What the caller was handling, such as an error of its own, on its way out: that is shown before it.
-    """
+    """Return an error whose traceback leads to the call only; `handled`: what the caller was handling, shown before."""
     error.__context__, error.__suppress_context__ = handled, error.__cause__ is not None
     return error.with_traceback(None)
 
 
 class CallOptions(NamedTuple):
-    """What a collective is asked for, under PyTorch's names, where the caller gives no options of PyTorch's."""
+    """The options of a collective, under PyTorch's names."""
 
     asyncOp: bool = False  # noqa: N815
     timeout: timedelta | None = None
@@ -257,38 +238,36 @@ _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 
 class Asked(Protocol):
-    """A process group as `collective` needs it."""
+    """What `collective` needs of a process group."""
 
     _group: Group
 
 
 def first(_: Asked, tensors: Any, *others: Any) -> Any:
-    """Returns a collective's first argument."""
+    """Return a collective's first argument."""
     return tensors
 
 
 def nothing(_: Asked) -> list[Tensor]:
-    """Returns no tensor: what goes into a barrier."""
+    """Return no tensor: a barrier's inputs."""
     return []
 
 
 def second(_: Asked, outputs: Any, inputs: Any, *others: Any) -> Any:
-    """Returns a collective's second argument."""
+    """Return a collective's second argument."""
     return inputs
 
 
 def collective(
     name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = first
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes of a method that does a collective and returns its result one that returns PyTorch's work.
-
-    A profiler sees it as "ring:" and its name, with the shapes of its inputs.
+    """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
-        name: Of the collective.
-        tensors: How many arguments are tensors, or lists of them. Another one, `opts`, is PyTorch's options.
-        short: What PyTorch's short form takes instead of options, in their order: "op", "root", "timeout".
-        inputs: Returns the tensors that go in, from the object and these arguments.
+        name: Of the collective; a profiler shows it with "ring:" before.
+        tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
+        short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
+        inputs: Returns the input tensors, from the object and these arguments.
     """
     is_profiling = torch_compat.is_profiling  # small calls take microseconds: a name less to look up
 
@@ -325,18 +304,18 @@ def collective(
 
 
 def _unseen() -> None:
-    """Ends what no profiler sees."""
+    """Do nothing: no profiler runs."""
 
 
 def _is_kept(opts: Any) -> bool:
-    """Returns whether C++ may get the work of a call: of the package's own it does not."""
+    """Return whether C++ may hold the work of a call: not of the package's own calls."""
     return opts.asyncOp and type(opts) is not CallOptions
 
 
 def _posted(
     courier: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
 ) -> DoneWork | PostedWork:
-    """Has another thread make a call, and `end` called when it is over."""
+    """Make a call in another thread, and call `end` when it is done."""
     delivery = courier.post(beside(call))
     if end is not _unseen:
         delivery.when_done(end)
@@ -347,7 +326,7 @@ def _posted(
 
 
 def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[str, Any]) -> CallOptions:
-    """Returns the options of a call in PyTorch's short form; takes what it understands out of `named`."""
+    """Return the options of a call in PyTorch's short form; remove them from `named`."""
     if len(given) > len(short):
         raise TypeError(f"{name}: takes {', '.join(short)} after the tensors, got {len(given)} arguments.")
     found = dict(zip(short, given, strict=False))
@@ -358,5 +337,5 @@ def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[
 
 
 def _flat(given: Any) -> list[Tensor]:
-    """Returns all tensors of lists in lists."""
+    """Return all tensors of nested lists."""
     return [given] if isinstance(given, Tensor) else [tensor for part in given for tensor in _flat(part)]

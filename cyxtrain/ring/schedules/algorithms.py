@@ -24,7 +24,7 @@ FEW_RANKS = 8
 
 
 class OnReceive(enum.IntEnum):
-    """What is done with what arrives."""
+    """What is done with the received elements."""
 
     REPLACE = 0
     COMBINE = 1
@@ -36,7 +36,7 @@ class OnReceive(enum.IntEnum):
 
 
 class Transfer(NamedTuple):
-    """One step of one rank: a send and a receive at once; either may be absent (None)."""
+    """A send and a receive at once; None: absent."""
 
     send_to: int | None
     send: Span
@@ -46,25 +46,22 @@ class Transfer(NamedTuple):
 
 
 class ReadReduce(NamedTuple):
-    """One step of one rank: `span` of all sources is combined in their order, and with what is there last.
-
-    Only for ranks that can read each other's memory.
-    """
+    """Combine `span` of all sources in their order, and own elements last; ranks read each other's memory."""
 
     sources: tuple[int, ...]
     span: Span
 
 
 class Multicast(NamedTuple):
-    """One step of one rank: it sends the same few bytes to several, and then receives a few from each of several.
+    """Send the same few bytes to several ranks, then receive a few from each of several.
 
-    What is sent fits into the buffers of sockets: no send waits for another rank.
+    The bytes fit into socket buffers, so that no send waits for another rank.
 
     Attributes:
-        to: Who is told.
-        send: What.
-        hears: Of whom it hears.
-        receive: Where what each of those says goes.
+        to: Ranks to send to.
+        send: Span to send.
+        hears: Ranks to receive from.
+        receive: Span for each of those.
     """
 
     to: tuple[int, ...]
@@ -79,21 +76,20 @@ Step = Transfer | ReadReduce | Multicast
 
 @functools.lru_cache(maxsize=256)
 def chunks(count: int, parts: int) -> Spans:
-    """Returns `parts` neighbouring spans that cover 0..count, as even as they can be."""
+    """Return `parts` consecutive spans that cover 0..count, as even as possible."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))
 
 
 @functools.lru_cache(maxsize=256)
 def even_spans(count: int, parts: int) -> Spans:
-    """Returns `parts` neighbouring spans of `count` elements each."""
+    """Return `parts` consecutive spans of `count` elements each."""
     return tuple((part * count, (part + 1) * count) for part in range(parts))
 
 
 def agreement(rank: int, world_size: int) -> list[Transfer]:
-    """Every rank hears of every other that it is here: a dissemination barrier.
+    """Wait for every rank: a dissemination barrier. Cost: ceil(log2 N) empty frames each way.
 
-    Cost: ceil(log2 N) empty frames sent and received by each rank.
     Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization (1988), section 3.
     """
     schedule = []
@@ -106,16 +102,9 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
 
 
 def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
-    """Does transfers of which every rank gets something from `behind` alone, and nobody leaves before it hears of all.
+    """Run transfers that receive from `behind` alone, so that no rank leaves before it heard from all.
 
-    Few ranks tell each other first, and hear of those that they get nothing from last: what travels waits for nobody.
-    Cost: N - 1 empty frames; of more ranks, ceil(log2 N) that all wait for.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        behind: From whom this rank receives; None: from nobody.
-        transfers: This rank's.
+    Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use `agreement`.
     """
     if world_size > FEW_RANKS or world_size == 1:
         return [*agreement(rank, world_size), *transfers]
@@ -130,22 +119,21 @@ def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[T
 
 
 def _others(rank: int, world_size: int) -> list[int]:
-    """Returns all other ranks, the next one first: so not all begin with the same."""
+    """Return all other ranks, the next one first, so that not all start with the same."""
     return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
 def _power_and_pairs(world_size: int) -> tuple[int, int]:
-    """Returns the largest power of two in it, and how many ranks are more: each is represented by the one before it."""
+    """Return the largest power of two in the world size, and how many ranks remain."""
     power = 1 << (world_size.bit_length() - 1)
     return power, world_size - power
 
 
 @functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
-    """Leaves in the whole buffer of every rank the combination of all.
+    """Leave the combination of all ranks in every rank's buffer.
 
-    Where the number of ranks is no power of two, the first odd ones leave their part to the rank before them, and get
-    the result from it.
+    If the number of ranks is no power of two, the first odd ranks leave their part to the rank before them.
     Cost: log2 N frames of the whole buffer each way, and up to two more.
     Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005),
     section 4.4.
@@ -170,26 +158,20 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
 
 
 def ending_group_on_error(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
-    """Brings the span `send` of every rank's source to `receive[r]` of the target on all others, directly.
-
-    For very few elements. Cost: N - 1 frames, in one round.
-    """
+    """Bring the span `send` of every rank's source to `receive[r]` on all others. Cost: N - 1 frames, one round."""
     others = tuple(_others(rank, world_size))
     return Multicast(others, send, others, tuple(receive[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
 def telling_all(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of every rank to a row of the target on all others. Cost: as `telling`."""
+    """Bring every rank's source to a row of all others' target. Cost: N - 1 frames, one round."""
     return ending_group_on_error(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.lru_cache(maxsize=256)
 def collecting(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of every rank to a row of the target on rank 0, directly.
-
-    For very few elements. Cost: one frame of each other rank.
-    """
+    """Bring every rank's source to a row of the target on rank 0. Cost: one frame from each other rank."""
     if rank != 0:
         return Multicast((0,), (0, count), (), ())
     others, rows = tuple(_others(rank, world_size)), even_spans(count, world_size)
@@ -198,7 +180,7 @@ def collecting(rank: int, world_size: int, count: int) -> Multicast:
 
 @functools.lru_cache(maxsize=256)
 def spreading(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of rank 0 to the target of all others, directly. For very few elements. Cost: N - 1 frames."""
+    """Bring the source of rank 0 to the target of all others. Cost: N - 1 frames."""
     if rank != 0:
         return Multicast((), NOTHING, (0,), ((0, count),))
     return Multicast(tuple(_others(rank, world_size)), (0, count), (), ())
@@ -206,17 +188,14 @@ def spreading(rank: int, world_size: int, count: int) -> Multicast:
 
 @functools.lru_cache(maxsize=256)
 def telling_of(rank: int, world_size: int, count: int, src: int) -> Multicast:
-    """Brings the source of `src` to all others. Every rank hears of every other, so that nobody leaves too early.
-
-    For very few elements. Cost: N - 1 frames, in one round; all are empty but those of `src`.
-    """
+    """Bring the source of `src` to all others, who also hear from each other. Cost: N - 1 frames, one round."""
     spans = [(0, count) if other == src else NOTHING for other in range(world_size)]
     return ending_group_on_error(rank, world_size, spans[rank], spans)
 
 
 @functools.cache
 def tree(world_size: int) -> list[tuple[int, int]]:
-    """Returns which row is combined into which, in order, to get the result of `recursive_doubling` in row 0."""
+    """Return (into, from) rows, in order, that give the result of `recursive_doubling` in row 0."""
     power, pairs = _power_and_pairs(world_size)
     steps = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
     places = [2 * place if place < pairs else place + pairs for place in range(power)]
@@ -228,20 +207,14 @@ def tree(world_size: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
-    """Returns which row is combined into which, in order, to get chunk number `chunk` as `reduce_scatter` sums it.
-
-    All are combined into row `chunk + 1`, where the result is.
-    """
+    """Return (into, from) rows, in order, that give `chunk` as `reduce_scatter` sums it, in row chunk + 1."""
     first = (chunk + 1) % world_size
     return [(first, (first + distance) % world_size) for distance in range(1, world_size)]
 
 
 @functools.lru_cache(maxsize=256)
 def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Leaves in `spans[rank]` the combination of all ranks, summed in the order of `reduce_scatter`, in one step.
-
-    For ranks that can read each other's memory. Cost: N - 1 frames, (N - 1) / N of the buffer read.
-    """
+    """Leave in `spans[rank]` the combination of all ranks, by reading their memory. Cost: N - 1 frames, one step."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
     return [*offers, ReadReduce(tuple(others), spans[rank])]
@@ -249,20 +222,14 @@ def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
 
 @functools.lru_cache(maxsize=256)
 def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
-
-    Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
-    """
+    """Bring `spans[r]` of every rank r to all, by reading memory. Cost: N - 1 frames, one round."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
     return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 
 
 def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
-    """Brings the buffer of `src` to all, directly: for ranks that can read each other's memory.
-
-    What `src` offers says that it is here, too. Cost: as `agreed`, but for its frames; each rank reads the buffer.
-    """
+    """Bring the buffer of `src` to all, by reading its memory. Cost: N - 1 frames; each rank reads the buffer."""
     whole, others = (0, count), tuple(_others(rank, world_size))
     offers = [Transfer(other, whole, None, NOTHING) for other in others]
     transfers = offers if rank == src else [Transfer(None, NOTHING, src, whole)]
@@ -275,7 +242,7 @@ def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
 
 @functools.lru_cache(maxsize=256)
 def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
-    """Leaves in `spans[rank]` the combination of all ranks; the other spans hold partial results after it.
+    """Leave in `spans[rank]` the combination of all ranks, and partial results in the other spans.
 
     Cost: N - 1 frames, (N - 1) / N of the buffer each way.
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4.
@@ -295,14 +262,7 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
 
 @functools.lru_cache(maxsize=256)
 def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) -> list[Transfer]:
-    """Brings `spans[r]` of every rank r to all. Cost: N - 1 frames, (N - 1) / N of the buffer each way.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        spans: By rank.
-        ring: All ranks in the order in which they pass on.
-    """
+    """Bring `spans[r]` of every rank r to all, along `ring`. Cost: N - 1 frames, (N - 1) / N of the bytes."""
     place = ring.index(rank)
     ahead, behind = ring[(place + 1) % world_size], ring[(place - 1) % world_size]
     return [
@@ -312,18 +272,9 @@ def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) 
 
 
 def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Step]:
-    """Passes the buffer of `src` along a chain, in segments that follow each other closely.
+    """Pass the buffer of `src` along the chain `ring`, in pieces of `segment` elements that follow each other.
 
-    All agree: else `src` could leave before it hears that others called something else.
     Cost: as `agreed`; the buffer once in and once out, N - 1 hops of latency.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        count: Elements.
-        src: Where it begins.
-        segment: Elements that are passed on at once.
-        ring: As in `all_gather`.
     """
     if world_size == 1:
         return []
@@ -344,10 +295,7 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
 
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:
-    """Brings the span `own` of every rank's source to `spans[r]` of the target on rank `dst`, directly.
-
-    Cost: ceil(log2 N) empty frames; `dst` receives N - 1 frames, the others send one.
-    """
+    """Bring the span `own` of every rank to `spans[r]` on rank `dst`. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = agreement(rank, world_size)
     if rank != dst:
         return [*schedule, Transfer(dst, own, None, NOTHING)]
@@ -355,10 +303,7 @@ def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Spa
 
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
-    """Brings `spans[r]` of the source on rank `src` to the span `own` of rank r's target, directly.
-
-    Cost: ceil(log2 N) empty frames; `src` sends N - 1 frames, the others receive one.
-    """
+    """Bring `spans[r]` on rank `src` to the span `own` of rank r. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = agreement(rank, world_size)
     if rank != src:
         return [*schedule, Transfer(None, NOTHING, src, own)]
@@ -366,7 +311,7 @@ def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Sp
 
 
 def all_to_all(rank: int, world_size: int, send: Sequence[Span], receive: Sequence[Span]) -> list[Transfer]:
-    """Brings `send[r]` of the source to rank r, and what rank r has for us to `receive[r]`. Cost: N - 1 frames."""
+    """Bring `send[r]` of the source to rank r, and what it sends to `receive[r]`. Cost: N - 1 frames."""
     schedule = []
     for distance in range(1, world_size):
         ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size

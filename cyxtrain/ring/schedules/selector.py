@@ -28,22 +28,19 @@ FEW_BYTES = 1 << 18
 
 
 def few(world_size: int, count: int, item_bytes: int) -> bool:
-    """Returns whether a reduction goes by recursive doubling: every rank sums all, in log2 N rounds."""
+    """Return whether latency decides: then every rank reduces all elements, by recursive doubling."""
     return world_size > 1 and count * item_bytes <= FEW_BYTES
 
 
 @dataclass(frozen=True)
 class AlgorithmSelector:
-    """The schedules of one rank.
+    """Chooses the schedules of one rank; docs/ring.md has the table.
 
     Attributes:
-        rank: This rank.
-        world_size: How many there are.
         ring: All ranks, those of one machine next to each other.
         direct: Whether every rank can read the memory of every other.
         shares_memory: Whether few ranks of one machine are all connected by Unix sockets, over which they share memory.
-        crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
-            rounds.
+        crowded: Whether three ranks or more share the cores of one machine: fewer messages are then faster.
         roomy: Whether all ranks are on one machine, with a core for each.
     """
 
@@ -56,14 +53,11 @@ class AlgorithmSelector:
     roomy: bool = False
 
     def tells_all(self, count: int, item_bytes: int) -> bool:
-        """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""
+        """Return whether elements are so few that no send waits, and a round costs more than they do."""
         return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
     def meeting(self, count: int) -> tuple[Multicast, Multicast]:
-        """Returns how very few elements of all ranks come to those who sum them, and then how the sum comes to others.
-
-        Where ranks share cores rank 0 alone sums: a core has less to do then, and sooner comes to whom all wait for.
-        """
+        """Return how very few elements reach the ranks that sum them, and how the sum reaches the others."""
         if self.crowded:
             return (
                 algorithms.collecting(self.rank, self.world_size, count),
@@ -73,32 +67,26 @@ class AlgorithmSelector:
 
     @property
     def shows(self) -> bool:
-        """Whether ranks show in memory that they have in common how far they are; else they tell each other.
-
-        Whoever looks needs a core meanwhile, and must see what others write in the order in which they write it.
-        """
+        """Whether ranks publish progress counters in shared memory: each has a core to poll, and writes keep order."""
         return self.roomy and ORDERS_WRITES
 
     @property
     def sums(self) -> bool:
-        """Whether this rank is one of those who sum, between the two halves of a meeting."""
+        """Whether this rank sums between the two exchanges of a meeting."""
         return self.rank == 0 or not self.crowded
 
     def sums_alike(self, count: int, item_bytes: int) -> bool:
-        """Returns whether each sum is made on one rank, or of memory that looks the same on all.
-
-        In recursive doubling each rank adds what comes to what it has, which is another operand on every rank.
-        """
+        """Return whether each sum is made on one rank only, or from the same operands on all."""
         return self.tells_all(count, item_bytes) or not few(self.world_size, count, item_bytes)
 
     def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
-        """Leaves in `spans[rank]` the combination of all ranks."""
+        """Leave in `spans[rank]` the combination of all ranks."""
         if self.are_read(spans, item_bytes):
             return algorithms.folding(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
-        """Brings `spans[r]` of every rank r to all."""
+        """Bring `spans[r]` of every rank r to all."""
         if self.tells_all(max(end - first for first, end in spans), item_bytes):
             return [algorithms.ending_group_on_error(self.rank, self.world_size, spans[self.rank], spans)]
         if self.are_read(spans, item_bytes):
@@ -106,7 +94,7 @@ class AlgorithmSelector:
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
-        """Brings the buffer of `src` to all."""
+        """Bring the buffer of `src` to all."""
         if self.tells_all(count, item_bytes):
             return [algorithms.telling_of(self.rank, self.world_size, count, src)]
         if self.are_read(((0, count),), item_bytes):
@@ -115,5 +103,5 @@ class AlgorithmSelector:
         return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
 
     def are_read(self, spans: Spans, item_bytes: int) -> bool:
-        """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
+        """Return whether all these spans are read in place: no send waits for another rank then."""
         return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)

@@ -20,13 +20,11 @@ SUM_BYTES = 8
 
 
 class Checksums:
-    """The checksums of one group.
-
-    Cost: one reading of the bytes, at the speed of memory, and about a microsecond.
+    """The keyed checksums of one group. Cost: one read of the bytes, and about a microsecond.
 
     Args:
-        key: What the members of the run know: its secret, or what rank 0 has made in place of one.
-        run: The random name of the group's meeting, so that no two groups have the same checksums.
+        key: The run's secret, or what rank 0 made in its place.
+        run: The random name of the group's rendezvous, so that no two groups have the same checksums.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
@@ -34,15 +32,15 @@ class Checksums:
         self._seed, self._key = int.from_bytes(derived[:8], "big"), derived[8:]
 
     def of(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Returns the checksum of some bytes."""
+        """Return the checksum of some bytes."""
         return self._sealed(xxh3_64_digest(data, self._seed))
 
     def begin(self) -> xxh3_64:
-        """Returns what to `update` with bytes that come piece by piece."""
+        """Return what to `update` with bytes that arrive in pieces."""
         return xxh3_64(seed=self._seed)
 
     def end(self, begun: xxh3_64) -> bytes:
-        """Returns the checksum of all those bytes."""
+        """Return the checksum of all those bytes."""
         return self._sealed(begun.digest())
 
     def _sealed(self, digest: bytes) -> bytes:

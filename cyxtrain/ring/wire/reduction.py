@@ -15,15 +15,7 @@ from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 
 class Reducing:
-    """A reduction of `flat`, in place.
-
-    Args:
-        reduction: How elements are combined.
-        flat: One-dimensional.
-        combiner: Of `flat` and the scratch.
-        scratch: Where things arrive.
-        routes: Which schedules to take.
-    """
+    """A reduction of a one-dimensional tensor in place; `combiner` is of it and the scratch."""
 
     def __init__(
         self,

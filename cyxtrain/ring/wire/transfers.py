@@ -26,11 +26,11 @@ class Buffers(NamedTuple):
     """The memory that a schedule works on, in bytes.
 
     Attributes:
-        source: What is sent from.
-        target: What is received into; the same as `source` for reductions.
+        source: To send from.
+        target: To receive into; the same as `source` for reductions.
         item_bytes: Bytes per element: a schedule counts elements.
-        combiner: Of the target and the scratch; None where nothing is reduced.
-        scratch: For what is to be combined.
+        combiner: Of target and scratch; None: nothing is reduced.
+        scratch: For elements to be combined.
     """
 
     source: memoryview
@@ -41,13 +41,7 @@ class Buffers(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A part of an operation: one schedule on some memory.
-
-    Attributes:
-        schedule: The steps of this rank.
-        buffers: What they work on.
-        more: Whether another stage of the operation follows on the same memory.
-    """
+    """A part of an operation: one schedule on some memory; `more`: another follows on the same memory."""
 
     schedule: Sequence[Step]
     buffers: Buffers
@@ -55,7 +49,7 @@ class Stage(NamedTuple):
 
 
 class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Another header came than the one that had to come."""
+    """Another header than the expected one came."""
 
     def __init__(self, rank: int, found: bytes) -> None:
         super().__init__(rank)
@@ -64,7 +58,7 @@ class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, nev
 
 
 class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Other bytes came than were sent."""
+    """Data was corrupted in transit."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -72,7 +66,7 @@ class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never sho
 
 
 class HeaderCache(dict[int, bytes]):
-    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
+    """The beginnings of an operation's headers, by payload bytes: chunks have one size or two."""
 
     def __init__(self, identity: bytes) -> None:
         super().__init__()
@@ -84,12 +78,12 @@ class HeaderCache(dict[int, bytes]):
 
 
 def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
-    """Returns whether a payload stays where it is: both sides must know without a word."""
+    """Return whether a payload stays in place to be read: both sides must decide alike."""
     return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
 
 
 def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
-    """Raises `OtherBytes` or `UnexpectedHeader` where what came from a rank is not the header that had to come."""
+    """Raise if a received header is damaged or not the expected one."""
     if is_damaged(head, checksums):
         raise OtherBytes(rank)
     if not head.startswith(expected) or offered != bool(payload_address(head)):
@@ -97,12 +91,7 @@ def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, chec
 
 
 class Outgoing:
-    """What is left to send of a frame.
-
-    Args:
-        link: To whom.
-        parts: To be sent one after the other; none is empty.
-    """
+    """The rest of a frame to send, in non-empty parts."""
 
     __slots__ = ("_parts", "done", "link")
 
@@ -112,7 +101,7 @@ class Outgoing:
         self._parts = parts
 
     def advance(self) -> bool:
-        """Sends what the kernel takes; returns whether anything moved."""
+        """Send what the kernel takes; return whether anything moved."""
         part = self._parts[0]
         sent = self.link.send(part[:SEGMENT_BYTES])
         if sent < len(part):
@@ -126,15 +115,7 @@ class Outgoing:
 def begin_sending(
     link: Link, begins: HeaderCache, payload: memoryview, *, offered: bool, checksums: Checksums | None
 ) -> Outgoing | None:
-    """Begins to send a frame; returns what is left of it.
-
-    Args:
-        link: To whom.
-        begins: Of the operation.
-        payload: What is sent.
-        offered: Whether it stays where it is, and only its address is sent.
-        checksums: Those of the group; None: frames carry none.
-    """
+    """Start to send a frame; return its rest. Of an `offered` payload only the address is sent."""
     address = address_of(payload) if offered else 0
     head = header(begins[len(payload)], payload, checksums=checksums, address=address)
     if offered:
@@ -149,7 +130,7 @@ def begin_sending(
 
 
 def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
-    """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
+    """Start to send a whole small frame; return its rest, nearly always None."""
     sent = link.send(frame)
     return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
 
@@ -171,11 +152,7 @@ class OutgoingDescriptor:
 
 
 class IncomingDescriptor:
-    """A file descriptor to receive; the receiver owns it.
-
-    Attributes:
-        descriptor: Negative: it did not arrive.
-    """
+    """A file descriptor to receive, which the receiver owns; negative: it was lost."""
 
     __slots__ = ("descriptor", "done", "link")
 
@@ -191,15 +168,7 @@ class IncomingDescriptor:
 
 
 class ShortIncoming:
-    """What one transfer receives where it is short, and replaces what is there: header and payload in one piece.
-
-    Args:
-        link: From whom.
-        begin: How the header begins.
-        payload: Where it goes.
-        landing: Where header and payload arrive.
-        checksums: Those of the group; None: frames carry none.
-    """
+    """A short transfer to receive, header and payload in one piece, which replaces what is there."""
 
     __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
 
@@ -215,7 +184,7 @@ class ShortIncoming:
         self._have = 0
 
     def advance(self) -> bool:
-        """Receives what has arrived; returns whether anything moved."""
+        """Receive what has arrived; return whether anything moved."""
         have = self._have
         count = self.link.receive(self._landing[have:] if have else self._landing)
         have = self._have = have + count
@@ -231,20 +200,11 @@ class ShortIncoming:
 
 
 class Incoming:
-    """What one transfer receives: the header that must come, then the payload, replaced or combined, piece by piece.
-
-    Args:
-        link: From whom.
-        begins: Of the operation.
-        span: Where it goes, in elements.
-        then: What is done with it.
-        buffers: What the schedule works on.
-        landing: For the header.
-        checksums: Those of the group; None: frames carry none.
+    """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
 
     Attributes:
-        offered: Whether the payload does not come, but is read where it is.
-        done: Whether all has arrived; of what is folded in, the header.
+        offered: Whether the payload is not sent but read in place.
+        done: Whether all has arrived; of a ReadReduce, the header.
     """
 
     __slots__ = (
@@ -279,7 +239,7 @@ class Incoming:
         self._begin_piece(0)
 
     def advance(self) -> bool:
-        """Receives what has arrived, or reads a piece; returns whether anything moved."""
+        """Receive what has arrived, or read a piece; return whether anything moved."""
         if self._missing:
             return self._receive_head()
         if self.offered:
@@ -292,7 +252,7 @@ class Incoming:
         return count > 0
 
     def read(self, start: int, into: memoryview) -> None:
-        """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
+        """Read bytes of an offered payload from `start` on; call it for all of it in order."""
         self.link.read(self._address + start, into)
         if self._sum is not None:
             self._sum.update(into)
@@ -300,7 +260,7 @@ class Incoming:
                 self._check_sum()
 
     def _receive_head(self) -> bool:
-        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        """Receive the header, and with it what of the payload has arrived, unused until the header is checked."""
         room = self._room[:0] if self.offered else self._room  # behind an offer comes another frame
         count, missing = self.link.receive_both(self._missing, room), len(self._missing)
         self._missing = self._missing[count:]
@@ -316,7 +276,7 @@ class Incoming:
         return count > 0
 
     def _begin_piece(self, start: int) -> None:
-        """Makes room for the piece that begins at a byte."""
+        """Provide room for the piece that begins at a byte."""
         buffers, self._start = self._buffers, start
         if self._then:
             assert buffers.scratch is not None
@@ -329,7 +289,7 @@ class Incoming:
             self._room = buffers.target[place + start : place + end]
 
     def _took(self, count: int) -> None:
-        """Makes use of so many bytes more."""
+        """Use so many received bytes."""
         if self._sum is not None:
             self._sum.update(self._room[:count])
         if count < len(self._room):
@@ -345,7 +305,7 @@ class Incoming:
             self._check_sum()
 
     def combine(self, *, theirs_first: bool = False) -> None:
-        """Combines the piece that is there; for an exchange, which has one, once this rank's own has been sent."""
+        """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
         combiner, item = self._buffers.combiner, self._buffers.item_bytes
         assert combiner is not None
         combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
@@ -359,13 +319,7 @@ class Incoming:
 
 
 def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
-    """Combines a span of several ranks in their order, and with what is there last, in pieces that fit into a cache.
-
-    Args:
-        offers: Whose headers have come.
-        span: In elements.
-        buffers: What the schedule works on.
-    """
+    """Combine a span of several ranks in their order, and own elements last, in pieces that fit into a cache."""
     assert buffers.scratch is not None
     assert buffers.combiner is not None
     half, item = len(buffers.scratch) // 2, buffers.item_bytes
