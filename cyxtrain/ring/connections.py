@@ -46,7 +46,7 @@ class Connections:
         self.meeting = meeting
         self.scratch = Scratch(SEGMENT_BYTES)
         sockets = meeting.sockets
-        self.routes = _routes(meeting, rank)
+        self.selector = _selector(meeting, rank)
         machines, room = ([entry.machine for entry in meeting.table], [entry.room for entry in meeting.table])
         self.overlaps = is_worth_it(options.communication, machines, room)
         self.links = {peer: _link(meeting, rank, peer, names[peer]) for peer in sockets[Role.COLLECTIVES]}
@@ -100,7 +100,7 @@ def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
     return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
 
 
-def _routes(meeting: Meeting, rank: int) -> AlgorithmSelector:
+def _selector(meeting: Meeting, rank: int) -> AlgorithmSelector:
     machines = [entry.machine for entry in meeting.table]
     ranks, cores = range(len(machines)), min(entry.cores for entry in meeting.table)
     are_together = len(set(machines)) == 1
@@ -108,8 +108,8 @@ def _routes(meeting: Meeting, rank: int) -> AlgorithmSelector:
         rank,
         len(machines),
         ring=tuple(sorted(ranks, key=lambda other: (machines.index(machines[other]), other))),
-        direct=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
+        can_read_peers=all(other in meeting.readers[reader] for reader in ranks for other in ranks if other != reader),
         shares_memory=meeting.all_unix and len(ranks) <= FEW_RANKS,
-        crowded=are_together and len(ranks) > max(2, cores),
-        roomy=are_together and len(ranks) <= cores,
+        oversubscribed=are_together and len(ranks) > max(2, cores),
+        core_per_rank=are_together and len(ranks) <= cores,
     )

@@ -53,8 +53,8 @@ from cyxtrain.ring.wire.transfers import (
     UnexpectedHeader,
     begin_sending,
     begin_sending_frame,
-    fold_in,
     is_offered,
+    reduce_offers,
 )
 
 _NO_BYTES = memoryview(b"")
@@ -122,9 +122,9 @@ class Executor:
                         if isinstance(step, Transfer):
                             self._transfer(step, call)
                         elif isinstance(step, Multicast):
-                            self._tell(step, call)
+                            self._multicast(step, call)
                         else:
-                            self._fold(step, call)
+                            self._read_reduce(step, call)
                     if not more and (self._offered or self._read):
                         self._settle(call)
         except BaseException as error:
@@ -134,17 +134,17 @@ class Executor:
         """Do this rank's part of a persistent operation; any error ends the group."""
         deadline, head = None, b""
         try:
-            for tells, hears in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+            for sends, receives in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
                 if deadline is None:  # often there is nothing to send or receive
                     deadline, head = Deadline(timeout.total_seconds()), announcement.number()
-                for link in tells:
+                for link in sends:
                     outgoing = begin_sending_frame(link, announcement.frame)
                     if outgoing is not None:
                         self._drive(outgoing, None, announcement, deadline)
-                for hearing in hears:
-                    hearing.expect(head)
-                    spin_seconds = _SIGN_SPIN_SECONDS if isinstance(hearing, ProgressCounter) else _SPIN_SECONDS
-                    self._drive(None, hearing, announcement, deadline, spin_seconds)
+                for incoming in receives:
+                    incoming.expect(head)
+                    spin_seconds = _SIGN_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
+                    self._drive(None, incoming, announcement, deadline, spin_seconds)
         except BaseException as error:
             raise self._failed(error, announcement) from None
 
@@ -200,13 +200,13 @@ class Executor:
         if transfer.then is OnReceive.EXCHANGE and isinstance(incoming, Incoming):
             incoming.combine(theirs_first=incoming.link.rank < self._rank)
 
-    def _fold(self, fold: ReadReduce, call: _Call) -> None:
+    def _read_reduce(self, step: ReadReduce, call: _Call) -> None:
         offers = []
-        for source in fold.sources:
-            offers.append(self._incoming(source, fold.span, OnReceive.FOLD, call))
+        for source in step.sources:
+            offers.append(self._incoming(source, step.span, OnReceive.READ_REDUCE, call))
             self._drive(None, offers[-1], *call[:2])
-        fold_in(offers, fold.span, call.buffers)
-        self._read.update(fold.sources)
+        reduce_offers(offers, step.span, call.buffers)
+        self._read.update(step.sources)
 
     def _settle(self, call: _Call) -> None:
         """Acknowledge the peers that this rank read from; wait until its own buffers are acknowledged."""
@@ -218,13 +218,13 @@ class Executor:
         for peer in offered:
             self._drive(None, self._short(peer, NOTHING, call), *call[:2], spin_seconds)
 
-    def _tell(self, tell: Multicast, call: _Call) -> None:
+    def _multicast(self, step: Multicast, call: _Call) -> None:
         source, item = call.buffers.source, call.buffers.item_bytes
-        if tell.to:
-            payload = source[tell.send[0] * item : tell.send[1] * item]
+        if step.to:
+            payload = source[step.send[0] * item : step.send[1] * item]
             frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
-            self._send_to_all(tell.to, frame, call)
-        for other, span in zip(tell.hears, tell.receive, strict=True):
+            self._send_to_all(step.to, frame, call)
+        for other, span in zip(step.sources, step.receive, strict=True):
             self._drive(None, self._short(other, span, call), *call[:2])
 
     def _send_to_all(self, ranks: Iterable[int], frame: bytes, call: _Call) -> None:

@@ -114,10 +114,11 @@ class Group:
             raise
         self._courier: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        self._routes = AlgorithmSelector(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
+        alone = AlgorithmSelector(rank, world_size, ring=(rank,))
+        self._selector = alone if self._ring is None else self._ring.selector
         self._executor = SoloExecutor() if self._ring is None else self._ring.executor
         links = {} if self._ring is None or options.checksums else self._ring.links
-        self.persistent = PersistentOps(links, self._routes, generation)
+        self.persistent = PersistentOps(links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
         self._siblings.add(self)
 
@@ -165,7 +166,7 @@ class Group:
                 self.take_rounds(staged.header, staged.staged(memory_of(flat)), timeout)
             else:
                 operation, work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction)
-                stages = work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+                stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
                 self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
             self._staged.make_after(self, tensor, reduction, timeout)
@@ -209,14 +210,14 @@ class Group:
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
-        if self._routes.are_read(spans, source.element_size()):
+        if self._selector.reads_in_place(spans, source.element_size()):
             # Nothing of the source but this rank's part may change: others read the rest.
             flat = flat_view_of(output)
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
                 operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
-                self._executor.run(operation, work.by_folding(memory_of(source), spans), self._deadline(timeout))
+                self._executor.run(operation, work.by_reading(memory_of(source), spans), self._deadline(timeout))
             copy_back(flat, output)
             return
         flat = source.clone()
@@ -235,7 +236,7 @@ class Group:
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
             operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
-            stages = work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+            stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
             self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[end - sizes[self.rank] : end], output)
 
@@ -250,10 +251,10 @@ class Group:
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Operation, Reducing]:
         """Number a reduction of `parts` times `flat`; an unsupported dtype is refused before."""
-        quick = self._routes.sums_alike(parts * flat.numel(), flat.element_size())
+        quick = self._selector.sums_identically(parts * flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, quick=quick)
         operation = self._operation(kind, tensor, reduction, dst, shape)
-        return operation, Reducing(reduction, flat, combiner, self._scratch, self._routes)
+        return operation, Reducing(reduction, flat, combiner, self._scratch, self._selector)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
         """Copy the tensor of rank `src` to all."""
@@ -261,7 +262,7 @@ class Group:
         memory = memory_of(flat)
         with self._lock:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
-            schedule = self._routes.broadcast(flat.numel(), src, flat.element_size())
+            schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
             stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
             self._executor.run(operation, [stage], self._deadline(timeout))
         copy_back(flat, tensor)
@@ -277,7 +278,7 @@ class Group:
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
         memory = memory_of(gathered)
-        schedule = self._routes.all_gather(spans, gathered.element_size())
+        schedule = self._selector.all_gather(spans, gathered.element_size())
         with self._lock:
             operation = self._operation(Kind.ALL_GATHER, tensor)
             if source.data_ptr() != own.data_ptr():

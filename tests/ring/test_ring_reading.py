@@ -262,7 +262,7 @@ def check_differing(what, how, world_size, odd_ranks, monkeypatch):
     """Whichever rank is the odd one, and whichever calls what, all must learn it soon."""
     transport, _, in_turns = how.partition(",")
     if in_turns:
-        routes = connections._routes
+        routes = connections._selector
         ring = (*range(0, world_size, 2), *range(1, world_size, 2))
         monkeypatch.setattr(connections, "_routes", lambda *of: dataclasses.replace(routes(*of), ring=ring))
     for odd_rank, (even, odd) in itertools.product(odd_ranks, (MISMATCHES[what], MISMATCHES[what][::-1])):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring.schedules.algorithms import chunks
-from cyxtrain.ring.schedules.selector import few
+from cyxtrain.ring.schedules.selector import is_latency_bound
 
 Op = dist.ReduceOp
 DTYPES = contract_values.DTYPES
@@ -48,7 +48,7 @@ def reduced(tensors, op):
     Few: the first ranks are combined in pairs, until a power of two is left; then neighbours, and neighbours of those.
     More: chunk c is combined from rank c + 1 on, all around, with rank c as the last.
     """
-    if few(len(tensors), tensors[0].numel(), tensors[0].element_size()):
+    if is_latency_bound(len(tensors), tensors[0].numel(), tensors[0].element_size()):
         return in_a_tree(tensors, op)
     return all_around(tensors, op)
 

@@ -31,7 +31,7 @@ class OnReceive(enum.IntEnum):
     """It is combined with what is there, piece by piece."""
     EXCHANGE = 2
     """It is combined with what is there once that has been sent; what comes from the lower rank stands first."""
-    FOLD = 3
+    READ_REDUCE = 3
     """It is read where it is, with that of other ranks."""
 
 
@@ -60,13 +60,13 @@ class Multicast(NamedTuple):
     Attributes:
         to: Ranks to send to.
         send: Span to send.
-        hears: Ranks to receive from.
+        sources: Ranks to receive from.
         receive: Span for each of those.
     """
 
     to: tuple[int, ...]
     send: Span
-    hears: tuple[int, ...]
+    sources: tuple[int, ...]
     receive: tuple[Span, ...]
 
 
@@ -101,7 +101,7 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
     return schedule
 
 
-def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
+def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
     """Run transfers that receive from `behind` alone, so that no rank leaves before it heard from all.
 
     Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use `agreement`.
@@ -157,16 +157,16 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     return schedule
 
 
-def ending_group_on_error(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
+def multicast_spans(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
     """Bring the span `send` of every rank's source to `receive[r]` on all others. Cost: N - 1 frames, one round."""
     others = tuple(_others(rank, world_size))
     return Multicast(others, send, others, tuple(receive[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
-def telling_all(rank: int, world_size: int, count: int) -> Multicast:
+def multicast_rows(rank: int, world_size: int, count: int) -> Multicast:
     """Bring every rank's source to a row of all others' target. Cost: N - 1 frames, one round."""
-    return ending_group_on_error(rank, world_size, (0, count), even_spans(count, world_size))
+    return multicast_spans(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.lru_cache(maxsize=256)
@@ -187,10 +187,10 @@ def spreading(rank: int, world_size: int, count: int) -> Multicast:
 
 
 @functools.lru_cache(maxsize=256)
-def telling_of(rank: int, world_size: int, count: int, src: int) -> Multicast:
+def multicast_from(rank: int, world_size: int, count: int, src: int) -> Multicast:
     """Bring the source of `src` to all others, who also hear from each other. Cost: N - 1 frames, one round."""
     spans = [(0, count) if other == src else NOTHING for other in range(world_size)]
-    return ending_group_on_error(rank, world_size, spans[rank], spans)
+    return multicast_spans(rank, world_size, spans[rank], spans)
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
+def read_reduce(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Leave in `spans[rank]` the combination of all ranks, by reading their memory. Cost: N - 1 frames, one step."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
@@ -221,7 +221,7 @@ def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
 
 
 @functools.lru_cache(maxsize=256)
-def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
+def read_gather(rank: int, world_size: int, spans: Spans) -> list[Step]:
     """Bring `spans[r]` of every rank r to all, by reading memory. Cost: N - 1 frames, one round."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
@@ -284,14 +284,14 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
     ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
     if behind is None:
-        return agreed(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
+        return with_agreement(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
     schedule = []
     for index, piece in enumerate(pieces):
         forward = ahead if index > 0 else None
         schedule.append(Transfer(forward, pieces[index - 1] if index else NOTHING, behind, piece))
     if ahead is not None and pieces:
         schedule.append(Transfer(ahead, pieces[-1], None, NOTHING))
-    return agreed(rank, world_size, behind, schedule)
+    return with_agreement(rank, world_size, behind, schedule)
 
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:

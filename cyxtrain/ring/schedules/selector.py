@@ -6,6 +6,7 @@ elements travel: on one machine they are read where they are, over several a rin
 
 from __future__ import annotations
 
+import enum
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +28,20 @@ FEW_BYTES = 1 << 18
 """Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
 
 
-def few(world_size: int, count: int, item_bytes: int) -> bool:
+def is_latency_bound(world_size: int, count: int, item_bytes: int) -> bool:
     """Return whether latency decides: then every rank reduces all elements, by recursive doubling."""
     return world_size > 1 and count * item_bytes <= FEW_BYTES
+
+
+class Path(enum.Enum):
+    """How an all_reduce reaches its result."""
+
+    MULTICAST = "every rank sends to all"
+    RANK_0 = "by way of rank 0"
+    STAGED = "staged in shared memory"
+    DOUBLING = "recursive doubling"
+    READ = "chunks read in place"
+    RING = "ring"
 
 
 @dataclass(frozen=True)
@@ -38,70 +50,86 @@ class AlgorithmSelector:
 
     Attributes:
         ring: All ranks, those of one machine next to each other.
-        direct: Whether every rank can read the memory of every other.
+        can_read_peers: Whether every rank can read the memory of every other.
         shares_memory: Whether few ranks of one machine are all connected by Unix sockets, over which they share memory.
-        crowded: Whether three ranks or more share the cores of one machine: fewer messages are then faster.
-        roomy: Whether all ranks are on one machine, with a core for each.
+        oversubscribed: Whether three ranks or more share the cores of one machine: fewer messages are then faster.
+        core_per_rank: Whether all ranks are on one machine, with a core for each.
     """
 
     rank: int
     world_size: int
     ring: tuple[int, ...]
-    direct: bool = False
+    can_read_peers: bool = False
     shares_memory: bool = False
-    crowded: bool = False
-    roomy: bool = False
+    oversubscribed: bool = False
+    core_per_rank: bool = False
 
-    def tells_all(self, count: int, item_bytes: int) -> bool:
+    def path(self, count: int, item_bytes: int, *, may_stage: bool = True) -> Path:
+        """Return how so many elements are reduced; the table in docs/ring.md specifies it.
+
+        Args:
+            count: Of elements.
+            item_bytes: Of each.
+            may_stage: Whether NumPy adds such elements, and frames carry no checksums.
+        """
+        if self.is_tiny(count, item_bytes):
+            return Path.RANK_0 if self.oversubscribed else Path.MULTICAST
+        if may_stage and self.shares_memory and SHORT_BYTES < count * item_bytes <= LONGEST_STAGED_BYTES:
+            return Path.STAGED
+        if is_latency_bound(self.world_size, count, item_bytes):
+            return Path.DOUBLING
+        return Path.READ if self.reads_in_place(algorithms.chunks(count, self.world_size), item_bytes) else Path.RING
+
+    def is_tiny(self, count: int, item_bytes: int) -> bool:
         """Return whether elements are so few that no send waits, and a round costs more than they do."""
         return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def meeting(self, count: int) -> tuple[Multicast, Multicast]:
+    def exchanges(self, count: int) -> tuple[Multicast, Multicast]:
         """Return how very few elements reach the ranks that sum them, and how the sum reaches the others."""
-        if self.crowded:
+        if self.oversubscribed:
             return (
                 algorithms.collecting(self.rank, self.world_size, count),
                 algorithms.spreading(self.rank, self.world_size, count),
             )
-        return algorithms.telling_all(self.rank, self.world_size, count), SILENCE
+        return algorithms.multicast_rows(self.rank, self.world_size, count), SILENCE
 
     @property
-    def shows(self) -> bool:
+    def uses_counters(self) -> bool:
         """Whether ranks publish progress counters in shared memory: each has a core to poll, and writes keep order."""
-        return self.roomy and ORDERS_WRITES
+        return self.core_per_rank and ORDERS_WRITES
 
     @property
-    def sums(self) -> bool:
+    def is_summing(self) -> bool:
         """Whether this rank sums between the two exchanges of a meeting."""
-        return self.rank == 0 or not self.crowded
+        return self.rank == 0 or not self.oversubscribed
 
-    def sums_alike(self, count: int, item_bytes: int) -> bool:
+    def sums_identically(self, count: int, item_bytes: int) -> bool:
         """Return whether each sum is made on one rank only, or from the same operands on all."""
-        return self.tells_all(count, item_bytes) or not few(self.world_size, count, item_bytes)
+        return self.is_tiny(count, item_bytes) or not is_latency_bound(self.world_size, count, item_bytes)
 
     def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Leave in `spans[rank]` the combination of all ranks."""
-        if self.are_read(spans, item_bytes):
-            return algorithms.folding(self.rank, self.world_size, spans)
+        if self.reads_in_place(spans, item_bytes):
+            return algorithms.read_reduce(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
         """Bring `spans[r]` of every rank r to all."""
-        if self.tells_all(max(end - first for first, end in spans), item_bytes):
-            return [algorithms.ending_group_on_error(self.rank, self.world_size, spans[self.rank], spans)]
-        if self.are_read(spans, item_bytes):
-            return algorithms.gathering(self.rank, self.world_size, spans)
+        if self.is_tiny(max(end - first for first, end in spans), item_bytes):
+            return [algorithms.multicast_spans(self.rank, self.world_size, spans[self.rank], spans)]
+        if self.reads_in_place(spans, item_bytes):
+            return algorithms.read_gather(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
         """Bring the buffer of `src` to all."""
-        if self.tells_all(count, item_bytes):
-            return [algorithms.telling_of(self.rank, self.world_size, count, src)]
-        if self.are_read(((0, count),), item_bytes):
+        if self.is_tiny(count, item_bytes):
+            return [algorithms.multicast_from(self.rank, self.world_size, count, src)]
+        if self.reads_in_place(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
         return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
 
-    def are_read(self, spans: Spans, item_bytes: int) -> bool:
+    def reads_in_place(self, spans: Spans, item_bytes: int) -> bool:
         """Return whether all these spans are read in place: no send waits for another rank then."""
-        return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)
+        return self.can_read_peers and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)

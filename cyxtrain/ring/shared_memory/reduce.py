@@ -17,7 +17,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from cyxtrain.ring.schedules.algorithms import chunks, ring_order, tree
-from cyxtrain.ring.schedules.selector import LONGEST_STAGED_BYTES, SHORT_BYTES, AlgorithmSelector, few
+from cyxtrain.ring.schedules.selector import LONGEST_STAGED_BYTES, AlgorithmSelector, Path, is_latency_bound
 from cyxtrain.ring.shared_memory.segment import Ranks, SharedMemorySegment, make_segment
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import added_by_numpy, silent_numpy
@@ -60,7 +60,7 @@ class SharedMemoryReduce:
         self.own = own = rows[rank]
         self._own_bytes = memoryview(own).cast("B")
         others = [peer for peer in range(world_size) if peer != rank]
-        self.counters = [header.counter(rank, peer, counters) for peer in others] if selector.shows else []
+        self.counters = [header.counter(rank, peer, counters) for peer in others] if selector.uses_counters else []
         self._words, self._published = counters, counters[rank]
         self._what = what
         is_power = world_size & (world_size - 1) == 0  # both round alike then, and to multiply is twice as fast
@@ -68,7 +68,7 @@ class SharedMemoryReduce:
         self._divide, by = divide
         self._by = own.dtype.type(by) if header.reduction is Reduction.AVG else None
         # As recursive doubling adds, and as a ring does: PyTorch and NumPy keep different ones of two NaNs.
-        is_few = few(world_size, own.size, own.itemsize)
+        is_few = is_latency_bound(world_size, own.size, own.itemsize)
         self._add: Callable[..., object] = torch.add if is_few else np.add
         self._pieces = [_piece(parts, rank, is_few) for parts in _cut(rows, chunks(own.size, world_size)[rank])]
         with lasting():
@@ -99,7 +99,7 @@ class SharedMemoryReduce:
             self.is_finite = all(words[FINITE] for words in self._words)
         if self.counters:
             sequence = self.header.sequence
-            asked = tuple(counter.hearing for counter in self.counters if counter.has_asked(sequence))
+            asked = tuple(counter.question_frame for counter in self.counters if counter.has_asked(sequence))
             if asked:
                 yield Exchange((), asked)
 
@@ -176,8 +176,7 @@ class StagedReductions:
 
     def _array_of(self, tensor: Tensor, reduction: Reduction) -> type[np.number[Any]] | None:
         """Return NumPy's type of a tensor's elements; None: such a tensor is not staged."""
-        if not SHORT_BYTES < tensor.numel() * tensor.element_size() <= LONGEST_STAGED_BYTES:
-            return None
-        if reduction is Reduction.AVG and not tensor.is_floating_point():
+        if not self._persistent.has_peers or (reduction is Reduction.AVG and not tensor.is_floating_point()):
             return None  # integers are divided differently
-        return added_by_numpy(reduction, tensor.dtype) if self._persistent.may_share_memory else None
+        is_staged = self._persistent.selector.path(tensor.numel(), tensor.element_size()) is Path.STAGED
+        return added_by_numpy(reduction, tensor.dtype) if is_staged else None

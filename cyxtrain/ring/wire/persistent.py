@@ -72,7 +72,7 @@ class PersistentOps:
         if kept is None:
             count, item_bytes = tensor.numel(), tensor.element_size()
             array = added_by_numpy(reduction, tensor.dtype)
-            if array is None or count == 0 or not self.selector.tells_all(count, item_bytes):
+            if array is None or count == 0 or not self.selector.is_tiny(count, item_bytes):
                 return None
             opening = self.header(reduction, tensor.dtype, tuple(tensor.shape), count * item_bytes)
             if opening is None:
@@ -82,9 +82,9 @@ class PersistentOps:
         return kept if tensor.data_ptr() else None  # a tensor of zeros may have no memory
 
     @property
-    def may_share_memory(self) -> bool:
-        """Whether reductions may go through shared memory: few ranks of one machine, without checksums."""
-        return bool(self._links) and self.selector.shares_memory
+    def has_peers(self) -> bool:
+        """Whether there are persistent operations: other ranks, and frames without checksums."""
+        return bool(self._links)
 
     def header(
         self, reduction: Reduction, dtype: torch.dtype, shape: tuple[int, ...], payload_bytes: int, root: int = NO_ROOT
@@ -107,8 +107,8 @@ class PersistentOps:
 class Exchange(NamedTuple):
     """One exchange of a rank: links that it sends its frame to, and what it then waits for."""
 
-    tells: tuple[Link, ...]
-    hears: tuple[ExpectedFrame | ProgressCounter, ...]
+    sends: tuple[Link, ...]
+    receives: tuple[ExpectedFrame | ProgressCounter, ...]
 
 
 Rounds = Iterable[Exchange]
@@ -128,7 +128,7 @@ class PersistentHeader:
 
     Attributes:
         frame: What this rank sends: header and payload.
-        hearings: What it receives, by rank.
+        expected: The frames it receives, by rank.
         collecting: After this exchange those who reduce have every frame.
         spreading: After this one all others have the result.
         sequence: Number of the running operation.
@@ -144,17 +144,17 @@ class PersistentHeader:
         head = header(expected_header(operation.identity(), payload_bytes), memoryview(b""), checksums=None)
         self.frame = _new_frame(payload_bytes)
         self.frame[:HEADER_BYTES] = head
-        self.hearings: dict[int, ExpectedFrame] = {}
-        self.collecting, self.spreading = (self._exchange(each, links) for each in selector.meeting(1))
+        self.expected: dict[int, ExpectedFrame] = {}
+        self.collecting, self.spreading = (self._exchange(each, links) for each in selector.exchanges(1))
 
     def _exchange(self, multicast: Multicast, links: Mapping[int, Link]) -> Exchange:
-        hears = {other: ExpectedFrame(links[other], self.payload_bytes) for other in multicast.hears}
-        self.hearings.update(hears)
-        return Exchange(tuple(links[other] for other in multicast.to), tuple(hears.values()))
+        receives = {other: ExpectedFrame(links[other], self.payload_bytes) for other in multicast.sources}
+        self.expected.update(receives)
+        return Exchange(tuple(links[other] for other in multicast.to), tuple(receives.values()))
 
     def counter(self, rank: int, peer: int, words: Sequence[memoryview]) -> ProgressCounter:
         """Return the progress counter of `peer`, as `rank` sees it; `words` are those of every rank's counter."""
-        return ProgressCounter(words[peer], words[rank], rank, peer, self.hearings[peer], self.frame)
+        return ProgressCounter(words[peer], words[rank], rank, peer, self.expected[peer], self.frame)
 
     @property
     def meeting(self) -> tuple[Exchange, Exchange]:
@@ -189,9 +189,9 @@ class SmallReduction:
         self._averages = header.reduction is Reduction.AVG
         self._world_size = selector.world_size
         frames = {selector.rank: header.frame}
-        frames.update((other, hearing.frame) for other, hearing in header.hearings.items())
+        frames.update((other, each.frame) for other, each in header.expected.items())
         rows = {rank: np.frombuffer(frame, array, offset=HEADER_BYTES) for rank, frame in frames.items()}
-        steps = algorithms.tree(self._world_size) if selector.sums else []
+        steps = algorithms.tree(self._world_size) if selector.is_summing else []
         self._steps: list[tuple[Any, Any]] = [(rows[into], rows[source]) for into, source in steps]
         self._own, self._sum = (address_of(frame) + HEADER_BYTES for frame in (header.frame, frames[0]))
 
@@ -261,13 +261,19 @@ class ProgressCounter:
         done: Whether the peer is as far as awaited.
     """
 
-    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "hearing", "link")
+    __slots__ = ("_frame", "_own", "_peer", "_rank", "_theirs", "_wanted", "done", "link", "question_frame")
 
     def __init__(
-        self, theirs: memoryview, own: memoryview, rank: int, peer: int, hearing: ExpectedFrame, frame: memoryview
+        self,
+        theirs: memoryview,
+        own: memoryview,
+        rank: int,
+        peer: int,
+        question_frame: ExpectedFrame,
+        frame: memoryview,
     ) -> None:
-        self.link = hearing.link
-        self.hearing = hearing
+        self.link = question_frame.link
+        self.question_frame = question_frame
         self.done = False
         self._theirs, self._own = theirs, own
         self._rank, self._peer = rank, peer

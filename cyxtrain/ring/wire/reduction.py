@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import ReadReduce, Spans, Step
-from cyxtrain.ring.schedules.selector import AlgorithmSelector, few
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
 from cyxtrain.ring.wire.frames import Reduction
 from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide
 from cyxtrain.ring.wire.transfers import Buffers, Stage
@@ -23,16 +23,17 @@ class Reducing:
         flat: Tensor,
         combiner: Combiner,
         scratch: Scratch,
-        routes: AlgorithmSelector,
+        selector: AlgorithmSelector,
     ) -> None:
         self._flat = flat
         self._memory = combiner.memory
         self._item_bytes = flat.element_size()
         self._combiner = combiner
         self._scratch = scratch
-        self._routes = routes
+        self._selector = selector
         self._averages = reduction is Reduction.AVG
-        self.is_few = few(routes.world_size, flat.numel(), self._item_bytes)
+        self._path = selector.path(flat.numel(), self._item_bytes, may_stage=False)
+        self.is_few = self._path not in (Path.READ, Path.RING)
 
     def all(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
         """Reduce every element, by tree or by chunks, whichever suits the size.
@@ -43,45 +44,45 @@ class Reducing:
         """
         if self.is_few:
             return self.by_tree()
-        spans = algorithms.chunks(self._flat.numel(), self._routes.world_size)
+        spans = algorithms.chunks(self._flat.numel(), self._selector.world_size)
         return self.by_chunks(spans, rest(spans))
 
     def by_tree(self) -> Iterator[Stage]:
         """Leave all elements reduced on every rank, in as few rounds as possible."""
-        count, routes = self._flat.numel(), self._routes
-        if routes.tells_all(count, self._item_bytes):
-            collecting, spreading = routes.meeting(count)
+        count, selector = self._flat.numel(), self._selector
+        if self._path is not Path.DOUBLING:
+            collecting, spreading = selector.exchanges(count)
             yield Stage([collecting], Buffers(self._memory, self._scratch.memory, self._item_bytes))
-            if routes.sums:
-                self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
+            if selector.is_summing:
+                self._combiner.combine_rows(selector.rank, algorithms.tree(selector.world_size))
             yield Stage([spreading], self._buffers())
         else:
-            yield Stage(algorithms.recursive_doubling(routes.rank, routes.world_size, count), self._buffers())
+            yield Stage(algorithms.recursive_doubling(selector.rank, selector.world_size, count), self._buffers())
         if self._averages:
-            divide(self._flat, routes.world_size)
+            divide(self._flat, selector.world_size)
 
     def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> Iterator[Stage]:
         """Leave this rank's span reduced and the others partial; then move the spans as `rest` says."""
         buffers = self._buffers()
-        yield Stage(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
+        yield Stage(self._selector.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
         if self._averages:
-            divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
+            divide(self._flat[slice(*spans[self._selector.rank])], self._selector.world_size)
         if rest is not None:
             yield Stage(rest, buffers)
 
-    def by_folding(self, source: memoryview, spans: Spans) -> Iterator[Stage]:
+    def by_reading(self, source: memoryview, spans: Spans) -> Iterator[Stage]:
         """Leave this rank's span of all sources reduced.
 
         Args:
             source: What others read; it does not change.
             spans: By rank, in elements of the source.
         """
-        *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
+        *offers, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
         assert isinstance(fold, ReadReduce)
         buffers = self._buffers()._replace(source=source)
         yield Stage([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
         if self._averages:
-            divide(self._flat, self._routes.world_size)
+            divide(self._flat, self._selector.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)

@@ -269,7 +269,7 @@ class Incoming:
             check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
-            if self._then is OnReceive.FOLD:
+            if self._then is OnReceive.READ_REDUCE:
                 self.done = True
             elif not self.offered:
                 self._took(count - missing)
@@ -318,7 +318,7 @@ class Incoming:
             raise OtherBytes(self.link.rank)
 
 
-def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
+def reduce_offers(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
     """Combine a span of several ranks in their order, and own elements last, in pieces that fit into a cache."""
     assert buffers.scratch is not None
     assert buffers.combiner is not None
