@@ -1,4 +1,4 @@
-"""The face that PyTorch sees: `torch.distributed.init_process_group("ring")`."""
+"""The process group for `torch.distributed.init_process_group("ring")`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cyxtrain.ring.monitoring.group_registry import GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
-# Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
+# To drop PyTorch before 2.14, delete this branch and legacy_backend.py.
 if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
     from cyxtrain.ring.registered_backend import RegisteredGroup as PyTorchGroup
 else:
@@ -29,7 +29,7 @@ else:
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 TORCHS_WORLD = GroupRegistry()
-"""The groups that PyTorch makes: it has one world in a process."""
+"""The groups that PyTorch makes; a process has one world of them."""
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
@@ -87,7 +87,7 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
         """Leave the group with a goodbye; harmless if called twice."""
         self._at_exit.cancel()
         super().shutdown()
-        # Whoever still holds this group must not hold the port of the store with it.
+        # A reference to this group must not keep the port of the store open.
         self._store = dist.HashStore()
 
 
@@ -119,7 +119,7 @@ def _create(options: Any, ready: Any) -> RingProcessGroup:
     """Make the group that PyTorch asks for, or take the one passed as `pg_options`."""
     if isinstance(ready, RingProcessGroup):
         return ready
-    names = options.global_ranks_in_group or None  # PyTorch names none where the group is the world
+    names = options.global_ranks_in_group or None  # PyTorch names none if the group is the world
     return RingProcessGroup(
         options.store,
         options.group_rank,
@@ -136,6 +136,6 @@ def _leave(group: weakref.ref[Group]) -> None:
     if alive is None:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; a prompt's may be long past
+    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; at a prompt it may be old
         alive.fail(f"{type(error).__name__}: {error}")
     alive.leave()

@@ -1,4 +1,4 @@
-"""PyTorch's arguments, turned into the ring's and checked before anything starts."""
+"""PyTorch's arguments, converted to the ring's and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
     """Return a list of tensors, also for a single one; refuse anything else or, if given, another `count`."""
     if isinstance(tensors, Tensor):
         return [tensors]
-    # As nearly always: the rest takes longer.
+    # The usual case; the rest takes longer.
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return tensors
     if type(tensors) is list and count in (None, len(tensors)) and {*map(type, tensors)} == _TENSORS:

@@ -1,7 +1,7 @@
-"""Collectives beside the calling thread: what was asked for with `async_op=True` travels while the caller computes.
+"""A thread for collectives with `async_op=True`, which run while the caller computes.
 
-A thread of its own costs a hand-over, about 60 us, and a core to run on. Where all ranks share a machine and its cores
-are taken there is nothing to win: then a collective runs in the calling thread, and is done when its call returns.
+Handing a call over costs about 60 us, and the thread a core to run on. If all ranks share a machine without free cores,
+a collective runs in the calling thread instead, and is done when its call returns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PendingCall:
 
     def _conclude(self) -> None:
         """Wake the waiting threads, and run the callbacks."""
-        self._call = _nothing  # lets go of the tensors in it
+        self._call = _nothing  # releases its tensors
         with self._changing:
             self.done = True
             then, self._then = self._then, []
@@ -71,7 +71,7 @@ class PendingCall:
         for callback in then:
             try:
                 callback()
-            except Exception:  # it must not end the thread that others wait for
+            except Exception:  # it must not end the thread
                 _log.exception("a callback of a collective has failed")
         self._concluded = True
         self._value = self._cut(self._value)
@@ -143,7 +143,7 @@ class CollectiveThread:
                 self._pending += 1
                 self._queue.put(delivery)
                 return delivery
-        delivery.run()  # a group that was left refuses it in words
+        delivery.run()  # a group that was left refuses it with an error
         return delivery
 
     def close(self, seconds: float) -> None:
@@ -160,6 +160,6 @@ class CollectiveThread:
             try:
                 delivery.run()
             finally:
-                del delivery  # else it would keep tensors until the next one comes
+                del delivery  # otherwise its tensors would live until the next call
                 with self._lock:
                     self._pending -= 1

@@ -1,4 +1,4 @@
-"""The working parts of a group of several ranks: links, messages, watch and mesh, from their first to their last."""
+"""Links, mailbox, monitor and executor of a group of several ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Connections:
         pulse = Heartbeat(own, others, options.heartbeat_timeout_seconds, time.monotonic())
         shortest_seconds = min(entry.heartbeat_timeout_seconds for entry in meeting.table)
         links = (*self.links.values(), *self.message_links.values())
-        # Nothing that the watch holds may hold the watch: what a group held is free as soon as it is.
+        # The monitor must not be in a reference cycle: what a group held is freed with it.
         stop = functools.partial(_stop, links)
         sums = meeting.checksums
         self.watch = PeerMonitor(

@@ -1,11 +1,10 @@
-"""Runs a schedule: headers are checked, payloads go both ways at once, what arrives is combined on the way.
+"""Runs schedules: checks headers, sends and receives at once, and combines what arrives.
 
-It works in the thread that calls, and cannot deadlock at any size: a send never waits while something can be
-received, nor the other way round, and every wait ends at the deadline or when the group fails.
+It works in the calling thread and cannot deadlock at any size: a send never waits while something can be received, nor
+the other way round, and every wait ends at the deadline or when the group fails.
 
-What a rank offers to be read it leaves in place until all who read it have said that they have it, at the end of the
-operation. No schedule changes before that what it has offered: what all_reduce brings in the place of a chunk was
-made of that chunk, after it had been read.
+Memory that others read in place stays unchanged until they have acknowledged it, at the end of the operation: what an
+all_reduce writes to a chunk was made of that chunk, after it was read.
 """
 
 from __future__ import annotations
@@ -59,19 +58,19 @@ from cyxtrain.ring.wire.transfers import (
 
 _NO_BYTES = memoryview(b"")
 _LOOK_SECONDS = 0.1
-"""A rank that waits longer looks at the links from which it expects nothing yet."""
+"""After this wait a rank checks the links from which it expects nothing yet."""
 _LONG_SECONDS = 0.5
-"""A rank that waits longer for another says so to all: a timeout then names who holds all up."""
+"""After this wait a rank reports to all for whom it waits, so that a timeout names the slow rank."""
 _SPIN_SECONDS = 1e-4
-"""So long a rank looks again and again before it sleeps: to be woken costs more than most answers take."""
+"""How long a rank polls before it sleeps: waking costs more than most answers take."""
 _READING_SECONDS, _LONGEST_READING_SECONDS = 3e-10, 1e-3
-"""So much longer for each byte that another rank reads from this one meanwhile; and at most."""
+"""Additional polling for each byte that another rank reads from this one, and its limit."""
 _SIGN_SPIN_SECONDS = 1e-3
-"""The same for what a rank shows in memory: nothing wakes who waits for that."""
+"""Polling of a progress counter: nothing wakes a rank that waits for it."""
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-4, 2e-3
-"""After that it looks again when it has slept for a tenth of the wait, within these bounds."""
+"""Then it sleeps for a tenth of the wait so far between checks, within these bounds."""
 _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
-"""Lets another process run, where one wants to: with more ranks than cores the awaited one may be it."""
+"""Yields the core: with more ranks than cores another process may be the awaited rank."""
 
 
 _Arriving = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
@@ -102,7 +101,7 @@ class Executor:
         self._mailbox = mailbox
         self._watch = watch
         self._poller = Poller()
-        self._landing = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))  # one header comes at a time
+        self._landing = memoryview(bytearray(HEADER_BYTES + SHORT_BYTES))
         self.spins = True
         self._is_read = any(link.offers for link in links.values())
         self._pages = LargePages()
@@ -134,7 +133,7 @@ class Executor:
         """Do this rank's part of a persistent operation; any error ends the group."""
         deadline, head = None, b""
         try:
-            for sends, receives in rounds:  # all frames are alike: links keep the order, and a rank reads one at a time
+            for sends, receives in rounds:  # links keep the order of frames
                 if deadline is None:  # often there is nothing to send or receive
                     deadline, head = Deadline(timeout.total_seconds()), announcement.number()
                 for link in sends:
@@ -172,7 +171,7 @@ class Executor:
             error = damaged(error.rank, self._rank, operation.describe())
         if isinstance(error, CyxtrainError):
             return at_operation(self._watch.fail(error), operation)
-        # Ctrl-C in the middle, say: the streams are out of step, nothing that follows could be right.
+        # Ctrl-C, say: the streams are out of step, so that no later result could be right.
         reason = f"rank {self._rank} was interrupted in {operation.describe()} by {error!r}: start all ranks again."
         self._watch.fail(PeerLostError(reason, rank=self._rank, during=operation.describe()))
         return error
@@ -313,7 +312,7 @@ class Executor:
             with contextlib.suppress(FrameError):
                 if decode_header(found)[0].sequence == operation.sequence:
                     raise UnexpectedHeader(link.rank, found)
-        deadline.woke(time.monotonic() - began)  # a stop may come here as well as in a poll
+        deadline.woke(time.monotonic() - began)  # the process may have been stopped here too
 
     def _poll(
         self,
@@ -336,7 +335,7 @@ class Executor:
         """Return whether a peer's counter is reached before `until`; messages move meanwhile."""
         began = time.monotonic()
         while not sign.advance():
-            if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have shown it before
+            if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have counted before
                 raise LinkBroken(sign.link.rank, "it shows nothing any more")
             if self._mailbox.busy:
                 self._mailbox.progress()

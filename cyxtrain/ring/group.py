@@ -1,6 +1,6 @@
-"""Ranks that talk: every collective on tensors, its numbering, its failure and its end.
+"""Collectives on tensors: their numbering, their failure and the group's end.
 
-A group is immutable: its ranks never change, and its generation tells its frames from those of a later one.
+A group is immutable: its ranks never change, and its generation distinguishes its frames from a later group's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from cyxtrain.ring.wire.reduction import Reducing
 from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 _LEAVE_SECONDS = 1.0
-"""How long leaving waits for a collective that another thread is in."""
+"""How long `leave` waits for another thread's collective."""
 
 
 class Group:
@@ -211,7 +211,7 @@ class Group:
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
         if self._selector.reads_in_place(spans, source.element_size()):
-            # Nothing of the source but this rank's part may change: others read the rest.
+            # Other ranks read the source: only this rank's part may change.
             flat = flat_view_of(output)
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
@@ -232,7 +232,7 @@ class Group:
     ) -> None:
         flat, end = source.clone(), sum(sizes[: self.rank + 1])
         check_target(output)
-        # Ranks must agree on all sizes; a header has no room for many.
+        # Ranks must agree on all sizes; a header holds only a few.
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
             operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
@@ -331,7 +331,7 @@ class Group:
         schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)
         buffers = Buffers(memory_of(source), memory_of(target), source.element_size())
         with self._lock:
-            # Ranks may send different amounts: the shape is no part of what they must agree on.
+            # Ranks may send different amounts, so the shape is not compared.
             operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
             self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         target[first:last] = source[begin:end]
@@ -429,7 +429,7 @@ class Group:
             if self._ring is not None and not left:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
-                    self._ring.watch.fail(loss)  # it is why we leave: a goodbye would blame us
+                    self._ring.watch.fail(loss)  # the cause; a goodbye would blame this rank
                 self._ring.close(self.sequence)
         finally:
             self._lock.release()

@@ -1,7 +1,7 @@
-"""Messages between two ranks: send and recv, on connections of their own.
+"""Messages between two ranks: send and recv, on their own connections.
 
-Nothing here waits for its own message only: whoever waits moves all messages of the group, in both directions,
-so that two ranks that both send first, or both receive first, come through.
+A waiting thread moves all messages of the group in both directions, so that two ranks that both send first, or both
+receive first, do not deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0
 _LONG_SECONDS = 1.0
-"""A rank that waits longer for another says so to all."""
+"""After this wait a rank reports to all for whom it waits."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class _Inbox:
     sum: bytes = b""
     early: list[Message] = field(default_factory=list)
     ended: bool = False
-    """The rank has left with a goodbye: there will be nothing more."""
+    """Whether the rank has left with a goodbye."""
 
 
 class _Sleeper:
@@ -194,7 +194,7 @@ class Mailbox:
             except CyxtrainError:
                 raise
             except BaseException as error:
-                # Ctrl-C, say, between a system call and our count of what it moved.
+                # Ctrl-C, say, between a system call and the count of its bytes.
                 rank = self._watch.rank
                 reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
                 self._watch.fail(PeerLostError(reason, rank=rank))

@@ -1,6 +1,6 @@
-"""What PyTorch may ask of the ring: its arguments become those of `Group`.
+"""The ring's operations as PyTorch calls them: PyTorch's arguments are converted to those of `Group`.
 
-PyTorch 2.11 and 2.13 call some methods by different names; both are here. `backend` shows these operations to PyTorch.
+PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RingOperations:
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce in place, on all ranks."""
         given, reduction, timeout = as_list(tensors, "all_reduce"), reduction_of(opts), timeout_of(opts)
-        if len(given) == 1 and given[0].layout is torch.strided:  # as nearly always: the rest takes longer
+        if len(given) == 1 and given[0].layout is torch.strided:  # the usual case; the rest takes longer
             self._group.all_reduce(given[0], reduction, timeout)
             return given
         for tensor, part in parted(given):
@@ -267,7 +267,7 @@ class RingOperations:
         flat = flat_view_of(check_target(tensor) if receiving else tensor)
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
-        def finish() -> None:  # it also keeps the flat tensor alive until then
+        def finish() -> None:  # also keeps the flat tensor alive
             if receiving:
                 copy_back(flat, tensor)
             if end is not None:
@@ -302,7 +302,7 @@ class RingOperations:
         """End everything that waits in this group, on every rank."""
         self.fail("its group was aborted")
 
-    # What PyTorch asks a group written in Python for.
+    # What PyTorch needs of a group written in Python.
 
     def rank(self) -> int:
         """Return this rank."""

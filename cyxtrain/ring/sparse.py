@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: indices and values are gathered, and equal indices are added up."""
+"""Sums of sparse tensors: indices and values are gathered, and values of equal indices are added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: time
     """
     if reduction not in (Reduction.SUM, Reduction.AVG):
         raise ConfigError(f"all_reduce: sparse tensors have SUM and AVG, not {reduction.name}. Call to_dense() first.")
-    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces no tensor in another mode than its own
+    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces a tensor only in the mode it was made in
         own = tensor.detach().coalesce()
         indices, values = own.indices().cpu(), own.values().cpu()
     with group.together():

@@ -1,4 +1,4 @@
-"""What a collective returns: PyTorch's Work."""
+"""PyTorch's Work: what a collective returns."""
 
 from __future__ import annotations
 

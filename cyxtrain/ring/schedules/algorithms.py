@@ -1,11 +1,10 @@
-"""Who sends which elements to whom: pure schedules, without sockets.
+"""Schedules: which rank sends which elements to which, without sockets.
 
-A schedule is the list of one rank's transfers, in order; ranks run theirs at the same time. Positions are
-element offsets. `send` refers to a source buffer, `receive` to a target buffer; for all_reduce they are one.
+A schedule is the list of one rank's steps, in order; all ranks run theirs at the same time. Positions are element
+offsets: `send` in a source buffer, `receive` in a target buffer, which are the same for all_reduce.
 
-The order in which elements are summed is a pure function of (world size, bytes): few are summed by recursive
-doubling; of more, chunk c is summed along the ring, beginning at rank c + 1 and ending at rank c. Every rank gets
-those very bits.
+The order of summation is a pure function of (world size, bytes): small tensors are summed by recursive doubling; of
+larger ones chunk c is summed along the ring, from rank c + 1 to rank c. Every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Span = tuple[int, int]
 Spans = tuple[Span, ...]
 NOTHING: Span = (0, 0)
 FEW_RANKS = 8
-"""Up to so many ranks more messages in fewer rounds are quicker."""
+"""Up to this number of ranks more messages in fewer rounds are faster."""
 
 
 class OnReceive(enum.IntEnum):
@@ -28,11 +27,11 @@ class OnReceive(enum.IntEnum):
 
     REPLACE = 0
     COMBINE = 1
-    """It is combined with what is there, piece by piece."""
+    """Combine them with the target, piece by piece."""
     EXCHANGE = 2
-    """It is combined with what is there once that has been sent; what comes from the lower rank stands first."""
+    """Combine them with the target once that was sent; the lower rank's elements are the first operand."""
     READ_REDUCE = 3
-    """It is read where it is, with that of other ranks."""
+    """Read them in place, with those of other ranks."""
 
 
 class Transfer(NamedTuple):

@@ -1,7 +1,7 @@
-"""Which schedule a collective takes.
+"""Selects the schedule of a collective.
 
-What is summed in which order follows from world size and bytes alone. Where the ranks run decides only how the same
-elements travel: on one machine they are read where they are, over several a ring of copies enters each machine once.
+The order of summation follows from world size and bytes alone. The place of the ranks decides only how elements travel:
+on one machine they are read in place or shared; across machines, copies along a ring enter each machine once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Spans, Step
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
-"""Whether other cores see what one writes in the order in which it was written."""
+"""Whether other cores see a core's writes in their order."""
 SHORT_BYTES = 1 << 14
 """Up to this size a payload fits into any socket buffer, and costs little more than an empty one."""
 OFFER_BYTES = 1 << 17
@@ -25,7 +25,7 @@ SEGMENT_BYTES = 1 << 20
 LONGEST_STAGED_BYTES = 4 << 20
 """Up to this size a tensor is reduced through shared memory: larger ones leave the cache, and two copies cost more."""
 FEW_BYTES = 1 << 18
-"""Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
+"""Up to this size latency decides how long a reduction takes, above it bandwidth."""
 
 
 def is_latency_bound(world_size: int, count: int, item_bytes: int) -> bool:

@@ -1,12 +1,11 @@
-"""Checksums of frames that only members of a run can calculate.
+"""Keyed checksums of frames, which only members of a run can compute.
 
-A frame's bytes are hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693). XXH3
-alone would not do: its digest of few bytes is a bijection of the seed, so one empty frame would give the seed away.
+A frame is hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693): XXH3's digest of
+a few bytes is a bijection of the seed, so that one empty frame would reveal it.
 
 This is no message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
-collisions" (xxHash's specification, doc/xxhash_spec.md), and a frame fits wherever the same header must come: sent
-back, to another rank, or, if it has no number, once more. Where the run has no secret, everybody at the store can read
-the key.
+collisions" (doc/xxhash_spec.md), and a frame can be replayed wherever the same header is expected. If the run has no
+secret, everyone who reaches the store can read the key.
 """
 
 from __future__ import annotations

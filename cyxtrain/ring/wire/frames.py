@@ -1,13 +1,13 @@
-"""What travels between ranks.
+"""The wire format of data frames and control frames.
 
-A data frame is a header of `HEADER_BYTES` and a payload. The header says which collective the payload belongs
-to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
-hostile length never allocates anything. A control frame is a short JSON text beside the data.
+A data frame is a header of `HEADER_BYTES` and a payload. The header names the collective completely: the receiver knows
+the expected header and compares bytes before it uses the payload, so that a hostile length never allocates memory. A
+control frame is a short JSON text on the control connection.
 
 Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
 dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
-two checksums (u64 each, checksums.py; 0 where they are off): of the payload, and of all of the header before. The
-address is 0 where the payload follows; else the payload stays where it is, and the receiver reads it there (memory.py).
+two checksums (u64 each, checksums.py; 0 if they are off): of the payload, and of the header before. The address is 0 if
+the payload follows; otherwise the receiver reads the payload there (peer_read.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADDRESS = struct.Struct(">Q")
 _NO_SUMS = bytes(2 * SUM_BYTES)
 _NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
 EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
-"""The part of a header that the receiver knows before it comes."""
+"""The part of a header that the receiver knows in advance."""
 HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
@@ -57,7 +57,7 @@ class DamagedError(FrameError):
 
 
 class Kind(enum.IntEnum):
-    """The operations that ranks do together."""
+    """Kinds of operations."""
 
     BARRIER = 1
     ALL_REDUCE = 2
@@ -70,15 +70,15 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 9
     MESSAGE = 10
 
-    __hash__ = int.__hash__  # that of an enumeration is Python, and slow
+    __hash__ = int.__hash__  # the hash of an enum is slow Python code
 
 
 _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
-"""What a root is in each operation; in the others, where things go."""
+"""What errors call an operation's root; "dst" in the others."""
 
 
 class Reduction(enum.IntEnum):
-    """How elements of several ranks become one."""
+    """Reductions of the elements of several ranks."""
 
     NONE = 0
     SUM = 1
@@ -153,7 +153,7 @@ class Operation(NamedTuple):
         """Return a description, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
         facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
         if self.dtype:
-            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # there, ranks may differ in it
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # ranks may differ in it
             facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
         if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
@@ -308,17 +308,17 @@ class Control(enum.IntEnum):
     """Kinds of control frames."""
 
     ABORT = 1
-    """The group has failed; why."""
+    """The group has failed, and why."""
     GOODBYE = 2
     """This rank leaves."""
     WAITING = 3
-    """This rank has waited for another for long."""
+    """This rank waits for another."""
     HEARTBEAT = 4
-    """This rank lives."""
+    """This rank is alive."""
     QUESTION = 5
-    """What are you doing?"""
+    """Asks what the receiver is doing."""
     ANSWER = 6
-    """What this rank does."""
+    """What this rank is doing."""
 
 
 def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) -> bytes:
@@ -355,7 +355,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in untrusted bytes; raise `FrameError` if there is none."""
     try:
         found = json.loads(data.decode())
-    except (ValueError, RecursionError):  # a thousand brackets are deeper than Python's stack
+    except (ValueError, RecursionError):  # nested deeper than Python's stack
         raise FrameError("the bytes are not JSON") from None
     if not isinstance(found, dict):
         raise FrameError("the bytes are not a JSON object")

@@ -1,4 +1,4 @@
-"""How two pieces of tensors become one."""
+"""Element-wise arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
 }
-"""The dtypes that NumPy adds with the same result, and a few elements in a third of the time."""
+"""Dtypes that NumPy adds with the same result, and small arrays in a third of the time."""
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -117,7 +117,7 @@ def silent_numpy() -> contextlib.AbstractContextManager[None]:
 def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
     """Return how a reduction of a dtype is calculated, by NumPy only if `quick`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
-    if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
+    if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
         return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if quick else None
     if array is not None:
@@ -125,7 +125,7 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = Fa
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:
-        # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
+        # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
         return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
     return Calculation(_OPERATORS[reduction], _as_tensor)
 
@@ -186,7 +186,7 @@ class Combiner:
         rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
         rows[own] = self._flat
         for into, source in steps:
-            # The same on every rank, which memory is also the result's: of two NaNs the same one's bits stay.
+            # The result is in the same operand on every rank, so that the same one of two NaNs stays.
             self._operator(rows[into], rows[source], out=rows[into])
         if own != 0:
             self._flat[...] = rows[0]
@@ -207,7 +207,7 @@ def divide(flat: Tensor, divisor: int) -> None:
         array = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
         np.floor_divide(array, array.dtype.type(divisor), out=array)
     elif flat.dtype is torch.bool:
-        return  # a mean of truth values is their SUM here: whether any is true
+        return  # the mean of booleans is whether any is true
     elif flat.is_complex():
         torch.view_as_real(flat).div_(divisor)
     elif flat.is_floating_point():

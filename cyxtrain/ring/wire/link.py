@@ -1,6 +1,6 @@
-"""One connection to one peer: it sends and receives what it can now, and never waits.
+"""A connection to a peer, which sends and receives what it can now and never waits.
 
-Waiting is in one place, `Poller.wait`, always with a `Deadline`.
+Only `Poller.wait` waits, always with a `Deadline`.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
 _MAX_POLLS = 64
 _LONGEST_POLL_SECONDS = 0.5
-"""A wait is cut into pieces: one that takes longer shows that this process was stopped meanwhile."""
+"""Waits are cut into pieces: one that takes longer shows that this process was stopped."""
 _STOPPED_SECONDS = 0.5
 _CONTROL_OPTIONS = {
-    # The kernel gives up where nothing has been acknowledged for so long: a cut of three seconds heals unnoticed, one
-    # of six never does. It is the kernels that answer each other, also for processes that are stopped or busy; and
-    # it is heartbeats that they answer. See tcp(7).
+    # The kernel gives up if nothing is acknowledged for this long: a cut of three seconds heals unnoticed, one of six
+    # does not. Kernels acknowledge heartbeats also for processes that are stopped or busy. See tcp(7).
     "TCP_USER_TIMEOUT": 4500,  # milliseconds
-    # Where nothing is on its way the kernel asks by itself, after a second and then every second.
+    # On an idle connection the kernel probes after a second and then every second.
     "TCP_KEEPIDLE": 1,
-    "TCP_KEEPALIVE": 1,  # what macOS calls TCP_KEEPIDLE
+    "TCP_KEEPALIVE": 1,  # macOS's name of TCP_KEEPIDLE
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": 4,
-    # It tries again every second at least, also where an answer takes long: else its last try before it gives up can
-    # come too early for a cut that heals after three seconds. Linux 6.15 and later.
+    # The kernel retries at least every second: otherwise its last retry could be too early for a cut of three seconds.
+    # Linux 6.15 and later.
     "TCP_RTO_MAX_MS": 1000,
 }
 _DATA_OPTIONS = {
-    # A link may be idle for hours, and firewalls forget what is idle. A peer that computes still answers this.
+    # Firewalls forget links that are idle for hours; kernels answer this also for a peer that computes.
     "TCP_KEEPIDLE": 60,
     "TCP_KEEPALIVE": 60,
     "TCP_KEEPINTVL": 15,
     "TCP_KEEPCNT": 8,
 }
 _NEAR_SEND_BYTES = 1 << 19
-"""What a sender may have under way on the same machine: it is still in a cache then, and not in memory."""
+"""Bytes in flight on the same machine, so that they stay in a cache."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
-"""Numbers that Python does not know yet."""
+"""Option numbers that Python does not define yet."""
 
 
 class Pollable(Protocol):

@@ -1,4 +1,4 @@
-"""Tensors as the ring sees them: flat memory to send from and receive into."""
+"""Tensors as flat memory to send from and receive into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Memory:
 
     def __init__(self, flat: Tensor, size: int) -> None:
         self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
-        self.flat = flat  # NumPy's array keeps this object, and so the memory
+        self.flat = flat  # keeps the memory alive
 
 
 def memory_of(flat: Tensor) -> memoryview:
@@ -63,7 +63,7 @@ def check_target(tensor: Tensor) -> Tensor:
 
 def _shares_memory(tensor: Tensor) -> bool:
     """Return whether any two elements are at one place; for rare strides of `as_strided`, whether they may be."""
-    reach = 0  # of the dimensions that lie closer together
+    reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True
@@ -103,7 +103,7 @@ def _is_closed(tensor: Tensor) -> bool:
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether no element of a CPU tensor is NaN or infinite. Cost: they are read once."""
-    # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
+    # NaN and infinities survive a sum, which may overflow by itself.
     return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
@@ -124,6 +124,6 @@ def flat_view_of(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension, which may be changed: a view of plain memory, otherwise a copy."""
     if is_plain(check_tensor(tensor)):
         if _is_closed(tensor) and tensor.numel():
-            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory by another name
+            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory
         return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
     return flat_copy_of(tensor)

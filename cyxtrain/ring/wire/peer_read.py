@@ -1,9 +1,8 @@
-"""Reads the memory of another process of this machine, where its kernel allows that (Linux).
+"""Reads the memory of another process of this machine, if its kernel allows it (Linux).
 
-What is read there need not be sent: one copy instead of two, and no system call for every piece. The other process
-says where its data is, leaves it there until we have said that we have it, and ends a stream on any error: whoever
-reads what is no longer valid finds the stream ended before it uses it.
-Source: process_vm_readv(2); the permission it needs is that of ptrace(2), section "Ptrace access mode checking".
+One copy instead of two, and no system call per piece. The peer leaves its data in place until this process has
+acknowledged it, and ends the stream on any error: a reader of invalid data finds the stream ended before it uses it.
+Source: process_vm_readv(2); ptrace(2), section "Ptrace access mode checking", for the permission.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import sys
 from typing import Any
 
 _PIECE_BYTES = 4 << 20
-"""Bytes read by one system call at most, so that a signal is not kept waiting."""
+"""Bytes read by one system call at most, so that signals are handled soon."""
 _LARGE_PAGE_BYTES = 2 << 20
 _LARGE_BYTES = 2 * _LARGE_PAGE_BYTES
-"""From this size on at least one whole large page lies in it."""
+"""From this size on memory contains a whole large page."""
 _TIMES = 3
-"""What has been seen so often will be seen again."""
+"""Uses after which memory is expected to be used again."""
 _MAX_SEEN = 1024
-"""So many places are kept in mind."""
+"""Places that are counted."""
 _MADV_COLLAPSE = 25
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-"""What whoever can read this process finds at the address that it is told."""
+"""Proves to a peer that it can read this process."""
 
 
 class _Piece(ctypes.Structure):
@@ -132,6 +131,6 @@ class LargePages:
         if times == _TIMES:
             first = -(-place[0] // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
             end = (place[0] + place[1]) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
-            _madvise(first, end - first, _MADV_COLLAPSE)  # where it cannot be done all stays as it is
+            _madvise(first, end - first, _MADV_COLLAPSE)  # a failure changes nothing
         elif len(self._seen) > _MAX_SEEN:
             self._seen.clear()

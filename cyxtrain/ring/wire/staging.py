@@ -1,4 +1,4 @@
-"""Tensors of an accelerator on a backend for CPUs: they are copied through pinned host memory."""
+"""Accelerator tensors on a CPU backend: they are copied through pinned host memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One transfer at work: a header and a payload that leave, a header and a payload that arrive.
+"""One transfer: a header and a payload to send, and a header and a payload to receive.
 
-Nothing here waits. What the kernel takes or has is moved, and whoever drives a transfer waits between.
+Nothing here waits: what the kernel takes or has is moved, and the caller waits between.
 """
 
 from __future__ import annotations
