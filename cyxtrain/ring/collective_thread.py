@@ -45,11 +45,11 @@ class PendingCall:
         self._call = call
         self._lock = threading.Lock()  # held until it is done; much cheaper than an Event
         self._lock.acquire()
-        self._changing = threading.Lock()
-        self._then: list[Callable[[], object]] = []
+        self._callbacks_lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] = []
         self._value: Any = None
         self._concluded = False
-        self._cut: Callable[[Any], Any] = _whole
+        self._trim: Callable[[Any], Any] = _whole
         self.error: BaseException | None = None
         self.done = False
 
@@ -64,23 +64,23 @@ class PendingCall:
     def _conclude(self) -> None:
         """Wake the waiting threads, and run the callbacks."""
         self._call = _nothing  # releases its tensors
-        with self._changing:
+        with self._callbacks_lock:
             self.done = True
-            then, self._then = self._then, []
+            callbacks, self._callbacks = self._callbacks, []
         self._lock.release()
-        for callback in then:
+        for callback in callbacks:
             try:
                 callback()
             except Exception:  # it must not end the thread
                 _log.exception("a callback of a collective has failed")
         self._concluded = True
-        self._value = self._cut(self._value)
+        self._value = self._trim(self._value)
 
-    def cut(self, cut: Callable[[Any], Any]) -> None:
+    def trim(self, trim: Callable[[Any], Any]) -> None:
         """Keep only `cut(result)` once the callbacks have seen the result."""
-        self._cut = cut
+        self._trim = trim
         if self._concluded:
-            self._value = cut(self._value)
+            self._value = trim(self._value)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the call is done, at most `seconds`; return whether it is."""
@@ -93,9 +93,9 @@ class PendingCall:
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Run a callback when the call is done; now if it is."""
-        with self._changing:
+        with self._callbacks_lock:
             if not self.done:
-                self._then.append(callback)
+                self._callbacks.append(callback)
                 return
         callback()
 
@@ -137,14 +137,14 @@ class CollectiveThread:
 
     def post(self, call: Callable[[], Any]) -> PendingCall:
         """Queue a call."""
-        delivery = PendingCall(call)
+        pending = PendingCall(call)
         with self._lock:
             if not self._closed:
                 self._pending += 1
-                self._queue.put(delivery)
-                return delivery
-        delivery.run()  # a group that was left refuses it with an error
-        return delivery
+                self._queue.put(pending)
+                return pending
+        pending.run()  # a group that was left refuses it with an error
+        return pending
 
     def close(self, seconds: float) -> None:
         """End the thread after the queued calls; wait for that at most `seconds`."""
@@ -156,10 +156,10 @@ class CollectiveThread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (delivery := self._queue.get()) is not None:
+        while (pending := self._queue.get()) is not None:
             try:
-                delivery.run()
+                pending.run()
             finally:
-                del delivery  # otherwise its tensors would live until the next call
+                del pending  # otherwise its tensors would live until the next call
                 with self._lock:
                     self._pending -= 1

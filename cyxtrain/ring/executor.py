@@ -41,10 +41,10 @@ from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
 from cyxtrain.ring.wire.transfers import (
     Buffers,
+    CorruptData,
     HeaderCache,
     Incoming,
     IncomingDescriptor,
-    OtherBytes,
     Outgoing,
     OutgoingDescriptor,
     ShortIncoming,
@@ -65,7 +65,7 @@ _SPIN_SECONDS = 1e-4
 """How long a rank polls before it sleeps: waking costs more than most answers take."""
 _READING_SECONDS, _LONGEST_READING_SECONDS = 3e-10, 1e-3
 """Additional polling for each byte that another rank reads from this one, and its limit."""
-_SIGN_SPIN_SECONDS = 1e-3
+_COUNTER_SPIN_SECONDS = 1e-3
 """Polling of a progress counter: nothing wakes a rank that waits for it."""
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-4, 2e-3
 """Then it sleeps for a tenth of the wait so far between checks, within these bounds."""
@@ -73,7 +73,7 @@ _give_way = vars(os).get("sched_yield", partial(time.sleep, 0))
 """Yields the core: with more ranks than cores another process may be the awaited rank."""
 
 
-_Arriving = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
+_Incoming = Incoming | ShortIncoming | IncomingDescriptor | ExpectedFrame | ProgressCounter
 
 
 class _Call(NamedTuple):
@@ -125,27 +125,27 @@ class Executor:
                         else:
                             self._read_reduce(step, call)
                     if not more and (self._offered or self._read):
-                        self._settle(call)
+                        self._acknowledge(call)
         except BaseException as error:
             raise self._failed(error, operation) from None
 
-    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
+    def take_rounds(self, opening: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         """Do this rank's part of a persistent operation; any error ends the group."""
         deadline, head = None, b""
         try:
             for sends, receives in rounds:  # links keep the order of frames
                 if deadline is None:  # often there is nothing to send or receive
-                    deadline, head = Deadline(timeout.total_seconds()), announcement.number()
+                    deadline, head = Deadline(timeout.total_seconds()), opening.number()
                 for link in sends:
-                    outgoing = begin_sending_frame(link, announcement.frame)
+                    outgoing = begin_sending_frame(link, opening.frame)
                     if outgoing is not None:
-                        self._drive(outgoing, None, announcement, deadline)
+                        self._drive(outgoing, None, opening, deadline)
                 for incoming in receives:
                     incoming.expect(head)
-                    spin_seconds = _SIGN_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
-                    self._drive(None, incoming, announcement, deadline, spin_seconds)
+                    spin_seconds = _COUNTER_SPIN_SECONDS if isinstance(incoming, ProgressCounter) else _SPIN_SECONDS
+                    self._drive(None, incoming, opening, deadline, spin_seconds)
         except BaseException as error:
-            raise self._failed(error, announcement) from None
+            raise self._failed(error, opening) from None
 
     def share_descriptor(self, operation: Operation, descriptor: int, src: int, deadline: Deadline) -> int:
         """Send rank `src`'s descriptor to all ranks over Unix sockets, right after a broadcast; see `Ranks`."""
@@ -167,7 +167,7 @@ class Executor:
             error = self._watch.explain(error.rank, error.reason)
         elif isinstance(error, UnexpectedHeader):
             error = mismatch(self._rank, operation, error.rank, error.found)
-        elif isinstance(error, OtherBytes):
+        elif isinstance(error, CorruptData):
             error = damaged(error.rank, self._rank, operation.describe())
         if isinstance(error, CyxtrainError):
             return at_operation(self._watch.fail(error), operation)
@@ -180,7 +180,7 @@ class Executor:
         to, source = transfer.send_to, transfer.receive_from
         item = call.buffers.item_bytes
         outgoing: Outgoing | None = None
-        incoming: _Arriving | None = None
+        incoming: _Incoming | None = None
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
             offered = is_offered(link.offers, len(payload), transfer.then)
@@ -207,7 +207,7 @@ class Executor:
         reduce_offers(offers, step.span, call.buffers)
         self._read.update(step.sources)
 
-    def _settle(self, call: _Call) -> None:
+    def _acknowledge(self, call: _Call) -> None:
         """Acknowledge the peers that this rank read from; wait until its own buffers are acknowledged."""
         read, offered = sorted(self._read), sorted(self._offered)
         spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
@@ -243,7 +243,7 @@ class Executor:
     def _drive(
         self,
         outgoing: Outgoing | OutgoingDescriptor | None,
-        incoming: _Arriving | None,
+        incoming: _Incoming | None,
         operation: Numbered,
         deadline: Deadline,
         spin_seconds: float = _SPIN_SECONDS,
@@ -270,7 +270,7 @@ class Executor:
 
     def _wait(
         self,
-        incoming: _Arriving | None,
+        incoming: _Incoming | None,
         outgoing: Outgoing | OutgoingDescriptor | None,
         operation: Numbered,
         deadline: Deadline,
@@ -296,7 +296,7 @@ class Executor:
             during=operation.describe(),
         )
 
-    def _look_around(self, operation: Numbered, incoming: _Arriving | None, deadline: Deadline) -> None:
+    def _look_around(self, operation: Numbered, incoming: _Incoming | None, deadline: Deadline) -> None:
         """Raise if another rank is in another collective: not every two schedules exchange frames."""
         identity, began = operation.identity(), time.monotonic()
         if isinstance(incoming, ProgressCounter):
@@ -308,7 +308,7 @@ class Executor:
             if len(found) < HEADER_BYTES or found.startswith(identity):
                 continue
             if is_damaged(found, self._checksums):
-                raise OtherBytes(link.rank)
+                raise CorruptData(link.rank)
             with contextlib.suppress(FrameError):
                 if decode_header(found)[0].sequence == operation.sequence:
                     raise UnexpectedHeader(link.rank, found)
@@ -316,13 +316,13 @@ class Executor:
 
     def _poll(
         self,
-        incoming: _Arriving | None,
+        incoming: _Incoming | None,
         outgoing: Outgoing | OutgoingDescriptor | None,
         deadline: Deadline,
         longest_seconds: float = _LONG_SECONDS,
     ) -> bool:
         if isinstance(incoming, ProgressCounter):
-            return self._nap_until(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
+            return self._poll_counter(incoming, Deadline(min(deadline.left(), longest_seconds)), deadline)
         readers: list[Pollable] = [incoming.link] if incoming else []
         writers: list[Pollable] = [outgoing.link] if outgoing else []
         if self._mailbox.busy:
@@ -331,12 +331,12 @@ class Executor:
             readers, writers = readers + more_readers, writers + more_writers
         return self._poller.wait(readers, writers, deadline, longest_seconds)
 
-    def _nap_until(self, sign: ProgressCounter, until: Deadline, deadline: Deadline) -> bool:
+    def _poll_counter(self, counter: ProgressCounter, until: Deadline, deadline: Deadline) -> bool:
         """Return whether a peer's counter is reached before `until`; messages move meanwhile."""
         began = time.monotonic()
-        while not sign.advance():
-            if self._watch.is_over(sign.link.rank) and not sign.advance():  # it may have counted before
-                raise LinkBroken(sign.link.rank, "it shows nothing any more")
+        while not counter.advance():
+            if self._watch.is_over(counter.link.rank) and not counter.advance():  # it may have counted before
+                raise LinkBroken(counter.link.rank, "it shows nothing any more")
             if self._mailbox.busy:
                 self._mailbox.progress()
             now = time.monotonic()
@@ -347,11 +347,11 @@ class Executor:
                 return False
         return True
 
-    def _ask(self, sign: ProgressCounter, operation: Numbered, deadline: Deadline) -> None:
+    def _ask(self, counter: ProgressCounter, operation: Numbered, deadline: Deadline) -> None:
         """Ask a peer whose counter does not move, once: in another collective it finds out now."""
-        question = sign.question(operation.sequence)
+        question = counter.question(operation.sequence)
         if question is not None:
-            outgoing = begin_sending_frame(sign.link, question)
+            outgoing = begin_sending_frame(counter.link, question)
             if outgoing is not None:
                 self._drive(outgoing, None, operation, deadline)
 

@@ -112,7 +112,7 @@ class Group:
         except BaseException:
             meeting.close()
             raise
-        self._courier: CollectiveThread | None = None
+        self._collective_thread: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
         alone = AlgorithmSelector(rank, world_size, ring=(rank,))
         self._selector = alone if self._ring is None else self._ring.selector
@@ -130,17 +130,17 @@ class Group:
         """Return a rank's rank in the world."""
         return self._names[rank]
 
-    def courier(self, *, asynchronous: bool) -> CollectiveThread | None:
+    def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
         """Return the thread that makes a call for the caller; None: the caller makes it."""
         self._doing.thread = threading.get_ident()
         ring = self._ring
-        if self._courier is None and asynchronous and not self._left and ring is not None and ring.overlaps:
+        if self._collective_thread is None and asynchronous and not self._left and ring is not None and ring.overlaps:
             with self._lock:
-                self._courier = self._courier or CollectiveThread()
-        courier = self._courier
-        if courier is None or courier.is_current or not (asynchronous or courier.busy):
+                self._collective_thread = self._collective_thread or CollectiveThread()
+        collective_thread = self._collective_thread
+        if collective_thread is None or collective_thread.is_current or not (asynchronous or collective_thread.busy):
             return None
-        return courier
+        return collective_thread
 
     @property
     def told(self) -> list[tuple[str, str]]:
@@ -383,7 +383,7 @@ class Group:
         """Make an operation the current one, unless the group has failed."""
         self._raise_failure(operation)
         self.sequence += 1
-        self._executor.spins = self._courier is None or not self._courier.is_current
+        self._executor.spins = self._collective_thread is None or not self._collective_thread.is_current
         self._doing.latest = operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
@@ -419,8 +419,8 @@ class Group:
 
     def leave(self) -> None:
         """Leave with a goodbye, unless the group has failed; harmless if called twice."""
-        if self._courier is not None:
-            self._courier.close(_LEAVE_SECONDS)
+        if self._collective_thread is not None:
+            self._collective_thread.close(_LEAVE_SECONDS)
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
@@ -445,7 +445,7 @@ class Group:
         """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._courier, self._staged = None, StagedReductions(self.persistent)
+        self._collective_thread, self._staged = None, StagedReductions(self.persistent)
         if self._ring is not None:
             self._ring.abandon()
 

@@ -67,7 +67,7 @@ class _Inbox:
     have: int = 0
     current: Message | None = None
     sum: bytes = b""
-    early: list[Message] = field(default_factory=list)
+    unclaimed: list[Message] = field(default_factory=list)
     ended: bool = False
     """Whether the rank has left with a goodbye."""
 
@@ -77,25 +77,25 @@ class _Sleeper:
 
     def __init__(self) -> None:
         self._poller = Poller()
-        self._alarm, self._bell = socket.socketpair()
-        self._rung = False
+        self._receiver, self._sender = socket.socketpair()
+        self._woken = False
 
     def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: Deadline) -> None:
-        self._poller.wait([*readers, self._alarm], writers, deadline)
+        self._poller.wait([*readers, self._receiver], writers, deadline)
 
     def wake(self) -> None:
-        if not self._rung:
-            self._rung = True
-            self._bell.send(b"!")
+        if not self._woken:
+            self._woken = True
+            self._sender.send(b"!")
 
-    def rise(self) -> None:
-        if self._rung:
-            self._rung = False
-            self._alarm.recv(1)
+    def clear(self) -> None:
+        if self._woken:
+            self._woken = False
+            self._receiver.recv(1)
 
     def close(self) -> None:
-        self._alarm.close()
-        self._bell.close()
+        self._receiver.close()
+        self._sender.close()
 
 
 class Mailbox:
@@ -107,16 +107,16 @@ class Mailbox:
         self._watch = watch
         self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
         self._inboxes = {peer: _Inbox() for peer in links}
-        self._wanted: list[Message] = []
+        self._receives: list[Message] = []
         self._lock = threading.RLock()
-        self._risen = threading.Condition(self._lock)
+        self._awake = threading.Condition(self._lock)
         self._asleep: list[_Sleeper] = []
         self._idle: list[_Sleeper] = []
 
     @property
     def busy(self) -> bool:
         """Whether any message is pending."""
-        return bool(self._wanted) or any(self._outboxes.values())
+        return bool(self._receives) or any(self._outboxes.values())
 
     def post_send(self, message: Message) -> None:
         """Start a send: as much as the kernel takes is sent at once."""
@@ -130,11 +130,11 @@ class Mailbox:
     def post_receive(self, message: Message) -> None:
         """Start a recv; what arrived early is taken first."""
         with self._lock:
-            self._wanted.append(message)
+            self._receives.append(message)
             self._wake_all()
             for peer in self._inboxes if message.peer == ANY_SOURCE else (message.peer,):
                 if not message.done:
-                    self._hand_out(peer)
+                    self._deliver(peer)
             self.progress()
 
     def wait(self, message: Message, deadline: Deadline) -> None:
@@ -156,21 +156,21 @@ class Mailbox:
             if message.done:
                 return True
             if deadline.passed():
-                raise self._watch.fail(self._too_late(message, deadline))
+                raise self._watch.fail(self._timeout_error(message, deadline))
             sleeper = self._idle.pop() if self._idle else _Sleeper()
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
         try:
             sleeper.sleep(readers, writers, deadline)
         finally:
-            with self._risen:
-                sleeper.rise()
+            with self._awake:
+                sleeper.clear()
                 self._asleep.remove(sleeper)
                 self._idle.append(sleeper)
-                self._risen.notify_all()
+                self._awake.notify_all()
         return False
 
-    def _too_late(self, message: Message, deadline: Deadline) -> CyxtrainError:
+    def _timeout_error(self, message: Message, deadline: Deadline) -> CyxtrainError:
         peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
         return CollectiveTimeoutError(
             f"rank {self._watch.rank} timed out in {message.operation.describe()}: it waited for "
@@ -203,22 +203,22 @@ class Mailbox:
     def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
         """Return the links that messages wait to (receive from, send to)."""
         with self._lock:
-            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
+            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._expects_from(peer)]
             return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
 
     def close(self) -> None:
         """Wait until no thread waits on a link; stopped links wake them."""
-        with self._risen:
-            self._risen.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
+        with self._awake:
+            self._awake.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
             for sleeper in self._idle:
                 sleeper.close()
             self._idle.clear()
 
-    def _listens_to(self, peer: int) -> bool:
+    def _expects_from(self, peer: int) -> bool:
         inbox = self._inboxes[peer]
-        if inbox.current is not None or any(message.peer == peer for message in self._wanted):
+        if inbox.current is not None or any(message.peer == peer for message in self._receives):
             return True
-        anyone = any(message.peer == ANY_SOURCE for message in self._wanted)
+        anyone = any(message.peer == ANY_SOURCE for message in self._receives)
         return anyone and (not inbox.ended or self._all_ended())
 
     def _all_ended(self) -> bool:
@@ -238,11 +238,11 @@ class Mailbox:
 
     def _receive_all(self, peer: int) -> None:
         try:
-            while self._listens_to(peer) and self._receive(peer):
+            while self._expects_from(peer) and self._receive(peer):
                 pass
         except LinkBroken as broken:
             inbox = self._inboxes[peer]
-            awaited = inbox.current is not None or any(message.peer == peer for message in self._wanted)
+            awaited = inbox.current is not None or any(message.peer == peer for message in self._receives)
             if awaited or not self._watch.has_left(broken.rank):
                 raise
             inbox.ended = True  # a recv from any source may still be served by the others
@@ -276,8 +276,8 @@ class Mailbox:
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
             message = self._claim(operation, peer)
             if message is None:
-                message = Message(operation, peer, _room_for(payload_bytes))
-                inbox.early.append(message)
+                message = Message(operation, peer, _allocate(payload_bytes))
+                inbox.unclaimed.append(message)
         except FrameError as error:
             raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
         inbox.current, inbox.sum = message, payload_sum(inbox.head)
@@ -290,8 +290,8 @@ class Mailbox:
                 raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
             inbox.current = None
             self._complete(message)
-            if inbox.early:
-                self._hand_out(peer)
+            if inbox.unclaimed:
+                self._deliver(peer)
 
     def _complete(self, message: Message) -> None:
         message.done = True
@@ -304,21 +304,21 @@ class Mailbox:
 
     def _claim(self, operation: Operation, peer: int) -> Message | None:
         """Return the oldest recv that matches, which no longer waits; None: there is none."""
-        for message in self._wanted:
+        for message in self._receives:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
                 self._check(message, operation, self._links[peer].rank)
-                self._wanted.remove(message)
+                self._receives.remove(message)
                 message.peer = peer
                 return message
         return None
 
-    def _hand_out(self, peer: int) -> None:
+    def _deliver(self, peer: int) -> None:
         """Give complete early messages to the recvs that match."""
         inbox = self._inboxes[peer]
-        for kept in [kept for kept in inbox.early if kept.done]:
+        for kept in [kept for kept in inbox.unclaimed if kept.done]:
             message = self._claim(kept.operation, peer)
             if message is not None:
-                inbox.early.remove(kept)
+                inbox.unclaimed.remove(kept)
                 message.data[:] = kept.data
                 self._complete(message)
 
@@ -340,7 +340,7 @@ class Mailbox:
         raise self._watch.fail(error).again()
 
 
-def _room_for(payload_bytes: int) -> memoryview:
+def _allocate(payload_bytes: int) -> memoryview:
     """Return memory of that size, which the kernel provides only as it fills."""
     try:
         return np.empty(payload_bytes, np.uint8).data

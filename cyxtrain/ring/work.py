@@ -23,7 +23,7 @@ from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.staging import beside
 
-_LET_GO: collections.deque[Work] = collections.deque(maxlen=4096)
+_RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
 
 It may wait for a work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
@@ -81,7 +81,7 @@ class DoneWork(Work):
 class KeptDoneWork(DoneWork):
     """The same for a call of PyTorch's with `async_op=True`."""
 
-    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
+    def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
         self._result = _small(self._result)
         keep(self)
 
@@ -89,10 +89,10 @@ class KeptDoneWork(DoneWork):
 class PostedWork(Work):
     """A collective that runs in another thread."""
 
-    def __init__(self, delivery: PendingCall, courier: CollectiveThread) -> None:
+    def __init__(self, pending: PendingCall, thread: CollectiveThread) -> None:
         super().__init__()
-        self._delivery = delivery
-        self._courier = courier
+        self._pending = pending
+        self._thread = thread
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is done; return True, or raise its error.
@@ -101,35 +101,35 @@ class PostedWork(Work):
             CollectiveTimeoutError: It is not done after `timeout`, and continues.
             CyxtrainError: A callback waits for a later collective.
         """
-        if self._courier.is_current and not self._delivery.done:
+        if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
                 "a callback of a collective waits for one that was asked for later, which cannot begin before the "
                 "callback ends. Wait for it outside of the callback."
             )
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
-        if not self._delivery.wait(seconds):
+        if not self._pending.wait(seconds):
             raise CollectiveTimeoutError(
                 f"wait() timed out after {seconds} s; the collective goes on until its deadline."
             )
-        self._delivery.outcome()
+        self._pending.outcome()
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
-        return self._delivery.done
+        return self._pending.done
 
     def is_success(self) -> bool:
         """Return whether it is done without an error."""
-        return self._delivery.done and self._delivery.error is None
+        return self._pending.done and self._pending.error is None
 
     def exception(self) -> BaseException | None:
         """Return its error; None: there is none so far."""
-        return self._delivery.error
+        return self._pending.error
 
     def result(self) -> list[Any]:
         """Return the result tensors, once it is done."""
         self.wait()
-        result: list[Any] = self._delivery.outcome()
+        result: list[Any] = self._pending.outcome()
         return result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -138,16 +138,16 @@ class PostedWork(Work):
         Give it a callback that starts a collective before you start another one: otherwise their order differs by rank.
         """
         over: torch.futures.Future[Any] = torch.futures.Future()
-        outcome = over.then(lambda _: self._delivery.outcome())
-        self._delivery.when_done(lambda: over.set_result(None))
+        outcome = over.then(lambda _: self._pending.outcome())
+        self._pending.when_done(lambda: over.set_result(None))
         return outcome
 
 
 class KeptPostedWork(PostedWork):
     """The same for a call of PyTorch's."""
 
-    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
-        self._delivery.cut(_small)
+    def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
+        self._pending.trim(_small)
         keep(self)
 
 
@@ -178,7 +178,7 @@ class MessageWork(Work):
         try:
             self._mailbox.wait(self._message, Deadline(seconds))
         except CyxtrainError as error:
-            raise _seen_from_outside(error, handled)  # noqa: B904
+            raise _without_inner_frames(error, handled)  # noqa: B904
         return self._finished()
 
     def is_completed(self) -> bool:
@@ -218,7 +218,7 @@ class MessageWork(Work):
         return True
 
 
-def _seen_from_outside(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
+def _without_inner_frames(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
     """Return an error whose traceback leads to the call only; `handled`: what the caller was handling, shown before."""
     error.__context__, error.__suppress_context__ = handled, error.__cause__ is not None
     return error.with_traceback(None)
@@ -237,23 +237,23 @@ _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """By the name of an argument of PyTorch's short forms, the option that it sets."""
 
 
-class Asked(Protocol):
+class HasGroup(Protocol):
     """What `collective` needs of a process group."""
 
     _group: Group
 
 
-def first(_: Asked, tensors: Any, *others: Any) -> Any:
+def first(_: HasGroup, tensors: Any, *others: Any) -> Any:
     """Return a collective's first argument."""
     return tensors
 
 
-def nothing(_: Asked) -> list[Tensor]:
+def nothing(_: HasGroup) -> list[Tensor]:
     """Return no tensor: a barrier's inputs."""
     return []
 
 
-def second(_: Asked, outputs: Any, inputs: Any, *others: Any) -> Any:
+def second(_: HasGroup, outputs: Any, inputs: Any, *others: Any) -> Any:
     """Return a collective's second argument."""
     return inputs
 
@@ -273,28 +273,28 @@ def collective(
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def ask(self: HasGroup, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
-            end = _unseen
+            end = _no_profiler
             if is_profiling():
                 end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
-            courier = self._group.courier(asynchronous=opts.asyncOp)
-            if courier is not None:
+            thread = self._group.collective_thread(asynchronous=opts.asyncOp)
+            if thread is not None:
                 call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
-                return _posted(courier, call, end, opts)
+                return _post(thread, call, end, opts)
             handled = sys.exc_info()[1]
             try:
                 result = method(self, *args[:tensors], **named, opts=opts)
             except CyxtrainError as error:
-                raise _seen_from_outside(error, handled)  # noqa: B904
+                raise _without_inner_frames(error, handled)  # noqa: B904
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
             finally:
-                if end is not _unseen:
+                if end is not _no_profiler:
                     end()
             return KeptDoneWork(result) if opts.asyncOp and _is_kept(opts) else DoneWork(result)
 
@@ -303,7 +303,7 @@ def collective(
     return decorate
 
 
-def _unseen() -> None:
+def _no_profiler() -> None:
     """Do nothing: no profiler runs."""
 
 
@@ -312,17 +312,17 @@ def _is_kept(opts: Any) -> bool:
     return opts.asyncOp and type(opts) is not CallOptions
 
 
-def _posted(
-    courier: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
+def _post(
+    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
 ) -> DoneWork | PostedWork:
     """Make a call in another thread, and call `end` when it is done."""
-    delivery = courier.post(beside(call))
-    if end is not _unseen:
-        delivery.when_done(end)
+    pending = thread.post(beside(call))
+    if end is not _no_profiler:
+        pending.when_done(end)
     if opts.asyncOp:
-        return KeptPostedWork(delivery, courier) if _is_kept(opts) else PostedWork(delivery, courier)
-    delivery.wait()
-    return DoneWork(delivery.outcome())
+        return KeptPostedWork(pending, thread) if _is_kept(opts) else PostedWork(pending, thread)
+    pending.wait()
+    return DoneWork(pending.outcome())
 
 
 def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[str, Any]) -> CallOptions:

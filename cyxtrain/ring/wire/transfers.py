@@ -57,7 +57,7 @@ class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, nev
         self.found = found
 
 
-class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
     """Data was corrupted in transit."""
 
     def __init__(self, rank: int) -> None:
@@ -85,7 +85,7 @@ def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
 def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
     """Raise if a received header is damaged or not the expected one."""
     if is_damaged(head, checksums):
-        raise OtherBytes(rank)
+        raise CorruptData(rank)
     if not head.startswith(expected) or offered != bool(payload_address(head)):
         raise UnexpectedHeader(rank, head)
 
@@ -194,7 +194,7 @@ class ShortIncoming:
             if have == len(self._landing):
                 self._payload[:] = self._landing[HEADER_BYTES:]
                 if self._checksums and self._checksums.of(self._payload) != payload_sum(head):
-                    raise OtherBytes(self.link.rank)
+                    raise CorruptData(self.link.rank)
                 self.done = True
         return count > 0
 
@@ -315,7 +315,7 @@ class Incoming:
         assert self._checksums is not None
         assert self._sum is not None
         if self._checksums.end(self._sum) != self._sum_expected:
-            raise OtherBytes(self.link.rank)
+            raise CorruptData(self.link.rank)
 
 
 def reduce_offers(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
