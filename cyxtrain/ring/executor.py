@@ -31,6 +31,7 @@ from cyxtrain.ring.wire.frames import (
     at_operation,
     damaged,
     decode_header,
+    expected_header,
     header,
     is_damaged,
     mismatch,
@@ -42,7 +43,6 @@ from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, Progr
 from cyxtrain.ring.wire.transfers import (
     Buffers,
     CorruptData,
-    HeaderCache,
     Incoming,
     IncomingDescriptor,
     Outgoing,
@@ -81,7 +81,7 @@ class _Call(NamedTuple):
 
     operation: Operation
     deadline: Deadline
-    begins: HeaderCache
+    identity: bytes
     buffers: Buffers
 
 
@@ -110,13 +110,13 @@ class Executor:
 
     def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
         """Do this rank's part of an operation; any error ends the group."""
-        begins = HeaderCache(operation.identity())
+        identity = operation.identity()
         try:
             with silent_numpy():
                 for schedule, buffers, more in stages:
                     if self._is_read:
                         self._pages.note(buffers.source)
-                    call = _Call(operation, deadline, begins, buffers)
+                    call = _Call(operation, deadline, identity, buffers)
                     for step in schedule:
                         if isinstance(step, Transfer):
                             self._transfer(step, call)
@@ -184,7 +184,7 @@ class Executor:
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
             offered = is_offered(link.offers, len(payload), transfer.then)
-            outgoing = begin_sending(link, call.begins, payload, offered=offered, checksums=self._checksums)
+            outgoing = begin_sending(link, call.identity, payload, offered=offered, checksums=self._checksums)
             if offered:
                 self._offered.add(to)
         if source is not None:
@@ -213,7 +213,7 @@ class Executor:
         spin_seconds = _SPIN_SECONDS + min(len(call.buffers.source) * _READING_SECONDS, _LONGEST_READING_SECONDS)
         self._read.clear()
         self._offered.clear()
-        self._send_to_all(read, header(call.begins[0], _NO_BYTES, checksums=self._checksums), call)
+        self._send_to_all(read, header(expected_header(call.identity, 0), _NO_BYTES, checksums=self._checksums), call)
         for peer in offered:
             self._drive(None, self._short(peer, NOTHING, call), *call[:2], spin_seconds)
 
@@ -221,7 +221,7 @@ class Executor:
         source, item = call.buffers.source, call.buffers.item_bytes
         if step.to:
             payload = source[step.send[0] * item : step.send[1] * item]
-            frame = header(call.begins[len(payload)], payload, checksums=self._checksums) + payload
+            frame = header(expected_header(call.identity, len(payload)), payload, checksums=self._checksums) + payload
             self._send_to_all(step.to, frame, call)
         for other, span in zip(step.sources, step.receive, strict=True):
             self._drive(None, self._short(other, span, call), *call[:2])
@@ -233,12 +233,12 @@ class Executor:
     def _short(self, source: int, span: Span, call: _Call) -> ShortIncoming:
         item = call.buffers.item_bytes
         into = call.buffers.target[span[0] * item : span[1] * item]
-        begin = call.begins[len(into)]
+        begin = expected_header(call.identity, len(into))
         return ShortIncoming(self._links[source], begin, into, self._landing, checksums=self._checksums)
 
     def _incoming(self, source: int, span: Span, then: OnReceive, call: _Call) -> Incoming:
         link = self._links[source]
-        return Incoming(link, call.begins, span, then, call.buffers, self._landing, checksums=self._checksums)
+        return Incoming(link, call.identity, span, then, call.buffers, self._landing, checksums=self._checksums)
 
     def _drive(
         self,

@@ -75,7 +75,8 @@ def make_gradient_buffers(group: Group, kinds: Sequence[tuple[int, torch.dtype]]
     persistent = group.persistent
     can_share = persistent.has_peers and persistent.selector.shares_memory
     sizes = [count * dtype.itemsize for count, dtype in kinds]
-    segment = make_segment(group, sizes) if can_share and any(sizes) else None
+    with group.together():
+        segment = make_segment(group, sizes) if can_share and any(sizes) else None
     buffers: list[SharedGradientBuffer | None] = [None] * len(kinds)
     if segment is None:
         return buffers

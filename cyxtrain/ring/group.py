@@ -268,7 +268,7 @@ class Group:
         copy_back(flat, tensor)
 
     def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
-        """Return rank 0's file descriptor on every rank, right after a broadcast; see `segment.Ranks`."""
+        """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `together`."""
         with self._lock:
             operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
             return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))

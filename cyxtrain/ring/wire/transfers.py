@@ -65,18 +65,6 @@ class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never sh
         self.rank = rank
 
 
-class HeaderCache(dict[int, bytes]):
-    """The beginnings of an operation's headers, by payload bytes: chunks have one size or two."""
-
-    def __init__(self, identity: bytes) -> None:
-        super().__init__()
-        self._identity = identity
-
-    def __missing__(self, payload_bytes: int) -> bytes:
-        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
-        return begin
-
-
 def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
     """Return whether a payload stays in place to be read: both sides must decide alike."""
     return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
@@ -113,11 +101,11 @@ class Outgoing:
 
 
 def begin_sending(
-    link: Link, begins: HeaderCache, payload: memoryview, *, offered: bool, checksums: Checksums | None
+    link: Link, identity: bytes, payload: memoryview, *, offered: bool, checksums: Checksums | None
 ) -> Outgoing | None:
     """Start to send a frame; return its rest. Of an `offered` payload only the address is sent."""
     address = address_of(payload) if offered else 0
-    head = header(begins[len(payload)], payload, checksums=checksums, address=address)
+    head = header(expected_header(identity, len(payload)), payload, checksums=checksums, address=address)
     if offered:
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
@@ -215,7 +203,7 @@ class Incoming:
     def __init__(
         self,
         link: Link,
-        begins: HeaderCache,
+        identity: bytes,
         span: Span,
         then: OnReceive,
         buffers: Buffers,
@@ -225,7 +213,7 @@ class Incoming:
     ) -> None:
         self._first = span[0]
         self._total = (span[1] - span[0]) * buffers.item_bytes
-        self._begin = begins[self._total]
+        self._begin = expected_header(identity, self._total)
         self._buffers = buffers
         self._then = then
         self._head = self._missing = landing[:HEADER_BYTES]
