@@ -55,7 +55,7 @@ def _strip() -> None:
         module.header = lambda begin, payload, checksums, address=0: b""
         module.expected_header = lambda identity, payload_bytes: b""
     small.put_sequence = lambda frame, sequence: None
-    transfers.check_header = lambda rank, head, expected, offered, checksums: None
+    transfers.check_header = lambda link, head, expected, offered: None
     Operation.identity = lambda operation: b""
     connections.PeerMonitor = _SilentWatch
 

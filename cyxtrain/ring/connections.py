@@ -49,8 +49,20 @@ class Connections:
         self.selector = _selector(meeting, rank)
         machines, room = ([entry.machine for entry in meeting.table], [entry.room for entry in meeting.table])
         self.overlaps = is_worth_it(options.communication, machines, room)
-        self.links = {peer: _link(meeting, rank, peer, names[peer]) for peer in sockets[Role.COLLECTIVES]}
-        self.message_links = {peer: Link(sock, names[peer]) for peer, sock in sockets[Role.MESSAGES].items()}
+        checksums = meeting.checksums if options.checksums else None
+        self.links = {
+            peer: Link(
+                sock,
+                names[peer],
+                PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None,
+                offers=rank in meeting.readers[peer],
+                checksums=checksums,
+            )
+            for peer, sock in sockets[Role.COLLECTIVES].items()
+        }
+        self.message_links = {
+            peer: Link(sock, names[peer], checksums=checksums) for peer, sock in sockets[Role.MESSAGES].items()
+        }
         controls = {names[peer]: sock for peer, sock in sockets[Role.CONTROL].items()}
         others = {names[peer]: meeting.table[peer].process for peer in self.links}
         own = meeting.table[rank].process
@@ -59,13 +71,19 @@ class Connections:
         links = (*self.links.values(), *self.message_links.values())
         # The monitor must not be in a reference cycle: what a group held is freed with it.
         stop = functools.partial(_stop, links)
-        sums = meeting.checksums
         self.watch = PeerMonitor(
-            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe, sums
+            names[rank],
+            controls,
+            pulse,
+            meeting.door,
+            meeting.selector,
+            shortest_seconds,
+            stop,
+            describe,
+            meeting.checksums,
         )
-        of_data = sums if options.checksums else None
-        self.mailbox = Mailbox(self.message_links, self.watch, of_data)
-        self.executor = Executor(self.links, self.mailbox, self.watch, of_data)
+        self.mailbox = Mailbox(self.message_links, self.watch)
+        self.executor = Executor(self.links, self.mailbox, self.watch)
 
     @property
     def transport(self) -> str:
@@ -92,12 +110,6 @@ def _stop(links: Iterable[Link]) -> None:
     """Wake all threads that wait on a link."""
     for link in links:
         link.stop()
-
-
-def _link(meeting: Meeting, rank: int, peer: int, name: int) -> Link:
-    """Return the link for collectives to a peer."""
-    memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
-    return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=rank in meeting.readers[peer])
 
 
 def _selector(meeting: Meeting, rank: int) -> AlgorithmSelector:

@@ -22,7 +22,6 @@ from cyxtrain.ring.messages import Mailbox
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, OnReceive, ReadReduce, Span, Transfer
 from cyxtrain.ring.schedules.selector import SHORT_BYTES
-from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
@@ -92,10 +91,8 @@ class Executor:
         spins: Whether to poll before sleeping; not while another thread wants Python's lock.
     """
 
-    def __init__(
-        self, links: dict[int, Link], mailbox: Mailbox, watch: PeerMonitor, checksums: Checksums | None
-    ) -> None:
-        self._checksums = checksums
+    def __init__(self, links: dict[int, Link], mailbox: Mailbox, watch: PeerMonitor) -> None:
+        self._checksums = next(iter(links.values())).checksums
         self._rank = watch.rank
         self._links = links
         self._mailbox = mailbox
@@ -184,7 +181,7 @@ class Executor:
         if to is not None:
             link, payload = self._links[to], call.buffers.source[transfer.send[0] * item : transfer.send[1] * item]
             offered = is_offered(link.offers, len(payload), transfer.then)
-            outgoing = begin_sending(link, call.identity, payload, offered=offered, checksums=self._checksums)
+            outgoing = begin_sending(link, call.identity, payload, offered=offered)
             if offered:
                 self._offered.add(to)
         if source is not None:
@@ -234,11 +231,11 @@ class Executor:
         item = call.buffers.item_bytes
         into = call.buffers.target[span[0] * item : span[1] * item]
         begin = expected_header(call.identity, len(into))
-        return ShortIncoming(self._links[source], begin, into, self._landing, checksums=self._checksums)
+        return ShortIncoming(self._links[source], begin, into, self._landing)
 
     def _incoming(self, source: int, span: Span, then: OnReceive, call: _Call) -> Incoming:
         link = self._links[source]
-        return Incoming(link, call.identity, span, then, call.buffers, self._landing, checksums=self._checksums)
+        return Incoming(link, call.identity, span, then, call.buffers, self._landing)
 
     def _drive(
         self,

@@ -16,7 +16,6 @@ import numpy as np
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
 from cyxtrain.ring.monitoring.monitor import PeerMonitor
-from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
@@ -101,8 +100,7 @@ class _Sleeper:
 class Mailbox:
     """The messages of one rank; thread-safe."""
 
-    def __init__(self, links: dict[int, Link], watch: PeerMonitor, checksums: Checksums | None) -> None:
-        self._checksums = checksums
+    def __init__(self, links: dict[int, Link], watch: PeerMonitor) -> None:
         self._links = links
         self._watch = watch
         self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
@@ -121,7 +119,7 @@ class Mailbox:
     def post_send(self, message: Message) -> None:
         """Start a send: as much as the kernel takes is sent at once."""
         begin = expected_header(message.operation.identity(), len(message.data))
-        message.head = header(begin, message.data, checksums=self._checksums)
+        message.head = header(begin, message.data, checksums=self._links[message.peer].checksums)
         with self._lock:
             self._outboxes[message.peer].append(message)
             self._wake_all()
@@ -269,7 +267,7 @@ class Mailbox:
         """Find the recv for a header; keep the payload if there is none yet."""
         rank = self._links[peer].rank
         try:
-            if is_damaged(inbox.head, self._checksums):
+            if is_damaged(inbox.head, self._links[peer].checksums):
                 raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
@@ -285,7 +283,8 @@ class Mailbox:
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
-            if self._checksums and self._checksums.of(message.data) != inbox.sum:
+            checksums = self._links[peer].checksums
+            if checksums is not None and checksums.of(message.data) != inbox.sum:
                 rank = self._links[peer].rank
                 raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
             inbox.current = None

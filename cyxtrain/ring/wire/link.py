@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
 _MAX_POLLS = 64
@@ -121,16 +122,24 @@ class Link:
         rank: The peer.
         memory: The peer's memory, if this process can read it.
         offers: Whether the peer can read this process's memory.
+        checksums: Of its frames; None: they carry none.
     """
 
     def __init__(
-        self, sock: socket.socket, rank: int, memory: PeerMemory | None = None, *, offers: bool = False
+        self,
+        sock: socket.socket,
+        rank: int,
+        memory: PeerMemory | None = None,
+        *,
+        offers: bool = False,
+        checksums: Checksums | None = None,
     ) -> None:
         sock.setblocking(False)
         _set_options(sock, _DATA_OPTIONS)
         _stay_in_cache(sock)
         self.rank = rank
         self.offers = offers
+        self.checksums = checksums
         self._memory = memory
         self._sock = sock
         self._fileno = sock.fileno()

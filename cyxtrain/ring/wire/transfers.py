@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from cyxtrain.ring.schedules.algorithms import OnReceive, Span, Step
 from cyxtrain.ring.schedules.selector import OFFER_BYTES, SEGMENT_BYTES
-from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
@@ -70,12 +69,12 @@ def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
     return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
 
 
-def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
+def check_header(link: Link, head: bytes, expected: bytes, *, offered: bool) -> None:
     """Raise if a received header is damaged or not the expected one."""
-    if is_damaged(head, checksums):
-        raise CorruptData(rank)
+    if is_damaged(head, link.checksums):
+        raise CorruptData(link.rank)
     if not head.startswith(expected) or offered != bool(payload_address(head)):
-        raise UnexpectedHeader(rank, head)
+        raise UnexpectedHeader(link.rank, head)
 
 
 class Outgoing:
@@ -100,12 +99,10 @@ class Outgoing:
         return sent > 0
 
 
-def begin_sending(
-    link: Link, identity: bytes, payload: memoryview, *, offered: bool, checksums: Checksums | None
-) -> Outgoing | None:
+def begin_sending(link: Link, identity: bytes, payload: memoryview, *, offered: bool) -> Outgoing | None:
     """Start to send a frame; return its rest. Of an `offered` payload only the address is sent."""
     address = address_of(payload) if offered else 0
-    head = header(expected_header(identity, len(payload)), payload, checksums=checksums, address=address)
+    head = header(expected_header(identity, len(payload)), payload, checksums=link.checksums, address=address)
     if offered:
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
@@ -158,17 +155,14 @@ class IncomingDescriptor:
 class ShortIncoming:
     """A short transfer to receive, header and payload in one piece, which replaces what is there."""
 
-    __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
+    __slots__ = ("_begin", "_have", "_landing", "_payload", "done", "link")
 
-    def __init__(
-        self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: Checksums | None
-    ) -> None:
+    def __init__(self, link: Link, begin: bytes, payload: memoryview, landing: memoryview) -> None:
         self.link = link
         self.done = False
         self._begin = begin
         self._payload = payload
         self._landing = landing[: HEADER_BYTES + len(payload)]
-        self._checksums = checksums
         self._have = 0
 
     def advance(self) -> bool:
@@ -178,10 +172,11 @@ class ShortIncoming:
         have = self._have = have + count
         if have >= HEADER_BYTES:  # of another header there may come no more
             head = bytes(self._landing[:HEADER_BYTES])
-            check_header(self.link.rank, head, self._begin, offered=False, checksums=self._checksums)
+            check_header(self.link, head, self._begin, offered=False)
             if have == len(self._landing):
                 self._payload[:] = self._landing[HEADER_BYTES:]
-                if self._checksums and self._checksums.of(self._payload) != payload_sum(head):
+                checksums = self.link.checksums
+                if checksums is not None and checksums.of(self._payload) != payload_sum(head):
                     raise CorruptData(self.link.rank)
                 self.done = True
         return count > 0
@@ -196,7 +191,7 @@ class Incoming:
     """
 
     __slots__ = (
-        *("_address", "_begin", "_buffers", "_checksums", "_end", "_first", "_head", "_missing", "_room", "_start"),
+        *("_address", "_begin", "_buffers", "_end", "_first", "_head", "_missing", "_room", "_start"),
         *("_sum", "_sum_expected", "_then", "_total", "done", "link", "offered"),
     )
 
@@ -208,8 +203,6 @@ class Incoming:
         then: OnReceive,
         buffers: Buffers,
         landing: memoryview,
-        *,
-        checksums: Checksums | None,
     ) -> None:
         self._first = span[0]
         self._total = (span[1] - span[0]) * buffers.item_bytes
@@ -218,8 +211,7 @@ class Incoming:
         self._then = then
         self._head = self._missing = landing[:HEADER_BYTES]
         self._address = 0
-        self._checksums = checksums
-        self._sum = None if checksums is None else checksums.begin()
+        self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
         self.offered = is_offered(link.reads, self._total, then)
@@ -254,7 +246,7 @@ class Incoming:
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
+            check_header(self.link, head, self._begin, offered=self.offered)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
             if self._then is OnReceive.READ_REDUCE:
@@ -300,9 +292,9 @@ class Incoming:
 
     def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.
-        assert self._checksums is not None
+        assert self.link.checksums is not None
         assert self._sum is not None
-        if self._checksums.end(self._sum) != self._sum_expected:
+        if self.link.checksums.end(self._sum) != self._sum_expected:
             raise CorruptData(self.link.rank)
 
 
