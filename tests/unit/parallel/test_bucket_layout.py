@@ -133,7 +133,7 @@ def test_a_bucket_is_not_filled_again_before_what_it_sent_is_over():
             over.append(True)
             raise RuntimeError("its group has failed since")
 
-    bucket.travel._under_way = [Work(), Work()]
+    bucket.travel._pending = [Work(), Work()]
     bucket.clear()
     assert over == [True, True]
     bucket.clear()
