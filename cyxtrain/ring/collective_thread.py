@@ -77,7 +77,7 @@ class PendingCall:
         self._value = self._trim(self._value)
 
     def trim(self, trim: Callable[[Any], Any]) -> None:
-        """Keep only `cut(result)` once the callbacks have seen the result."""
+        """Keep only `trim(result)` once the callbacks have seen the result."""
         self._trim = trim
         if self._concluded:
             self._value = trim(self._value)

@@ -325,7 +325,7 @@ class Group:
         (begin, end), (first, last) = send[self.rank], receive[self.rank]
         if end - begin != last - first:
             raise ConfigError(
-                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to get "
+                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to receive "
                 f"{last - first} from itself."
             )
         schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)

@@ -331,7 +331,7 @@ class Mailbox:
         ):
             return
         error = CollectiveMismatchError(
-            f"rank {rank} sends {found.describe()}, which does not fit the recv of rank {self._watch.rank}: "
+            f"rank {rank} sends {found.describe()}, which does not match the recv of rank {self._watch.rank}: "
             f"{ours.describe()}. send and recv must agree on the number of elements and the dtype.",
             rank=rank,
             during=ours.describe(),

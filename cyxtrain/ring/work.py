@@ -103,13 +103,13 @@ class PostedWork(Work):
         """
         if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
-                "a callback of a collective waits for one that was asked for later, which cannot begin before the "
-                "callback ends. Wait for it outside of the callback."
+                "a callback of a collective waits for one that was started later, which cannot begin before the "
+                "callback ends. Wait for it outside the callback."
             )
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._pending.wait(seconds):
             raise CollectiveTimeoutError(
-                f"wait() timed out after {seconds} s; the collective goes on until its deadline."
+                f"wait() timed out after {seconds} s; the collective continues until its deadline."
             )
         self._pending.outcome()
         return True

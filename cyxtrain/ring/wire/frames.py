@@ -265,9 +265,9 @@ def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> Collect
 def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
     """Return the error for data that was corrupted in transit."""
     return DamagedFrameError(
-        f"the link from rank {peer} to rank {rank} delivered other bytes than were sent, in {during}: "
-        "memory, a network card or a cable on the way is faulty, or somebody there changes them. Nobody has used them; "
-        "start all ranks again, without that machine or that way if it happens again.",
+        f"data from rank {peer} to rank {rank} was corrupted in transit, in {during}: memory, a network card or a "
+        "cable is faulty, or somebody tampers with it. The data was not used. Start all ranks again, without that "
+        "machine or network path if it happens again.",
         rank=peer,
         during=during,
     )
