@@ -16,6 +16,7 @@ from cyxtrain.ring.rendezvous.handshake import Role
 from cyxtrain.ring.rendezvous.rendezvous import Meeting
 from cyxtrain.ring.schedules.algorithms import FEW_RANKS
 from cyxtrain.ring.schedules.selector import SEGMENT_BYTES, AlgorithmSelector
+from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.kernels import Scratch
 from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.wire.peer_read import PeerMemory
@@ -50,16 +51,7 @@ class Connections:
         machines, room = ([entry.machine for entry in meeting.table], [entry.room for entry in meeting.table])
         self.overlaps = is_worth_it(options.communication, machines, room)
         checksums = meeting.checksums if options.checksums else None
-        self.links = {
-            peer: Link(
-                sock,
-                names[peer],
-                PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None,
-                offers=rank in meeting.readers[peer],
-                checksums=checksums,
-            )
-            for peer, sock in sockets[Role.COLLECTIVES].items()
-        }
+        self.links = {peer: _link(meeting, rank, peer, names[peer], checksums) for peer in sockets[Role.COLLECTIVES]}
         self.message_links = {
             peer: Link(sock, names[peer], checksums=checksums) for peer, sock in sockets[Role.MESSAGES].items()
         }
@@ -71,16 +63,9 @@ class Connections:
         links = (*self.links.values(), *self.message_links.values())
         # The monitor must not be in a reference cycle: what a group held is freed with it.
         stop = functools.partial(_stop, links)
+        sums = meeting.checksums
         self.watch = PeerMonitor(
-            names[rank],
-            controls,
-            pulse,
-            meeting.door,
-            meeting.selector,
-            shortest_seconds,
-            stop,
-            describe,
-            meeting.checksums,
+            names[rank], controls, pulse, meeting.door, meeting.selector, shortest_seconds, stop, describe, sums
         )
         self.mailbox = Mailbox(self.message_links, self.watch)
         self.executor = Executor(self.links, self.mailbox, self.watch)
@@ -110,6 +95,13 @@ def _stop(links: Iterable[Link]) -> None:
     """Wake all threads that wait on a link."""
     for link in links:
         link.stop()
+
+
+def _link(meeting: Meeting, rank: int, peer: int, name: int, checksums: Checksums | None) -> Link:
+    """Return the link for collectives to a peer."""
+    memory = PeerMemory(meeting.table[peer].process.pid) if peer in meeting.readers[rank] else None
+    offers = rank in meeting.readers[peer]
+    return Link(meeting.sockets[Role.COLLECTIVES][peer], name, memory, offers=offers, checksums=checksums)
 
 
 def _selector(meeting: Meeting, rank: int) -> AlgorithmSelector:

@@ -35,7 +35,6 @@ from cyxtrain.ring.wire.frames import (
     is_damaged,
     mismatch,
 )
-from cyxtrain.ring.wire.kernels import silent_numpy
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
 from cyxtrain.ring.wire.peer_read import LargePages
 from cyxtrain.ring.wire.persistent import ExpectedFrame, PersistentHeader, ProgressCounter, Rounds
@@ -109,20 +108,19 @@ class Executor:
         """Do this rank's part of an operation; any error ends the group."""
         identity = operation.identity()
         try:
-            with silent_numpy():
-                for schedule, buffers, more in stages:
-                    if self._is_read:
-                        self._pages.note(buffers.source)
-                    call = _Call(operation, deadline, identity, buffers)
-                    for step in schedule:
-                        if isinstance(step, Transfer):
-                            self._transfer(step, call)
-                        elif isinstance(step, Multicast):
-                            self._multicast(step, call)
-                        else:
-                            self._read_reduce(step, call)
-                    if not more and (self._offered or self._read):
-                        self._acknowledge(call)
+            for schedule, buffers, more in stages:
+                if self._is_read:
+                    self._pages.note(buffers.source)
+                call = _Call(operation, deadline, identity, buffers)
+                for step in schedule:
+                    if isinstance(step, Transfer):
+                        self._transfer(step, call)
+                    elif isinstance(step, Multicast):
+                        self._multicast(step, call)
+                    else:
+                        self._read_reduce(step, call)
+                if not more and (self._offered or self._read):
+                    self._acknowledge(call)
         except BaseException as error:
             raise self._failed(error, operation) from None
 
@@ -360,9 +358,8 @@ class SoloExecutor:
 
     def run(self, operation: Operation, stages: Iterable[Stage], deadline: Deadline) -> None:
         """Do the arithmetic between the stages."""
-        with silent_numpy():
-            for _ in stages:
-                pass
+        for _ in stages:
+            pass
 
     def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta) -> None:
         """Raise: a world of one has no persistent operations."""

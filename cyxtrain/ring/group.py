@@ -114,11 +114,9 @@ class Group:
             raise
         self._collective_thread: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        alone = AlgorithmSelector(rank, world_size, ring=(rank,))
-        self._selector = alone if self._ring is None else self._ring.selector
+        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if self._ring is None else self._ring.selector
         self._executor = SoloExecutor() if self._ring is None else self._ring.executor
-        links = {} if self._ring is None or options.checksums else self._ring.links
-        self.persistent = PersistentOps(links, self._selector, generation)
+        self.persistent = PersistentOps({} if self._ring is None else self._ring.links, self._selector, generation)
         self._staged = StagedReductions(self.persistent)
         self._siblings.add(self)
 

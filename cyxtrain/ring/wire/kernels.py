@@ -113,6 +113,11 @@ def silent_numpy() -> contextlib.AbstractContextManager[None]:
     return np.errstate(all="ignore")
 
 
+def _add_silently(one: Any, other: Any, out: Any) -> None:
+    with silent_numpy():
+        np.add(one, other, out)
+
+
 @functools.cache
 def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
     """Return how a reduction of a dtype is calculated, by NumPy only if `quick`; refuse unsupported ones."""
@@ -121,7 +126,7 @@ def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = Fa
         return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if quick else None
     if array is not None:
-        return Calculation(np.add, _as_array(array))
+        return Calculation(_add_silently, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:

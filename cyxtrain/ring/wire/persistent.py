@@ -50,7 +50,7 @@ class PersistentOps:
     """The headers of one group's persistent operations, and its small all_reduces by shape, dtype and reduction.
 
     Args:
-        links: To each other rank; none if frames carry checksums.
+        links: To each other rank.
         selector: Of this rank.
         generation: Of the group.
     """
@@ -59,7 +59,7 @@ class PersistentOps:
         self.selector = selector
         self.numbers = itertools.count()
         """Numbers of shared buffers: the same on each rank, as all make them together."""
-        self._links = links
+        self._links = {peer: link for peer, link in links.items() if link.checksums is None}
         self._generation = generation
         self._kept: dict[tuple[torch.dtype, torch.Size, Reduction], SmallReduction] = {}
 
