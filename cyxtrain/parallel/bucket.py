@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cyxtrain.errors import DistributedTrainingError
 from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
 from cyxtrain.parallel.layout import BucketSpec
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
+from cyxtrain.ring import SharedGradientBuffer
 
 STEP_LATER = (
     "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "
@@ -30,7 +30,7 @@ class Bucket:
         parameters: Sequence[tuple[str, nn.Parameter]],
         index: int,
         last: bool,
-        mean: SharedMean | None = None,
+        mean: SharedGradientBuffer | None = None,
         *,
         as_view: bool = False,
     ) -> None:

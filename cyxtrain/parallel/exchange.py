@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
-from cyxtrain.ring.work import CallOptions
+from cyxtrain.ring import CallOptions, SharedGradientBuffer
 from cyxtrain.world.consensus import backends_of
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
@@ -109,7 +108,7 @@ class AllReduceExchange(GradientExchange):
 class SharedMemoryExchange(GradientExchange):
     """A bucket in memory that all ranks share: nothing is sent."""
 
-    def __init__(self, mean: SharedMean, gradients_end: int) -> None:
+    def __init__(self, mean: SharedGradientBuffer, gradients_end: int) -> None:
         super().__init__(mean.tensor, gradients_end)
         self._mean = mean
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cyxtrain.environment import torch_compat
-from cyxtrain.ring.wire.payload import is_finite
+from cyxtrain.ring import is_finite
 
 _FEW = 8  # up to so many tensors are summed one by one: grouping them takes longer
 _LARGE = 1 << 16  # elements from which one operation per tensor costs less than joining them

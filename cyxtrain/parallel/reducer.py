@@ -29,8 +29,7 @@ from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
-from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
+from cyxtrain.ring import RingProcessGroup, SharedGradientBuffer
 from cyxtrain.world import runtime
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
@@ -56,7 +55,7 @@ class Reducer:
         layout = _layout(dense, sparse, config)
         self._buckets = [
             Bucket(spec, dense, index, spec is layout[-1], mean, as_view=config.gradient_as_bucket_view)
-            for index, (spec, mean) in enumerate(zip(layout, _shared_means(layout, config), strict=True))
+            for index, (spec, mean) in enumerate(zip(layout, _gradient_buffers(layout, config), strict=True))
         ]
         self.low_rank = compress(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
@@ -96,7 +95,8 @@ class Reducer:
         for index, parameters in [*enumerate(buckets), (_SPARSE, sparse)]:
             for slot, parameter in enumerate(parameters):
                 torch_compat.attach_hooks(parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(own, index, slot)))
+                hook = functools.partial(Reducer._on_gradient, own, index, slot)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def take_over(self, earlier: Reducer) -> None:
         """Close an `earlier` reducer of the same module, and continue from its state."""
@@ -195,8 +195,12 @@ class Reducer:
             self._versions = None  # they are of a forward that does not belong to this backward
         self._finish(check=absent and not self._allow_unused)
 
-    def on_gradient(self, index: int, slot: int) -> None:
+    @staticmethod
+    def _on_gradient(own: weakref.ref[Reducer], index: int, slot: int, _: Tensor) -> None:
         """Copy a gradient to its bucket, and launch the buckets that are complete. Called by autograd."""
+        self = own()
+        if self is None:
+            return
         if self.held or self._newer:  # of two wrappers of one module, the newer one averages
             self.unsynced = True
             return
@@ -381,13 +385,13 @@ def _layout(
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, has_signals=True)]
 
 
-def _shared_means(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedMean | None]:
+def _gradient_buffers(layout: Sequence[BucketSpec], config: DDPConfig) -> Sequence[SharedGradientBuffer | None]:
     """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_here = all(spec.device.type == "cpu" for spec in layout)
     group = runtime.group_for(torch.device("cpu"))
     if config.compression is not None or not are_here or not isinstance(group, RingProcessGroup):
         return [None] * len(layout)
-    return group.make_shared_means([(spec.count, spec.dtype) for spec in layout])
+    return group.make_gradient_buffers([(spec.count, spec.dtype) for spec in layout])
 
 
 class _Backward:
@@ -398,15 +402,6 @@ class _Backward:
 
     def at_end(self) -> None:
         self._reducer.at_end_of_backward()
-
-
-def _hook(reducer: weakref.ref[Reducer], index: int, slot: int) -> Callable[[Tensor], None]:
-    def on_gradient(_: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.on_gradient(index, slot)
-
-    return on_gradient
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""The CPU backend: a `torch.distributed` process group named "ring". It knows nothing of training.
+"""The CPU backend: a `torch.distributed` process group named "ring". Other packages import only these names.
 
 This is its public interface; nothing outside of this folder imports the modules inside. `rendezvous/` connects the
 ranks, `wire/` and `shared_memory/` move data, `schedules/` says who sends what to whom, and `monitoring/` notices ranks
@@ -7,6 +7,7 @@ that die or stall. A group holds these together: `group`, `connections`, `collec
 """
 
 from cyxtrain.ring.backend import RingProcessGroup, register
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.rendezvous.accept import Acceptor
 from cyxtrain.ring.rendezvous.dial import ClosedError, dial_once, socket_address
 from cyxtrain.ring.rendezvous.group_registry import WORLD_GROUPS
@@ -19,12 +20,15 @@ from cyxtrain.ring.rendezvous.record import RankRecord, foreign_value, parse_rec
 from cyxtrain.ring.rendezvous.rendezvous import own_record
 from cyxtrain.ring.rendezvous.store import open_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError, poll_until
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
 from cyxtrain.ring.wire.link import Deadline, watch_over
+from cyxtrain.ring.wire.payload import is_finite, memory_of
+from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
+from cyxtrain.ring.work import CallOptions
 
 __all__ = [
     "WORLD_GROUPS",
     "Acceptor",
+    "CallOptions",
     "ClosedError",
     "Deadline",
     "HandshakeError",
@@ -36,13 +40,16 @@ __all__ = [
     "RefusedError",
     "RingProcessGroup",
     "Role",
+    "SharedGradientBuffer",
     "StoreClient",
     "StoreLostError",
     "await_all_ranks",
     "dial_once",
     "foreign_value",
+    "is_finite",
     "listen",
     "listen_unix",
+    "memory_of",
     "open_store",
     "open_to_reading",
     "own_record",

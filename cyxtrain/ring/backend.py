@@ -1,27 +1,28 @@
-"""The face that PyTorch sees: `torch.distributed.init_process_group("ring")`."""
+"""The process group for `torch.distributed.init_process_group("ring")`."""
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing.util
 import sys
+import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cyxtrain.config import RingOptions
 from cyxtrain.environment import accelerator, torch_compat
-from cyxtrain.ring.dynamo_skip import skip_dynamo
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.process_group import RingOperations
 from cyxtrain.ring.rendezvous.group_registry import WORLD_GROUPS, GroupRegistry
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
-# Two ways to write a backend in Python. To delete the old one: this branch, and naming.py.
+# To drop PyTorch before 2.14, delete this branch and legacy_backend.py.
 if torch_compat.BACKENDS_HAVE_A_CONSTRUCTOR:
     from cyxtrain.ring.registered_backend import RegisteredGroup as PyTorchGroup
 else:
@@ -31,17 +32,19 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class RingProcessGroup(RingOperations, PyTorchGroup):
-    """A process group of ranks that talk directly; tensors of an accelerator are copied through pinned host memory.
+    """A torch.distributed process group whose ranks communicate directly.
+
+    Tensors of an accelerator are copied through pinned host memory.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
         rank: This rank.
-        world_size: How many ranks there are.
-        timeout: For joining and for every collective.
-        join_timeout: For joining alone.
-        generation: Of the group; frames of another generation are refused.
-        names: By rank, how errors call it: its rank in the world; None: the same.
-        options: What the environment says about the ring; None: the defaults.
+        world_size: Number of ranks.
+        timeout: Of joining and of every collective.
+        join_timeout: Of joining alone.
+        generation: Frames of another generation are refused.
+        names: By rank, its rank in the world, for errors; None: the same.
+        options: Settings of the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:
@@ -72,38 +75,47 @@ class RingProcessGroup(RingOperations, PyTorchGroup):
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        """Machine and description of accelerators, by rank; empty in a world of one."""
         return self._group.told
 
     def get_group_store(self) -> dist.Store:
-        """Returns the store that the group was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
     def shutdown(self) -> None:
-        """Leaves the group with a goodbye; harmless twice."""
+        """Leave the group with a goodbye; harmless if called twice."""
         self._at_exit.cancel()
         super().shutdown()
-        # Whoever still holds this group must not hold the port of the store with it.
+        # A reference to this group must not keep the port of the store open.
         self._store = dist.HashStore()
 
 
 def register() -> None:
-    """Makes "ring" a backend of torch.distributed. No socket, no thread."""
+    """Make "ring" a backend of torch.distributed; opens no socket and starts no thread."""
     works = (DoneWork, KeptDoneWork, MessageWork, PostedWork, KeptPostedWork)
-    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedMean, *works):
-        skip_dynamo(cls)
+    for cls in (RingProcessGroup, RingOperations, PyTorchGroup, SharedGradientBuffer, *works):
+        _skip_dynamo(cls)
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", _create, extended_api=True, devices=_devices())
 
 
+def _skip_dynamo(cls: type) -> None:
+    """Keep torch.compile away from a class's methods, without importing the compiler, which takes seconds."""
+    for name, member in [*vars(cls).items()]:
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, types.FunctionType) and not torch_compat.skip_compiling(function):
+            disabled = torch.compiler.disable(function)
+            setattr(cls, name, property(disabled) if isinstance(member, property) else disabled)
+
+
 def _devices() -> list[str]:
-    """Returns the types of device whose tensors the ring carries: "cuda", say, only where there is one."""
+    """Return the device types whose tensors the ring carries."""
     visible = accelerator.visible()
     return ["cpu"] if visible is None else ["cpu", visible.type]
 
 
 def _create(options: Any, ready: Any) -> RingProcessGroup:
-    """Makes the group that PyTorch asks for, or takes the one that came as `pg_options`."""
+    """Make the group that PyTorch asks for, or take the one passed as `pg_options`."""
     if isinstance(ready, RingProcessGroup):
         return ready
     settings = dataclasses.replace(RingOptions.from_environment(), group_name=options.group_id)
@@ -124,6 +136,6 @@ def _leave(group: weakref.ref[Group]) -> None:
     if alive is None:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; a prompt's may be long past
+    if error is not None and "ps1" not in vars(sys):  # the program ends because of it; at a prompt it may be old
         alive.fail(f"{type(error).__name__}: {error}")
     alive.leave()

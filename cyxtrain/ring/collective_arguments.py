@@ -1,4 +1,4 @@
-"""PyTorch's arguments, turned into the ring's and checked before anything starts."""
+"""PyTorch's arguments, converted to the ring's and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from cyxtrain.errors import ConfigError
 from cyxtrain.ring.schedules.algorithms import Span
 from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.payload import check_target, flat_view_of, write
+from cyxtrain.ring.wire.payload import check_target, flat_view_of, replace, write
 
 _TENSORS = {Tensor}
 _One = TypeVar("_One")
@@ -31,11 +31,7 @@ _REDUCTIONS = {
 
 
 def reduction_of(opts: Any) -> Reduction:
-    """Returns a call's reduction; SUM where it says none.
-
-    Raises:
-        ConfigError: The ring does not have it.
-    """
+    """Return a call's reduction, SUM by default; refuse those that the ring does not have."""
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind: Any = getattr(op, "op", op)  # a ReduceOp has it, its RedOpType is it
     try:
@@ -51,25 +47,16 @@ def reduction_of(opts: Any) -> Reduction:
 
 
 def timeout_of(opts: Any) -> timedelta | None:
-    """Returns a call's own timeout; PyTorch says "none" with a negative one."""
+    """Return a call's own timeout; None for a negative one, which is how PyTorch says none."""
     timeout = getattr(opts, "timeout", None)
     return timeout if timeout is not None and timeout > timedelta(0) else None
 
 
 def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
-    """Returns a list of tensors, also for one alone.
-
-    Args:
-        tensors: One, or a list.
-        name: Of the collective, for errors.
-        count: How many there must be; None: at least one.
-
-    Raises:
-        ConfigError: There are others.
-    """
+    """Return a list of tensors, also for a single one; refuse anything else or, if given, another `count`."""
     if isinstance(tensors, Tensor):
         return [tensors]
-    # As nearly always: the rest takes longer.
+    # The usual case; the rest takes longer.
     if type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return tensors
     if type(tensors) is list and count in (None, len(tensors)) and {*map(type, tensors)} == _TENSORS:
@@ -82,7 +69,7 @@ def as_list(tensors: Any, name: str, count: int | None = None) -> list[Tensor]:
 
 
 def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
-    """Returns a list of lists of tensors, also for one list alone."""
+    """Return a list of lists of tensors, also for a single list."""
     if not isinstance(lists, (list, tuple, Sequence)) or not lists:
         raise ConfigError(f"{name}: needs a list of tensors, got {_kind(lists)}.")
     if isinstance(lists[0], Tensor):
@@ -91,7 +78,7 @@ def as_lists(lists: Any, name: str) -> list[list[Tensor]]:
 
 
 def _kind(given: Any) -> str:
-    """Names the type of what somebody gave, and of what is in it."""
+    """Name the type of an argument and of its items."""
     if isinstance(given, (list, tuple)):
         inside = {_kind(part) for part in given}
         return f"a {type(given).__name__} of {' and '.join(sorted(inside)) or 'nothing'}"
@@ -99,23 +86,19 @@ def _kind(given: Any) -> str:
 
 
 def pairs(one: Sequence[_One], other: Sequence[_Other], name: str) -> list[tuple[_One, _Other]]:
-    """Returns what is at the same place in two lists.
-
-    Raises:
-        ConfigError: One is longer.
-    """
+    """Return the items at the same place in two lists; refuse lists of different lengths."""
     if len(one) != len(other):
         raise ConfigError(f"{name}: needs as many outputs as inputs, got {len(one)} and {len(other)}.")
     return list(zip(one, other, strict=True))
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the elements of all, in one dimension."""
+    """Return the elements of all tensors in one dimension."""
     return torch.cat([flat_view_of(tensor) for tensor in tensors])
 
 
 def neighbouring(lengths: Sequence[int]) -> list[Span]:
-    """Returns spans of these lengths, one after the other."""
+    """Return consecutive spans of these lengths."""
     spans, start = [], 0
     for length in lengths:
         spans.append((start, start + length))
@@ -124,7 +107,7 @@ def neighbouring(lengths: Sequence[int]) -> list[Span]:
 
 
 def split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]:
-    """Returns the spans of elements of a tensor's parts; `splits` counts rows, and is empty for even parts."""
+    """Return the spans of a tensor's parts, in elements; `splits` counts rows, and is empty for even parts."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % parts:
@@ -137,34 +120,34 @@ def split_spans(tensor: Tensor, splits: Sequence[int], parts: int) -> list[Span]
 
 
 def check_length(tensors: Sequence[Tensor], count: int, name: str, per: str = "rank") -> None:
-    """Refuses a list that has not one tensor per rank."""
+    """Refuse a list that does not have `count` tensors."""
     if len(tensors) != count:
         raise ConfigError(f"{name}: needs a list of {count} tensors, one per {per}, got {len(tensors)}.")
 
 
 def check_dtypes(tensors: Sequence[Tensor], name: str) -> None:
-    """Refuses tensors of different dtypes."""
+    """Refuse tensors of different dtypes."""
     found = sorted({str(tensor.dtype) for tensor in tensors})
     if len(found) > 1:
         raise ConfigError(f"{name}: needs tensors of one dtype, got {' and '.join(found)}.")
 
 
 def check_shapes(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
-    """Refuses a list that has not one tensor per rank, as large as `like` and of its dtype."""
+    """Refuse a list without one tensor per rank, as large as `like` and of its dtype."""
     check_length(tensors, count, name)
     for tensor in tensors:
         check_count(tensor, like.numel(), like.dtype, name)
 
 
 def check_targets(tensors: Sequence[Tensor], like: Tensor, count: int, name: str) -> None:
-    """Refuses a list that cannot take one tensor as large as `like` per rank."""
+    """Refuse a list that cannot receive one tensor as large as `like` per rank."""
     check_shapes(tensors, like, count, name)
     for tensor in tensors:
         check_target(tensor)
 
 
 def check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> None:
-    """Refuses a tensor of another number of elements or another dtype."""
+    """Refuse a tensor of another number of elements or another dtype."""
     if tensor.numel() != count or tensor.dtype != dtype:
         raise ConfigError(
             f"{name}: needs a tensor of {count} elements of {dtype}, got {tensor.numel()} of {tensor.dtype}."
@@ -172,7 +155,51 @@ def check_count(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> No
 
 
 def unpack(flat: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Copies neighbouring parts of a flat tensor into the outputs."""
+    """Copy consecutive parts of a flat tensor into the outputs."""
     for index, output in enumerate(outputs):
         count = output.numel()
         write(flat[index * count : (index + 1) * count], output)
+
+
+def parted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each tensor with what to change in its place: itself or, if any two share memory, a copy."""
+    if len(tensors) == 1 or not _meet([(tensor, place) for place, tensor in enumerate(tensors)]):
+        return [(tensor, tensor) for tensor in tensors]
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            check_target(tensor)
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def bring_back(part: Tensor, tensor: Tensor) -> None:
+    """Copy a result to its tensor, if it is elsewhere."""
+    if part is not tensor:
+        replace(tensor, part)
+
+
+def snapshot(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the inputs, or copies if writing one output would change another one's input."""
+    sides = (inputs, outputs)
+    if len(inputs) > 1 and _meet([(tensor, place) for side in sides for place, tensor in enumerate(side)]):
+        return [tensor.detach().clone() for tensor in inputs]
+    return inputs
+
+
+def _meet(placed: Sequence[tuple[Tensor, int]]) -> bool:
+    """Return whether tensors of different places share memory or may: interlaced and sparse ones count."""
+    if any(tensor.layout is not torch.strided for tensor, _ in placed):
+        return True
+    spans = sorted((*_span(tensor), place) for tensor, place in placed if tensor.numel())
+    reached, whose = 0, -1
+    for begin, end, place in spans:
+        if begin < reached and place != whose:
+            return True
+        if end > reached:
+            reached, whose = end, place
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and last address of a tensor's memory."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Collectives beside the calling thread: what was asked for with `async_op=True` travels while the caller computes.
+"""A thread for collectives with `async_op=True`, which run while the caller computes.
 
-A thread of its own costs a hand-over, about 60 us, and a core to run on. Where all ranks share a machine and its cores
-are taken there is nothing to win: then a collective runs in the calling thread, and is done when its call returns.
+Handing a call over costs about 60 us, and the thread a core to run on. If all ranks share a machine without free cores,
+a collective runs in the calling thread instead, and is done when its call returns.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _log = logging.getLogger("cyxtrain.ring")
 
 
 def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bool:
-    """Returns whether a group's collectives shall travel in threads of their own; the same on every rank.
+    """Return whether collectives run in a thread of their own; the same on every rank.
 
     Args:
-        wanted: "auto", "inline" or "thread", as CYXTRAIN_COMMUNICATION says.
-        machines: By rank, where it runs.
-        room: By rank, what it found of `room_for_ranks`.
+        wanted: CYXTRAIN_COMMUNICATION: "auto", "inline" or "thread".
+        machines: By rank.
+        room: By rank, its `room_for_ranks`.
     """
     if wanted != "auto":
         return wanted == "thread"
@@ -31,30 +31,22 @@ def is_worth_it(wanted: str, machines: Sequence[str], room: Sequence[int]) -> bo
 
 
 class PendingCall:
-    """One call that another thread makes.
-
-    Attributes:
-        done: Whether it is over.
-        error: What it raised; None: nothing.
-
-    Args:
-        call: What is to be called.
-    """
+    """A call that another thread makes."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
         self._lock = threading.Lock()  # held until it is done; much cheaper than an Event
         self._lock.acquire()
-        self._changing = threading.Lock()
-        self._then: list[Callable[[], object]] = []
+        self._callbacks_lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] = []
         self._value: Any = None
         self._concluded = False
-        self._cut: Callable[[Any], Any] = _whole
+        self._trim: Callable[[Any], Any] = _whole
         self.error: BaseException | None = None
         self.done = False
 
     def run(self) -> None:
-        """Makes the call."""
+        """Make the call."""
         try:
             self._value = self._call()
         except BaseException as error:
@@ -62,28 +54,28 @@ class PendingCall:
         self._conclude()
 
     def _conclude(self) -> None:
-        """Wakes who waits, and calls back."""
-        self._call = _nothing  # lets go of the tensors in it
-        with self._changing:
+        """Wake the waiting threads, and run the callbacks."""
+        self._call = _nothing  # releases its tensors
+        with self._callbacks_lock:
             self.done = True
-            then, self._then = self._then, []
+            callbacks, self._callbacks = self._callbacks, []
         self._lock.release()
-        for callback in then:
+        for callback in callbacks:
             try:
                 callback()
-            except Exception:  # it must not end the thread that others wait for
+            except Exception:  # it must not end the thread
                 _log.exception("a callback of a collective has failed")
         self._concluded = True
-        self._value = self._cut(self._value)
+        self._value = self._trim(self._value)
 
-    def cut(self, cut: Callable[[Any], Any]) -> None:
-        """Keeps only a part of what the call returns, once the callbacks that are given have seen it."""
-        self._cut = cut
+    def trim(self, trim: Callable[[Any], Any]) -> None:
+        """Keep only `trim(result)` once the callbacks have seen the result."""
+        self._trim = trim
         if self._concluded:
-            self._value = cut(self._value)
+            self._value = trim(self._value)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it is done, at most so long; returns whether it is. The call itself has a deadline."""
+        """Wait until the call is done, at most `seconds`; return whether it is."""
         if self.done:
             return True
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
@@ -92,15 +84,15 @@ class PendingCall:
         return True
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Calls back when it is done; at once where it is."""
-        with self._changing:
+        """Run a callback when the call is done; now if it is."""
+        with self._callbacks_lock:
             if not self.done:
-                self._then.append(callback)
+                self._callbacks.append(callback)
                 return
         callback()
 
     def outcome(self) -> Any:
-        """Returns what the call returned, or raises its error; to be asked when it is done."""
+        """Return the result of a call that is done, or raise its error."""
         if self.error is not None:
             raise self.error.again() if isinstance(self.error, CyxtrainError) else self.error
         return self._value
@@ -111,11 +103,11 @@ def _whole(value: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Stands where a call was."""
+    """Replace a finished call."""
 
 
 class CollectiveThread:
-    """A thread that makes calls one after the other, in the order in which they were posted."""
+    """A thread that makes posted calls one after the other."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
@@ -127,27 +119,27 @@ class CollectiveThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether this thread is it: what a callback asks for must not wait for itself."""
+        """Whether the current thread is this one: it must not wait for itself."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def busy(self) -> bool:
-        """Whether anything is posted that is not done."""
+        """Whether any posted call is not done."""
         return self._pending > 0
 
     def post(self, call: Callable[[], Any]) -> PendingCall:
-        """Lets the thread make a call, after all that were posted before."""
-        delivery = PendingCall(call)
+        """Queue a call."""
+        pending = PendingCall(call)
         with self._lock:
             if not self._closed:
                 self._pending += 1
-                self._queue.put(delivery)
-                return delivery
-        delivery.run()  # a group that was left refuses it in words
-        return delivery
+                self._queue.put(pending)
+                return pending
+        pending.run()  # a group that was left refuses it with an error
+        return pending
 
     def close(self, seconds: float) -> None:
-        """Ends the thread, once it has made the calls that were posted; waits for that, at most so long."""
+        """End the thread after the queued calls; wait for that at most `seconds`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -156,10 +148,10 @@ class CollectiveThread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (delivery := self._queue.get()) is not None:
+        while (pending := self._queue.get()) is not None:
             try:
-                delivery.run()
+                pending.run()
             finally:
-                del delivery  # else it would keep tensors until the next one comes
+                del pending  # otherwise its tensors would live until the next call
                 with self._lock:
                     self._pending -= 1

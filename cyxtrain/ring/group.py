@@ -1,12 +1,11 @@
-"""Ranks that talk: every collective on tensors, its numbering, its failure and its end.
+"""Collectives on tensors: their numbering, their failure and the group's end.
 
-A group is immutable: its ranks never change, and its generation tells its frames from those of a later one.
+A group is immutable: its ranks never change, and its generation distinguishes its frames from a later group's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import zlib
@@ -20,14 +19,15 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import ConfigError, CyxtrainError, DistributedTrainingError, PeerLostError, PeerSilentError
 from cyxtrain.ring.collective_thread import CollectiveThread
 from cyxtrain.ring.connections import Connections
+from cyxtrain.ring.executor import SoloExecutor
+from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.monitoring.activity import CurrentActivity
 from cyxtrain.ring.rendezvous.group_registry import GroupRegistry
 from cyxtrain.ring.rendezvous.rendezvous import rendezvous
 from cyxtrain.ring.schedules import algorithms
-from cyxtrain.ring.schedules.algorithms import Span, Step, even_spans
+from cyxtrain.ring.schedules.algorithms import Span, even_spans
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
-from cyxtrain.ring.shared_memory.passing import SharedMemoryReductions
-from cyxtrain.ring.wire.executor import Executor
+from cyxtrain.ring.shared_memory.reduce import StagedReductions
 from cyxtrain.ring.wire.frames import (
     MAX_DIMENSIONS,
     Kind,
@@ -40,7 +40,6 @@ from cyxtrain.ring.wire.frames import (
 )
 from cyxtrain.ring.wire.kernels import Combiner, Scratch
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.payload import (
     check_target,
     check_tensor,
@@ -53,28 +52,27 @@ from cyxtrain.ring.wire.payload import (
 )
 from cyxtrain.ring.wire.persistent import PersistentHeader, PersistentOps, Rounds
 from cyxtrain.ring.wire.reduction import Reducing
-from cyxtrain.ring.wire.transfers import Buffers
+from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 _LEAVE_SECONDS = 1.0
-"""How long leaving waits for a collective that another thread is in."""
+"""How long `leave` waits for another thread's collective."""
 
 
 class Group:
-    """One rank of a group.
+    """One rank of a group: every collective on tensors, its numbering, its failure and its end.
 
-    Every method that takes a tensor is a collective: all ranks call it, in the same order, with the same shapes,
-    dtypes and reductions. It runs in the calling thread and returns when this rank's part is done. After the
-    first error every later call raises that error again.
+    All ranks call a collective in the same order, with the same shapes, dtypes and reductions. It runs in the calling
+    thread. The first error is final: every later call raises it again.
 
     Args:
         store: Shared by all ranks, with keys of its own for this group.
         rank: This rank.
-        world_size: How many ranks there are; one binds no port and starts no thread.
-        timeout: Deadline of each collective.
-        join_timeout: Deadline of joining.
+        world_size: Number of ranks; one binds no port and starts no thread.
+        timeout: Of each collective.
+        join_timeout: Of joining.
         generation: Frames of another generation are refused.
-        names: By rank, how errors call it: its rank in the world; None: the same.
-        options: What the environment says about the ring; None: the defaults.
+        names: By rank, its rank in the world, for errors; None: the same.
+        options: Settings of the ring; None: the defaults.
         siblings: The other groups of the same world; None: there are none.
 
     Raises:
@@ -114,83 +112,77 @@ class Group:
         except BaseException:
             meeting.close()
             raise
-        self._courier: CollectiveThread | None = None
+        self._collective_thread: CollectiveThread | None = None
         self._scratch = Scratch(0) if self._ring is None else self._ring.scratch
-        self._routes = AlgorithmSelector(rank, world_size, ring=(rank,)) if self._ring is None else self._ring.routes
-        links = {} if self._ring is None or options.checksums else self._ring.links
-        self.ready = PersistentOps(links, self._routes, generation)
-        self._passages = SharedMemoryReductions(self.ready)
+        self._selector = AlgorithmSelector(rank, world_size, (rank,)) if self._ring is None else self._ring.selector
+        self._executor = SoloExecutor() if self._ring is None else self._ring.executor
+        self.persistent = PersistentOps({} if self._ring is None else self._ring.links, self._selector, generation)
+        self._staged = StagedReductions(self.persistent)
         self._siblings.add(self)
 
     def together(self) -> contextlib.AbstractContextManager[object]:
-        """Within, no other thread's collective comes between those of this one."""
+        """Return a context in which no other thread's collective runs."""
         return self._lock
 
     def name_of(self, rank: int) -> int:
-        """Returns what errors call a rank: its rank in the world."""
+        """Return a rank's rank in the world."""
         return self._names[rank]
 
-    def courier(self, *, asynchronous: bool) -> CollectiveThread | None:
-        """Returns who makes a call for the thread that asks; None: it makes it itself.
-
-        Args:
-            asynchronous: Whether the caller goes on meanwhile; else it makes the call itself, unless others come first.
-        """
+    def collective_thread(self, *, asynchronous: bool) -> CollectiveThread | None:
+        """Return the thread that makes a call for the caller; None: the caller makes it."""
         self._doing.thread = threading.get_ident()
         ring = self._ring
-        if self._courier is None and asynchronous and not self._left and ring is not None and ring.overlaps:
+        if self._collective_thread is None and asynchronous and not self._left and ring is not None and ring.overlaps:
             with self._lock:
-                self._courier = self._courier or CollectiveThread()
-        courier = self._courier
-        if courier is None or courier.is_current or not (asynchronous or courier.busy):
+                self._collective_thread = self._collective_thread or CollectiveThread()
+        collective_thread = self._collective_thread
+        if collective_thread is None or collective_thread.is_current or not (asynchronous or collective_thread.busy):
             return None
-        return courier
+        return collective_thread
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """By rank: its machine, and what it told of its accelerators; empty in a world of one."""
+        """Machine and description of accelerators, by rank; empty in a world of one."""
         return [] if self._ring is None else [(entry.machine, entry.devices) for entry in self._ring.meeting.table]
 
     @property
     def transport(self) -> str:
-        """How collectives travel from this rank; see `Connections`. Alone: "none"."""
+        """How collectives reach other ranks; see `Connections`. Alone: "none"."""
         return "none" if self._ring is None else self._ring.transport
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
-        """Reduces in place, on all ranks.
-
-        Cost: log2 N frames of all bytes each way where they are few; else 2 (N - 1) frames, 2 (N - 1) / N of the bytes.
-        On one machine that of `SharedMemoryReduce` where it is quicker.
-        """
+        """Reduce in place, on all ranks. Cost: see the table in docs/ring.md."""
         with self._lock:
-            small = self.ready.of(tensor, reduction)
+            small = self.persistent.of(tensor, reduction)
             if small is not None:
-                self.take_rounds(small.announcement, small.rounds(tensor), timeout)
+                self.take_rounds(small.header, small.rounds(tensor), timeout)
                 return
         flat = flat_view_of(check_target(tensor))
         with self._lock:
-            passage = self._passages.of(tensor, reduction)
-            if passage is not None:
-                self.take_rounds(passage.announcement, passage.rounds(memory_of(flat)), timeout)
+            staged = self._staged.of(tensor, reduction)
+            if staged is not None:
+                self.take_rounds(staged.header, staged.staged(memory_of(flat)), timeout)
             else:
-                work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction, timeout)
-                work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+                operation, work = self._reducing(Kind.ALL_REDUCE, tensor, flat, reduction)
+                stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+                self._executor.run(operation, stages, self._deadline(timeout))
             copy_back(flat, tensor)
-            self._passages.make_after(self, tensor, reduction, timeout)
+            self._staged.make_after(self, tensor, reduction, timeout)
 
-    def take_rounds(self, announcement: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
-        """Does an operation that is kept ready. Cost: that of its exchanges, see `PersistentHeader`."""
+    def take_rounds(self, header: PersistentHeader, rounds: Rounds, timeout: timedelta | None = None) -> None:
+        """Do a persistent operation. Cost: that of its exchanges, see `PersistentHeader`."""
         with self._lock:
-            announcement.sequence = self.sequence + 1
-            self._begin(announcement)
-            self._mesh().take_rounds(announcement, rounds, timeout or self.timeout)
+            header.sequence = self.sequence + 1
+            self._begin(header)
+            self._executor.take_rounds(header, rounds, timeout or self.timeout)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, dst: int, timeout: timedelta | None = None) -> None:
-        """Reduces in place on rank `dst`; the others keep what they had. The bits are those of `all_reduce`."""
+        """Reduce in place on rank `dst`, with the bits of `all_reduce`; the other ranks keep their tensors."""
         flat = flat_copy_of(check_target(tensor))
         with self._lock:
-            work = self._reducing(Kind.REDUCE, tensor, flat, reduction, timeout, dst)
-            work.all(lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank]))
+            operation, work = self._reducing(Kind.REDUCE, tensor, flat, reduction, dst)
+            stages = work.all(lambda spans: algorithms.gather(self.rank, self.world_size, spans, dst, spans[self.rank]))
+            self._executor.run(operation, stages, self._deadline(timeout))
         if self.rank == dst:
             copy_back(flat, tensor)
 
@@ -202,40 +194,35 @@ class Group:
         timeout: timedelta | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Reduces the flat `source`, and leaves to each rank its part.
-
-        The bits are those of `all_reduce`. Cost: N - 1 frames, (N - 1) / N of the bytes; of few, and of parts that
-        differ, as there.
+        """Reduce the flat `source`, and leave each rank its part, with the bits of `all_reduce`.
 
         Args:
-            output: Takes this rank's part.
-            source: The parts of all.
-            reduction: How.
+            output: Receives this rank's part.
+            source: The parts of all ranks.
+            reduction: How elements are combined.
             timeout: None: the group's.
-            sizes: Of the parts, by rank; None: they are as long as the output.
+            sizes: Of the parts, by rank; None: all are as long as the output.
         """
         if sizes is not None and len(set(sizes)) > 1:
             self._reduce_scatter_uneven(output, source, reduction, timeout, sizes)
             return
         spans = even_spans(check_target(output).numel(), self.world_size)
         own = source[slice(*spans[self.rank])]
-        if self._routes.are_read(spans, source.element_size()):
-            # Nothing of the source but this rank's part may change: others read the rest.
+        if self._selector.reads_in_place(spans, source.element_size()):
+            # Other ranks read the source: only this rank's part may change.
             flat = flat_view_of(output)
             if flat.data_ptr() != own.data_ptr():
                 flat = own.clone() if overlap(flat, source) else flat.copy_(own)
             with self._lock:
-                work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, parts=self.world_size)
-                work.by_folding(memory_of(source), spans)
+                operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, parts=self.world_size)
+                self._executor.run(operation, work.by_reading(memory_of(source), spans), self._deadline(timeout))
             copy_back(flat, output)
             return
         flat = source.clone()
         with self._lock:
-            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout)
-            if work.is_few:
-                work.by_tree()
-            else:
-                work.by_chunks(spans)
+            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction)
+            stages = work.by_tree() if work.is_few else work.by_chunks(spans)
+            self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[slice(*spans[self.rank])], output)
 
     def _reduce_scatter_uneven(
@@ -243,11 +230,12 @@ class Group:
     ) -> None:
         flat, end = source.clone(), sum(sizes[: self.rank + 1])
         check_target(output)
-        # Ranks must agree on all sizes; a header has no room for many.
+        # Ranks must agree on all sizes; a header holds only a few.
         shape = tuple(sizes) if len(sizes) <= MAX_DIMENSIONS else (sum(sizes), zlib.crc32(repr(list(sizes)).encode()))
         with self._lock:
-            work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, timeout, shape=shape)
-            work.all(lambda spans: self._routes.all_gather(spans, flat.element_size()))
+            operation, work = self._reducing(Kind.REDUCE_SCATTER, output, flat, reduction, shape=shape)
+            stages = work.all(lambda spans: self._selector.all_gather(spans, flat.element_size()))
+            self._executor.run(operation, stages, self._deadline(timeout))
         write(flat[end - sizes[self.rank] : end], output)
 
     def _reducing(
@@ -256,61 +244,69 @@ class Group:
         tensor: Tensor,
         flat: Tensor,
         reduction: Reduction,
-        timeout: timedelta | None,
         dst: int | None = None,
         parts: int = 1,
         shape: tuple[int, ...] | None = None,
-    ) -> Reducing:
-        """Begins a reduction of `parts` times `flat`. Where its dtype has no such one, nothing starts."""
-        quick = self._routes.sums_alike(parts * flat.numel(), flat.element_size())
+    ) -> tuple[Operation, Reducing]:
+        """Number a reduction of `parts` times `flat`; an unsupported dtype is refused before."""
+        quick = self._selector.sums_identically(parts * flat.numel(), flat.element_size())
         combiner = Combiner(reduction, flat, self._scratch, quick=quick)
         operation = self._operation(kind, tensor, reduction, dst, shape)
-        run = functools.partial(self._run, operation, deadline=self._deadline(timeout))
-        return Reducing(reduction, flat, combiner, self._scratch, self._routes, run)
+        return operation, Reducing(reduction, flat, combiner, self._scratch, self._selector)
 
     def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of rank `src` to all. Cost: the bytes once in and once out; of few, N - 1 frames."""
+        """Copy the tensor of rank `src` to all."""
         flat = flat_view_of(check_target(tensor))
         memory = memory_of(flat)
         with self._lock:
             operation = self._operation(Kind.BROADCAST, tensor, root=src)
-            schedule = self._routes.broadcast(flat.numel(), src, flat.element_size())
-            self._run(operation, schedule, Buffers(memory, memory, flat.element_size()), self._deadline(timeout))
+            schedule = self._selector.broadcast(flat.numel(), src, flat.element_size())
+            stage = Stage(schedule, Buffers(memory, memory, flat.element_size()))
+            self._executor.run(operation, [stage], self._deadline(timeout))
         copy_back(flat, tensor)
 
+    def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
+        """Return rank 0's file descriptor on every rank; see `segment.Ranks`. Call it within `together`."""
+        with self._lock:
+            operation = Operation(Kind.BROADCAST, self.sequence, generation=self._generation)
+            return self._executor.share_descriptor(operation, descriptor, 0, self._deadline(timeout))
+
     def all_gather(self, gathered: Tensor, tensor: Tensor, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of every rank into the flat `gathered` of all. Cost: N - 1 times the bytes each way."""
+        """Copy the tensor of every rank into the flat `gathered` of all."""
         spans = even_spans(tensor.numel(), self.world_size)
         own, source = gathered[slice(*spans[self.rank])], flat_view_of(tensor)
         memory = memory_of(gathered)
-        schedule = self._routes.all_gather(spans, gathered.element_size())
+        schedule = self._selector.all_gather(spans, gathered.element_size())
         with self._lock:
             operation = self._operation(Kind.ALL_GATHER, tensor)
             if source.data_ptr() != own.data_ptr():
                 own.copy_(source)
-            self._run(operation, schedule, Buffers(memory, memory, gathered.element_size()), self._deadline(timeout))
+            stage = Stage(schedule, Buffers(memory, memory, gathered.element_size()))
+            self._executor.run(operation, [stage], self._deadline(timeout))
 
     def gather(self, gathered: Tensor, tensor: Tensor, dst: int, timeout: timedelta | None = None) -> None:
-        """Copies the tensor of every rank into the flat `gathered` of rank `dst`, directly."""
+        """Copy the tensor of every rank into the flat `gathered` of rank `dst`."""
         source = flat_view_of(tensor)
         count = source.numel()
         spans = even_spans(count, self.world_size)
         schedule = algorithms.gather(self.rank, self.world_size, spans, dst, (0, count))
         buffers = Buffers(memory_of(source), memory_of(gathered), source.element_size())
         with self._lock:
-            self._run(self._operation(Kind.GATHER, tensor, root=dst), schedule, buffers, self._deadline(timeout))
+            operation = self._operation(Kind.GATHER, tensor, root=dst)
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         if self.rank == dst:
             gathered[slice(*spans[dst])] = source
 
     def scatter(self, output: Tensor, flat: Tensor, src: int, timeout: timedelta | None = None) -> None:
-        """Copies to each rank its part of the `flat` of rank `src`, directly."""
+        """Copy to each rank its part of the `flat` of rank `src`."""
         target = flat_view_of(check_target(output))
         count = target.numel()
         spans = even_spans(count, self.world_size)
         schedule = algorithms.scatter(self.rank, self.world_size, spans, src, (0, count))
         buffers = Buffers(memory_of(flat), memory_of(target), target.element_size())
         with self._lock:
-            self._run(self._operation(Kind.SCATTER, output, root=src), schedule, buffers, self._deadline(timeout))
+            operation = self._operation(Kind.SCATTER, output, root=src)
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         if self.rank == src:
             target.copy_(flat[slice(*spans[src])])
         copy_back(target, output)
@@ -323,30 +319,30 @@ class Group:
         send: Sequence[Span],
         timeout: timedelta | None = None,
     ) -> None:
-        """Sends `send[r]` of the flat source to each rank r, and puts what comes from it at `receive[r]`."""
+        """Send `send[r]` of the flat source to each rank r, and receive from it into `receive[r]`."""
         (begin, end), (first, last) = send[self.rank], receive[self.rank]
         if end - begin != last - first:
             raise ConfigError(
-                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to get "
+                f"all_to_all: rank {self._names[self.rank]} sends {end - begin} elements to itself, and is to receive "
                 f"{last - first} from itself."
             )
         schedule = algorithms.all_to_all(self.rank, self.world_size, send, receive)
         buffers = Buffers(memory_of(source), memory_of(target), source.element_size())
         with self._lock:
-            # Ranks may send different amounts: the shape is no part of what they must agree on.
+            # Ranks may send different amounts, so the shape is not compared.
             operation = self._operation(Kind.ALL_TO_ALL, source, shape=())
-            self._run(operation, schedule, buffers, self._deadline(timeout))
+            self._executor.run(operation, [Stage(schedule, buffers)], self._deadline(timeout))
         target[first:last] = source[begin:end]
 
     def barrier(self, timeout: timedelta | None = None) -> None:
-        """Returns when all ranks have called it. Cost: ceil(log2 N) empty frames."""
+        """Wait until all ranks have called it."""
         nothing = Buffers(memoryview(bytearray()), memoryview(bytearray()), 1)
-        schedule = algorithms.agreement(self.rank, self.world_size)
+        stage = Stage(algorithms.agreement(self.rank, self.world_size), nothing)
         with self._lock:
-            self._run(self._operation(Kind.BARRIER, None), schedule, nothing, self._deadline(timeout))
+            self._executor.run(self._operation(Kind.BARRIER, None), [stage], self._deadline(timeout))
 
     def message(self, flat: Tensor, peer: int, tag: int, *, receiving: bool) -> tuple[Mailbox, Message]:
-        """Begins a send or a recv of a flat tensor, which is kept until it is done."""
+        """Start a send or recv of a flat tensor, which is kept until it is done."""
         if peer == self.rank or self._ring is None:
             raise ConfigError(f"rank {self._names[self.rank]} cannot send to or receive from itself.")
         if not ANY_SOURCE <= peer < self.world_size:
@@ -371,7 +367,7 @@ class Group:
         root: int | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Operation:
-        """Numbers the next collective. The caller holds the lock until it has run."""
+        """Number the next collective; the caller holds the lock until it has run."""
         if root is not None and not 0 <= root < self.world_size:
             raise ConfigError(f"rank {root} is not in this group of {self.world_size}.")
         code = 0 if tensor is None else dtype_code(check_tensor(tensor).dtype)
@@ -382,33 +378,17 @@ class Group:
         return begun
 
     def _begin(self, operation: Numbered) -> None:
-        """Takes note of an operation with the next number."""
+        """Make an operation the current one, unless the group has failed."""
         self._raise_failure(operation)
         self.sequence += 1
+        self._executor.spins = self._collective_thread is None or not self._collective_thread.is_current
         self._doing.latest = operation
 
     def _deadline(self, timeout: timedelta | None) -> Deadline:
         return Deadline((timeout or self.timeout).total_seconds())
 
-    def _run(
-        self,
-        operation: Operation,
-        schedule: Sequence[Step],
-        buffers: Buffers,
-        deadline: Deadline,
-        *,
-        more: bool = False,
-    ) -> None:
-        if self._ring is not None:
-            self._mesh().run(operation, schedule, buffers, deadline, more=more)
-
-    def _mesh(self) -> Executor:
-        assert self._ring is not None
-        self._ring.mesh.spins = self._courier is None or not self._courier.is_current
-        return self._ring.mesh
-
     def _raise_failure(self, operation: Numbered) -> None:
-        """The first error of a group is final: what came after it could only be wrong."""
+        """Raise the group's error, if it has failed: a later result could only be wrong."""
         failure = None if self._ring is None else self._ring.watch.failure
         if failure is not None:
             assert self._ring is not None
@@ -427,12 +407,7 @@ class Group:
             self._ring.watch.call_on_failure(function)
 
     def failure(self, during: str, seconds: float = 0.0) -> CyxtrainError | None:
-        """Return the error that has ended this group, as this rank raises it; None: none has.
-
-        Args:
-            during: What this rank was in.
-            seconds: How long to wait for the error, which may be on its way.
-        """
+        """Return the error that ended this group, as this rank raises it; wait for it at most `seconds`."""
         watch = None if self._ring is None else self._ring.watch
         failure = None if watch is None else watch.await_failure(seconds) if seconds else watch.failure
         if watch is None or failure is None:
@@ -441,39 +416,39 @@ class Group:
         return in_call(failure, during)
 
     def leave(self) -> None:
-        """Leaves with a goodbye, unless the group has failed; harmless twice. What is called later is refused."""
-        if self._courier is not None:
-            self._courier.close(_LEAVE_SECONDS)
+        """Leave with a goodbye, unless the group has failed; harmless if called twice."""
+        if self._collective_thread is not None:
+            self._collective_thread.close(_LEAVE_SECONDS)
         if not self._lock.acquire(timeout=_LEAVE_SECONDS):
             self.fail("it left in the middle of a collective that another of its threads was in.")
             self._lock.acquire()
         try:
-            left, self._left, self._passages = self._left, True, SharedMemoryReductions(self.ready)
+            left, self._left, self._staged = self._left, True, StagedReductions(self.persistent)
             if self._ring is not None and not left:
                 loss = self._siblings.loss(self._made_at)
                 if loss is not None:
-                    self._ring.watch.fail(loss)  # it is why we leave: a goodbye would blame us
+                    self._ring.watch.fail(loss)  # the cause; a goodbye would blame this rank
                 self._ring.close(self.sequence)
         finally:
             self._lock.release()
 
     def loss(self, since: float) -> CyxtrainError | None:
-        """Returns the error of a group that lost a rank, if it still stands, or did so after `since`."""
+        """Return the error of a group that lost a rank, if the group still stands or failed after `since`."""
         watch = None if self._ring is None else self._ring.watch
         if watch is None or not isinstance(watch.failure, (PeerLostError, PeerSilentError, DistributedTrainingError)):
             return None
         return None if self._left and watch.failed_at < since else watch.failure
 
     def abandon(self) -> None:
-        """Lets go of every connection without a word: what a forked child does with the group of its parent."""
+        """Close all connections without a goodbye, as a forked child does."""
         self._lock = threading.RLock()  # another thread of the parent may have held the old one
         self._left = True
-        self._courier, self._passages = None, SharedMemoryReductions(self.ready)
+        self._collective_thread, self._staged = None, StagedReductions(self.persistent)
         if self._ring is not None:
             self._ring.abandon()
 
     def fail(self, reason: str | CyxtrainError) -> None:
-        """Ends the group because of an error of this rank's own, and tells all why."""
+        """End the group because of an error of this rank, and tell all ranks why."""
         if self._ring is not None:
             rank = self._names[self.rank]
             ended = reason if isinstance(reason, CyxtrainError) else None

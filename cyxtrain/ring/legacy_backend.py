@@ -1,9 +1,9 @@
-"""A process group written in Python, for PyTorch up to 2.13, where a `Backend` in Python cannot be constructed.
+"""A process group in Python for PyTorch up to 2.13, which cannot construct a `Backend` in Python.
 
-PyTorch asks it for names, devices and the backend of a device, as no backend is registered in C++.
+No backend is registered in C++, so PyTorch asks the group for names, devices and the backend of a device.
 """
 
-# PyTorch's own annotations of what is overridden here differ from version to version.
+# PyTorch's annotations of the overridden methods differ by version.
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cyxtrain.ring.group import Group
 
 
 class NamedGroup(dist.ProcessGroup):
-    """A process group that keeps its name, and is its own backend; the abstract part of `RingProcessGroup`."""
+    """A process group that is its own backend; the abstract part of `RingProcessGroup`."""
 
     _name = "ring"
     _description = "ring"
     _devices: Sequence[str] = ()
-    supports_splitting = False  # PyTorch asks where the default group is bound to a device, as NCCL's is
+    supports_splitting = False  # PyTorch asks if the default group is bound to a device, as NCCL's is
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
-        """Keeps the types of device that PyTorch may ask for."""
+        """Keep the types of device that PyTorch may ask for."""
         self._devices = devices
 
     @property
@@ -39,19 +39,19 @@ class NamedGroup(dist.ProcessGroup):
         return self
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the name that PyTorch gives."""
+        """Keep the name that PyTorch gives."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the name that PyTorch gave."""
+        """Return the name that PyTorch gave."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
-        """Keeps the description that PyTorch gives."""
+        """Keep the description that PyTorch gives."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns the description that PyTorch gave."""
+        """Return the description that PyTorch gave."""
         return self._description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc

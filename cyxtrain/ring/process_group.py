@@ -1,6 +1,6 @@
-"""What PyTorch may ask of the ring: its arguments become those of `Group`.
+"""The ring's operations as PyTorch calls them: PyTorch's arguments are converted to those of `Group`.
 
-PyTorch 2.11 and 2.13 call some methods by different names; both are here. `backend` shows these operations to PyTorch.
+PyTorch 2.11 and 2.13 name some methods differently; both names are defined.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cyxtrain.ring import sparse
 from cyxtrain.ring.collective_arguments import (
     as_list,
     as_lists,
+    bring_back,
     check_count,
     check_dtypes,
     check_length,
@@ -26,25 +27,25 @@ from cyxtrain.ring.collective_arguments import (
     joined,
     neighbouring,
     pairs,
+    parted,
     reduction_of,
+    snapshot,
     split_spans,
     timeout_of,
     unpack,
 )
+from cyxtrain.ring.gradient_buffer import SharedGradientBuffer, make_gradient_buffers
 from cyxtrain.ring.group import Group
-from cyxtrain.ring.overlaps import bring_back, parted, snapshot
-from cyxtrain.ring.shared_memory.gradient_buffer import SharedMean, make_shared_means
-from cyxtrain.ring.wire.messages import ANY_SOURCE
+from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.wire.payload import check_target, copy_back, flat_view_of, write
 from cyxtrain.ring.work import MessageWork, collective, nothing, second
 
 
 class RingOperations:
-    """The operations of a process group, under PyTorch's names; `backend` makes groups of them.
+    """The operations of a process group under PyTorch's names; `backend` makes groups of them.
 
-    A collective runs in the calling thread. With `async_op=True` it runs in one of the group's own where cores are
-    free for it, or the network is slow (CYXTRAIN_COMMUNICATION); else the work that it returns is already done.
-    `isend` and `irecv` are always asynchronous: they move while anybody waits.
+    A collective runs in the calling thread. With `async_op=True` it runs in the group's own thread if cores are free or
+    the network is slow (CYXTRAIN_COMMUNICATION); otherwise the returned work is done already.
     """
 
     _group: Group
@@ -53,9 +54,9 @@ class RingOperations:
 
     @collective("all_reduce", short=("op", "timeout"))
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduces in place, on all ranks."""
+        """Reduce in place, on all ranks."""
         given, reduction, timeout = as_list(tensors, "all_reduce"), reduction_of(opts), timeout_of(opts)
-        if len(given) == 1 and given[0].layout is torch.strided:  # as nearly always: the rest takes longer
+        if len(given) == 1 and given[0].layout is torch.strided:  # the usual case; the rest takes longer
             self._group.all_reduce(given[0], reduction, timeout)
             return given
         for tensor, part in parted(given):
@@ -66,7 +67,7 @@ class RingOperations:
 
     @collective("reduce", short=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduces in place on one rank; the others keep what they had."""
+        """Reduce in place on one rank; the others keep what they had."""
         given = as_list(tensors, "reduce")
         for tensor, part in parted(given):
             self._group.reduce(part, reduction_of(opts), opts.rootRank, timeout_of(opts))
@@ -75,7 +76,7 @@ class RingOperations:
 
     @collective("broadcast", short=("root", "timeout"))
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Copies the tensor of one rank to all."""
+        """Copy the tensor of one rank to all."""
         given = as_list(tensors, "broadcast")
         for tensor in given:
             self._group.broadcast(tensor, opts.rootRank, timeout_of(opts))
@@ -83,10 +84,7 @@ class RingOperations:
 
     @collective("all_gather", tensors=2, inputs=second)
     def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
-        """Copies the tensor of every rank to all, into a list of tensors.
-
-        The work's result is one tensor with a row per rank, as NCCL's is: PyTorch's quantization hooks read that.
-        """
+        """Copy the tensor of every rank to all, into lists; the work's result has a row per rank, as NCCL's."""
         result = []
         for outputs, tensor in pairs(as_lists(output_lists, "all_gather"), as_list(inputs, "all_gather"), "all_gather"):
             check_targets(outputs, tensor, self.size(), "all_gather")
@@ -98,13 +96,13 @@ class RingOperations:
 
     @collective("all_gather", tensors=2, inputs=second)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        """Copies the tensor of every rank to all, into one tensor."""
+        """Copy the tensor of every rank to all, into one tensor."""
         self._gather_into(output, tensor, opts)
         return [output]
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
-        """Reduces a list of tensors, and leaves to each rank its own; they may differ in size."""
+        """Reduce a list of tensors, and leaves to each rank its own; they may differ in size."""
         given = as_list(outputs, "reduce_scatter")
         for output, tensors in pairs(given, as_lists(input_lists, "reduce_scatter"), "reduce_scatter"):
             check_length(tensors, self.size(), "reduce_scatter")
@@ -116,13 +114,13 @@ class RingOperations:
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        """Reduces a tensor, and leaves to each rank its own part."""
+        """Reduce a tensor, and leaves to each rank its own part."""
         self._scatter_reduced(output, tensor, opts)
         return [output]
 
     @collective("gather", tensors=2, short=("root", "timeout"), inputs=second)
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
-        """Copies the tensor of every rank to one, into a list of tensors."""
+        """Copy the tensor of every rank to one, into a list of tensors."""
         (tensor,) = as_list(inputs, "gather", count=1)
         receives = self.rank() == opts.rootRank
         outputs = as_lists(output_lists, "gather")[0] if receives else []
@@ -135,7 +133,7 @@ class RingOperations:
 
     @collective("scatter", tensors=2, short=("root", "timeout"), inputs=second)
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
-        """Copies to each rank its tensor of a list on one rank."""
+        """Copy to each rank its tensor of a list on one rank."""
         (output,) = as_list(outputs, "scatter", count=1)
         flat = torch.empty(0, dtype=output.dtype, device="cpu")
         if self.rank() == opts.rootRank:
@@ -155,7 +153,7 @@ class RingOperations:
         *,
         opts: Any,
     ) -> Any:
-        """Sends a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
+        """Send a part of a tensor to each rank, and receives one from each; sizes of parts count rows."""
         check_dtypes([output, tensor], "all_to_all")
         send = split_spans(tensor, input_splits, self.size())
         receive = split_spans(output, output_splits, self.size())
@@ -166,7 +164,7 @@ class RingOperations:
 
     @collective("all_to_all", tensors=2, inputs=second)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-        """Sends a tensor to each rank, and receives one from each."""
+        """Send a tensor to each rank, and receives one from each."""
         check_dtypes([*outputs, *inputs], "all_to_all")
         check_length(outputs, self.size(), "all_to_all")
         check_length(inputs, self.size(), "all_to_all")
@@ -182,16 +180,12 @@ class RingOperations:
 
     @collective("barrier", tensors=0, inputs=nothing)
     def barrier(self, opts: Any) -> Any:
-        """Returns when all ranks have called it."""
+        """Return when all ranks have called it."""
         self._group.barrier(timeout_of(opts))
         return []
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all ranks have called it.
-
-        Raises:
-            CyxtrainError: Not all have; it names one that is missing, in Gloo's words too, as programs look for them.
-        """
+        """Wait until all ranks have called it; name a missing one otherwise, in Gloo's words too."""
         at_once = timeout == timedelta(0)
         try:
             self._group.barrier(timedelta(microseconds=1) if at_once else timeout)
@@ -206,32 +200,32 @@ class RingOperations:
                 words = "Rank 0 timed out in monitoredBarrier"
             raise error_from_facts(error.to_facts() | {"message": f"{words}: {error}"}) from None
 
-    def make_shared_means(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedMean | None]:
-        """Returns zeros in memory that all ranks have in common, or None; all ranks call it, when nothing travels."""
-        return make_shared_means(self._group, kinds)
+    def make_gradient_buffers(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
+        """Return zeroed buffers in shared memory, or None for each that cannot be; all ranks call it."""
+        return make_gradient_buffers(self._group, kinds)
 
     # Several tensors at once.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Reduces each tensor in place, on all ranks."""
+        """Reduce each tensor in place, on all ranks."""
         return self.allreduce(tensors, opts)
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Does `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
+        """Do `allgather` of each tensor; PyTorch gives one list of outputs per rank."""
         for outputs in output_lists:
             check_length(outputs, len(inputs), "all_gather", "input")
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
     @collective("all_gather", tensors=2, inputs=second)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-        """Does `all_gather_single` of each tensor."""
+        """Do `all_gather_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "all_gather"):
             self._gather_into(output, tensor, opts)
         return outputs
 
     @collective("reduce_scatter", tensors=2, short=("op", "timeout"), inputs=second)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-        """Does `reduce_scatter_single` of each tensor."""
+        """Do `reduce_scatter_single` of each tensor."""
         for output, tensor in pairs(outputs, snapshot(inputs, outputs), "reduce_scatter"):
             self._scatter_reduced(output, tensor, opts)
         return outputs
@@ -256,15 +250,15 @@ class RingOperations:
     # Messages.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> MessageWork:
-        """Begins to send to one rank."""
+        """Begin to send to one rank."""
         return self._message("send", tensors, dst, tag, receiving=False)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> MessageWork:
-        """Begins to receive from one rank."""
+        """Begin to receive from one rank."""
         return self._message("recv", tensors, src, tag, receiving=True)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
-        """Begins to receive from whoever sends first."""
+        """Begin to receive from whoever sends first."""
         return self._message("recvAnySource", tensors, ANY_SOURCE, tag, receiving=True)
 
     def _message(self, name: str, tensors: list[Tensor], peer: int, tag: int, *, receiving: bool) -> MessageWork:
@@ -273,7 +267,7 @@ class RingOperations:
         flat = flat_view_of(check_target(tensor) if receiving else tensor)
         mailbox, message = self._group.message(flat, peer, tag, receiving=receiving)
 
-        def finish() -> None:  # it also keeps the flat tensor alive until then
+        def finish() -> None:  # also keeps the flat tensor alive
             if receiving:
                 copy_back(flat, tensor)
             if end is not None:
@@ -284,11 +278,11 @@ class RingOperations:
     # The end.
 
     def shutdown(self) -> None:
-        """Leaves the group with a goodbye; harmless twice."""
+        """Leave the group with a goodbye; harmless twice."""
         self._group.leave()
 
     def fail(self, reason: str | CyxtrainError) -> None:
-        """Ends the group because of an error of this rank's own, and tells all why: what they raise, or its text."""
+        """End the group because of an error of this rank, given as an exception or text, and tell all ranks."""
         self._group.fail(reason)
 
     @property
@@ -305,23 +299,23 @@ class RingOperations:
         return self._group.failure(during, seconds)
 
     def abort(self) -> None:
-        """Ends everything that waits in this group, on every rank."""
+        """End everything that waits in this group, on every rank."""
         self.fail("its group was aborted")
 
-    # What PyTorch asks a group written in Python for.
+    # What PyTorch needs of a group written in Python.
 
     def rank(self) -> int:
-        """Returns this rank."""
+        """Return this rank."""
         return self._group.rank
 
     def size(self) -> int:
-        """Returns how many ranks there are."""
+        """Return how many ranks there are."""
         return self._group.world_size
 
     getRank, getSize = rank, size  # noqa: N815 - PyTorch's names
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Returns "ring"."""
+        """Return "ring"."""
         return "ring"
 
     name = _get_backend_name = getBackendName
@@ -333,11 +327,11 @@ class RingOperations:
 
     @property
     def transport(self) -> str:
-        """How collectives travel from this rank: "cma", say, or "cma within a machine, tcp between"; alone: "none"."""
+        """How collectives reach other ranks: "cma", say, or "cma within a machine, tcp between"; alone: "none"."""
         return self._group.transport
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the deadline of later collectives."""
+        """Set the deadline of later collectives."""
         self._group.timeout = timeout
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -347,5 +341,5 @@ class RingOperations:
         """Groups number their collectives by themselves."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Returns how many collectives this group has begun."""
+        """Return how many collectives this group has begun."""
         return self._group.sequence

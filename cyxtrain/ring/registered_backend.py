@@ -1,4 +1,4 @@
-"""A process group with a registered backend, as PyTorch offers it from 2.14 on."""
+"""A process group with a registered backend, for PyTorch 2.14 and later."""
 
 # Written for PyTorch 2.14; mypy may read the types of an older one.
 # mypy: disable-error-code="override,assignment,call-arg,arg-type,misc"
@@ -16,37 +16,33 @@ from cyxtrain.ring.process_group import RingOperations
 
 
 class RingBackend(RingOperations, torch_compat.Backend):
-    """The ring as a subclass of PyTorch's Backend: what C++ finds in a process group for a device.
-
-    Args:
-        group: The group that does the operations.
-    """
+    """The ring as a subclass of PyTorch's Backend: what C++ finds in a process group for a device."""
 
     def __init__(self, group: Group) -> None:
         torch_compat.Backend.__init__(self, group.rank, group.world_size)
-        # Weakly: the process group owns it, and Python's collector finds no cycle that goes through C++.
+        # The process group owns it, and Python cannot collect a cycle through C++.
         self._group = weakref.proxy(group)
 
-    # PyTorch looks for these in a subclass, and does not end where it finds its own (seen in 2.14 and 2.15).
+    # PyTorch recurses endlessly if a subclass does not define these (seen in 2.14 and 2.15).
     supports_splitting = supports_shrinking = supports_reconfigure = supports_window = property(lambda _: False)
     _supports_time_estimate = property(lambda _: False)
 
 
 class RegisteredGroup(dist.ProcessGroup):
-    """A process group of PyTorch's, whose backend is a `RingBackend`; the abstract part of `RingProcessGroup`.
+    """A PyTorch process group with a `RingBackend`; the abstract part of `RingProcessGroup`.
 
-    It is a subclass so that Python's calls reach the ring directly. By way of C++ they would return PyTorch's copy of a
-    work, whose `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
+    Python's calls reach the ring directly. By way of C++ they would return PyTorch's copy of a work, whose
+    `is_completed()` stays False and which does not know the source of a message (seen in 2.14 and 2.15).
     """
 
     _group: Group
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        # Not the store itself: C++ keeps what it is given for as long as anybody holds this group, and with it the port
-        # of rank 0. `get_group_store` returns the store until the group is left.
+        # Not the store itself: C++ would keep it, and with it the port of rank 0, as long as this group is referenced.
+        # `get_group_store` returns the store until the group is left.
         del store
         super().__init__(dist.HashStore(), rank, world_size)
 
     def register_for(self, devices: Sequence[str], group: Group) -> None:
-        """Registers the backend for types of device."""
+        """Register the backend for device types."""
         torch_compat.register_backend(self, RingBackend(group), devices)

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: indices and values are gathered, and equal indices are added up."""
+"""Sums of sparse tensors: indices and values are gathered, and values of equal indices are added."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ from cyxtrain.ring.wire.payload import replace
 
 
 def all_reduce(group: Group, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
-    """Reduces a sparse COO tensor in place, on all ranks; the result is coalesced.
+    """Reduce a sparse COO tensor in place, on all ranks; the result is coalesced.
 
-    An element is the sum of what the ranks have of it, in the order of their numbers. Ranks may have different numbers
-    of elements, also none.
-
+    An element is the sum over the ranks that have it, in their order; ranks may have different numbers of elements.
     Cost: one all_gather of a few numbers, and N - 1 frames each for the indices and the values of each rank.
-
-    Raises:
-        ConfigError: The reduction is neither SUM nor AVG.
-        CollectiveMismatchError: Sizes, or dense dimensions, differ between ranks.
     """
     if reduction not in (Reduction.SUM, Reduction.AVG):
         raise ConfigError(f"all_reduce: sparse tensors have SUM and AVG, not {reduction.name}. Call to_dense() first.")
-    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces no tensor in another mode than its own
+    with torch.inference_mode(tensor.is_inference()):  # PyTorch coalesces a tensor only in the mode it was made in
         own = tensor.detach().coalesce()
         indices, values = own.indices().cpu(), own.values().cpu()
     with group.together():
@@ -47,7 +41,7 @@ def _coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _counts(group: Group, sparse_dim: int, count: int, shape: torch.Size, timeout: timedelta | None) -> list[int]:
-    """Returns by rank how many elements it has; an error on all ranks where the tensors do not fit."""
+    """Return by rank how many elements it has; raise on all ranks if the tensors differ in size."""
     own = torch.tensor([count, sparse_dim, *shape], device="cpu")
     facts = torch.empty(group.world_size * own.numel(), dtype=own.dtype, device="cpu")
     group.all_gather(facts, own, timeout)
@@ -67,7 +61,7 @@ def _told(row: list[int]) -> str:
 
 
 def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | None) -> Tensor:
-    """Returns the rows of all ranks, of which each has another number."""
+    """Return the rows of all ranks, each of which has its own number."""
     per_row = part.shape[1:].numel()
     source = part.reshape(-1)
     target = torch.empty(sum(counts) * per_row, dtype=part.dtype, device="cpu")
@@ -77,7 +71,7 @@ def _gather(group: Group, part: Tensor, counts: list[int], timeout: timedelta | 
 
 
 def _added(indices: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns each index once, in order, with the sum of its values, added rank by rank."""
+    """Return each index once, in order, with the sum of its values, added rank by rank."""
     unique, places = torch.unique(indices, dim=1, return_inverse=True)
     sums = values.new_zeros(unique.shape[1], *values.shape[1:])
     for first, end in neighbouring(counts):

@@ -1,4 +1,4 @@
-"""What a collective returns: PyTorch's Work."""
+"""PyTorch's Work: what a collective returns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import CollectiveTimeoutError, CyxtrainError
 from cyxtrain.ring.collective_thread import CollectiveThread, PendingCall
 from cyxtrain.ring.group import Group
+from cyxtrain.ring.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.link import Deadline
-from cyxtrain.ring.wire.messages import ANY_SOURCE, Mailbox, Message
 from cyxtrain.ring.wire.staging import beside
 
-_LET_GO: collections.deque[Work] = collections.deque(maxlen=4096)
+_RELEASED: collections.deque[Work] = collections.deque(maxlen=4096)
 """Works that Python has let go of last. Where PyTorch's C++ still holds one, it finds the methods here.
 
 It may wait for a work long after the call: DistributedDataParallel does so for the collective that counts its ranks.
@@ -34,7 +34,7 @@ _KEPT_BYTES = 4096
 
 
 def _small(result: Any) -> Any:
-    """Returns a result, if it is small; else None."""
+    """Return a small result; None for others."""
     return result if result is None or _bytes_of(result) <= _KEPT_BYTES else None
 
 
@@ -46,127 +46,113 @@ def _bytes_of(result: Any) -> int:
 
 
 class DoneWork(Work):
-    """A collective that is over; errors have been raised by the call itself."""
+    """A finished collective; the call itself raised any error."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True at once."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """Returns None."""
+        """Return None."""
 
     def result(self) -> list[Any]:
-        """Returns the tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the result."""
+        """Return a future with the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
 class KeptDoneWork(DoneWork):
-    """The same of a call of PyTorch's with `async_op=True`."""
+    """The same for a call of PyTorch's with `async_op=True`."""
 
-    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
+    def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
         self._result = _small(self._result)
         keep(self)
 
 
 class PostedWork(Work):
-    """A collective that travels beside the thread that asked for it.
+    """A collective that runs in another thread."""
 
-    Args:
-        delivery: It.
-        courier: Who makes it.
-    """
-
-    def __init__(self, delivery: PendingCall, courier: CollectiveThread) -> None:
+    def __init__(self, pending: PendingCall, thread: CollectiveThread) -> None:
         super().__init__()
-        self._delivery = delivery
-        self._courier = courier
+        self._pending = pending
+        self._thread = thread
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True when it is over; raises what went wrong.
+        """Wait until it is done; return True, or raise its error.
 
         Raises:
-            CollectiveTimeoutError: It is not over after `timeout`, and goes on.
-            CyxtrainError: A callback waits for what comes after it.
+            CollectiveTimeoutError: It is not done after `timeout`, and continues.
+            CyxtrainError: A callback waits for a later collective.
         """
-        if self._courier.is_current and not self._delivery.done:
+        if self._thread.is_current and not self._pending.done:
             raise CyxtrainError(
-                "a callback of a collective waits for one that was asked for later, which cannot begin before the "
-                "callback ends. Wait for it outside of the callback."
+                "a callback of a collective waits for one that was started later, which cannot begin before the "
+                "callback ends. Wait for it outside the callback."
             )
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
-        if not self._delivery.wait(seconds):
+        if not self._pending.wait(seconds):
             raise CollectiveTimeoutError(
-                f"wait() timed out after {seconds} s; the collective goes on until its deadline."
+                f"wait() timed out after {seconds} s; the collective continues until its deadline."
             )
-        self._delivery.outcome()
+        self._pending.outcome()
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether it is over."""
-        return self._delivery.done
+        """Return whether it is done."""
+        return self._pending.done
 
     def is_success(self) -> bool:
-        """Returns whether it is over, and nothing went wrong."""
-        return self._delivery.done and self._delivery.error is None
+        """Return whether it is done without an error."""
+        return self._pending.done and self._pending.error is None
 
     def exception(self) -> BaseException | None:
-        """Returns what went wrong; None: nothing so far."""
-        return self._delivery.error
+        """Return its error; None: there is none so far."""
+        return self._pending.error
 
     def result(self) -> list[Any]:
-        """Returns the tensors that hold the result, once it is over."""
+        """Return the result tensors, once it is done."""
         self.wait()
-        result: list[Any] = self._delivery.outcome()
+        result: list[Any] = self._pending.outcome()
         return result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the result, or with the error: C++ sees only one that a callback has raised.
+        """Return a future with the result or the error.
 
-        A callback that asks for a collective itself must be given before the caller asks for another one: else it
-        depends on the moment which of them comes first, on each rank another.
+        Give it a callback that starts a collective before you start another one: otherwise their order differs by rank.
         """
         over: torch.futures.Future[Any] = torch.futures.Future()
-        outcome = over.then(lambda _: self._delivery.outcome())
-        self._delivery.when_done(lambda: over.set_result(None))
+        outcome = over.then(lambda _: self._pending.outcome())
+        self._pending.when_done(lambda: over.set_result(None))
         return outcome
 
 
 class KeptPostedWork(PostedWork):
-    """The same of a call of PyTorch's."""
+    """The same for a call of PyTorch's."""
 
-    def __del__(self, keep: Callable[[Work], None] = _LET_GO.append) -> None:
-        self._delivery.cut(_small)
+    def __del__(self, keep: Callable[[Work], None] = _RELEASED.append) -> None:
+        self._pending.trim(_small)
         keep(self)
 
 
 class MessageWork(Work):
-    """A send or recv on its way; `wait` moves it, and every other message of the group.
-
-    Args:
-        mailbox: Moves messages.
-        message: This one.
-        tensor: Sent from or received into.
-        finish: Called once when it is done.
-        timeout_seconds: Until `wait` gives up.
-    """
+    """A send or recv; `wait` moves it, and every other message of the group. `finish` is called when it is done."""
 
     def __init__(
         self,
@@ -184,7 +170,7 @@ class MessageWork(Work):
         self._timeout_seconds = timeout_seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True when the message has left, or has arrived."""
+        """Wait until the message is sent or received; return True."""
         seconds = self._timeout_seconds
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
@@ -192,25 +178,25 @@ class MessageWork(Work):
         try:
             self._mailbox.wait(self._message, Deadline(seconds))
         except CyxtrainError as error:
-            raise _seen_from_outside(error, handled)  # noqa: B904
+            raise _without_inner_frames(error, handled)  # noqa: B904
         return self._finished()
 
     def is_completed(self) -> bool:
-        """Returns whether it is done, after moving what can move."""
+        """Return whether it is done, after moving what can move."""
         if not self._message.done:
             self._mailbox.progress()
         return self._message.done and self._finished()
 
     def is_success(self) -> bool:
-        """Returns whether it is done."""
+        """Return whether it is done."""
         return self._message.done
 
     def result(self) -> list[Tensor]:
-        """Returns the tensor that was sent or received into."""
+        """Return the tensor that was sent or received into."""
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Returns the rank that a message came from; of recv from any source, once it is done."""
+        """Return the rank that a message came from; of recv from any source, once it is done."""
         if self._message.peer == ANY_SOURCE:
             raise RuntimeError("the source of a recv is known when it has arrived: wait() first.")
         return self._message.peer
@@ -219,7 +205,7 @@ class MessageWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future with the tensor, after waiting."""
+        """Return a future with the tensor, after waiting."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([self._tensor])
@@ -232,19 +218,14 @@ class MessageWork(Work):
         return True
 
 
-def _seen_from_outside(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
-    """Returns an error whose traceback leads to the call, and no further: it says itself what the ring was doing.
-
-    Args:
-        error: It.
-        handled: What the caller was handling, such as an error of its own, on its way out: that is shown before it.
-    """
+def _without_inner_frames(error: CyxtrainError, handled: BaseException | None) -> CyxtrainError:
+    """Return an error whose traceback leads to the call only; `handled`: what the caller was handling, shown before."""
     error.__context__, error.__suppress_context__ = handled, error.__cause__ is not None
     return error.with_traceback(None)
 
 
 class CallOptions(NamedTuple):
-    """What a collective is asked for, under PyTorch's names, where the caller gives no options of PyTorch's."""
+    """The options of a collective, under PyTorch's names."""
 
     asyncOp: bool = False  # noqa: N815
     timeout: timedelta | None = None
@@ -256,66 +237,64 @@ _OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """By the name of an argument of PyTorch's short forms, the option that it sets."""
 
 
-class Asked(Protocol):
-    """A process group as `collective` needs it."""
+class HasGroup(Protocol):
+    """What `collective` needs of a process group."""
 
     _group: Group
 
 
-def first(_: Asked, tensors: Any, *others: Any) -> Any:
-    """Returns a collective's first argument."""
+def first(_: HasGroup, tensors: Any, *others: Any) -> Any:
+    """Return a collective's first argument."""
     return tensors
 
 
-def nothing(_: Asked) -> list[Tensor]:
-    """Returns no tensor: what goes into a barrier."""
+def nothing(_: HasGroup) -> list[Tensor]:
+    """Return no tensor: a barrier's inputs."""
     return []
 
 
-def second(_: Asked, outputs: Any, inputs: Any, *others: Any) -> Any:
-    """Returns a collective's second argument."""
+def second(_: HasGroup, outputs: Any, inputs: Any, *others: Any) -> Any:
+    """Return a collective's second argument."""
     return inputs
 
 
 def collective(
     name: str, tensors: int = 1, short: Sequence[str] = ("timeout",), inputs: Callable[..., Any] = first
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes of a method that does a collective and returns its result one that returns PyTorch's work.
-
-    A profiler sees it as "ring:" and its name, with the shapes of its inputs.
+    """Turn a method that does a collective and returns its result into one that returns PyTorch's work.
 
     Args:
-        name: Of the collective.
-        tensors: How many arguments are tensors, or lists of them. Another one, `opts`, is PyTorch's options.
-        short: What PyTorch's short form takes instead of options, in their order: "op", "root", "timeout".
-        inputs: Returns the tensors that go in, from the object and these arguments.
+        name: Of the collective; a profiler shows it with "ring:" before.
+        tensors: Number of arguments that are tensors or lists of them. Another one, `opts`, is PyTorch's options.
+        short: Arguments of PyTorch's short form instead of options, in order: "op", "root", "timeout".
+        inputs: Returns the input tensors, from the object and these arguments.
     """
     is_profiling = torch_compat.is_profiling  # small calls take microseconds: a name less to look up
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def ask(self: Asked, *args: Any, **named: Any) -> DoneWork | PostedWork:
+        def ask(self: HasGroup, *args: Any, **named: Any) -> DoneWork | PostedWork:
             opts = named.pop("opts", None) if len(args) <= tensors else args[tensors]
             if not isinstance(getattr(opts, "asyncOp", None), bool):
                 opts = _options(name, short, [opts, *args[tensors + 1 :]], named)
-            end = _unseen
+            end = _no_profiler
             if is_profiling():
                 end = torch_compat.begin_profiled(f"ring:{name}", _flat(inputs(self, *args[:tensors])))
-            courier = self._group.courier(asynchronous=opts.asyncOp)
-            if courier is not None:
+            thread = self._group.collective_thread(asynchronous=opts.asyncOp)
+            if thread is not None:
                 call = functools.partial(method, self, *args[:tensors], **named, opts=opts)
-                return _posted(courier, call, end, opts)
+                return _post(thread, call, end, opts)
             handled = sys.exc_info()[1]
             try:
                 result = method(self, *args[:tensors], **named, opts=opts)
             except CyxtrainError as error:
-                raise _seen_from_outside(error, handled)  # noqa: B904
+                raise _without_inner_frames(error, handled)  # noqa: B904
             except KeyboardInterrupt:
                 # Also between the halves of a collective, where nothing moves: the others are in its second half.
                 self._group.fail("it was interrupted in a collective by KeyboardInterrupt(): start all ranks again.")
                 raise
             finally:
-                if end is not _unseen:
+                if end is not _no_profiler:
                     end()
             return KeptDoneWork(result) if opts.asyncOp and _is_kept(opts) else DoneWork(result)
 
@@ -324,30 +303,30 @@ def collective(
     return decorate
 
 
-def _unseen() -> None:
-    """Ends what no profiler sees."""
+def _no_profiler() -> None:
+    """Do nothing: no profiler runs."""
 
 
 def _is_kept(opts: Any) -> bool:
-    """Returns whether C++ may get the work of a call: of the package's own it does not."""
+    """Return whether C++ may hold the work of a call: not of the package's own calls."""
     return opts.asyncOp and type(opts) is not CallOptions
 
 
-def _posted(
-    courier: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
+def _post(
+    thread: CollectiveThread, call: Callable[[], Any], end: Callable[[], None], opts: Any
 ) -> DoneWork | PostedWork:
-    """Has another thread make a call, and `end` called when it is over."""
-    delivery = courier.post(beside(call))
-    if end is not _unseen:
-        delivery.when_done(end)
+    """Make a call in another thread, and call `end` when it is done."""
+    pending = thread.post(beside(call))
+    if end is not _no_profiler:
+        pending.when_done(end)
     if opts.asyncOp:
-        return KeptPostedWork(delivery, courier) if _is_kept(opts) else PostedWork(delivery, courier)
-    delivery.wait()
-    return DoneWork(delivery.outcome())
+        return KeptPostedWork(pending, thread) if _is_kept(opts) else PostedWork(pending, thread)
+    pending.wait()
+    return DoneWork(pending.outcome())
 
 
 def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[str, Any]) -> CallOptions:
-    """Returns the options of a call in PyTorch's short form; takes what it understands out of `named`."""
+    """Return the options of a call in PyTorch's short form; remove them from `named`."""
     if len(given) > len(short):
         raise TypeError(f"{name}: takes {', '.join(short)} after the tensors, got {len(given)} arguments.")
     found = dict(zip(short, given, strict=False))
@@ -358,5 +337,5 @@ def _options(name: str, short: Sequence[str], given: Sequence[Any], named: dict[
 
 
 def _flat(given: Any) -> list[Tensor]:
-    """Returns all tensors of lists in lists."""
+    """Return all tensors of nested lists."""
     return [given] if isinstance(given, Tensor) else [tensor for part in given for tensor in _flat(part)]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cyxtrain.ring import executor
 from cyxtrain.ring.monitoring import heartbeat, monitor, wait_graph
 from cyxtrain.ring.rendezvous import accept
 from cyxtrain.ring.schedules import algorithms, selector
-from cyxtrain.ring.wire import executor, frames, link, transfers
+from cyxtrain.ring.wire import frames, link
 from cyxtrain.ring.wire.frames import Control, Kind, Operation, Reduction, dtype_code, expected_header, header
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,10 +149,10 @@ KIB = 1024
 @pytest.mark.parametrize(
     ("words", "ours", "theirs"),
     [
-        ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (transfers.SHORT_BYTES, algorithms.FEW_RANKS)),
+        ("up to 16 KiB, up to 8 ranks", (16 * KIB, 8), (selector.SHORT_BYTES, algorithms.FEW_RANKS)),
         ("Up to 256 KiB it is a tree", 256 * KIB, selector.FEW_BYTES),
-        ("of 128 KiB and more", 128 * KIB, transfers.OFFER_BYTES),
-        ("in segments of 1 MiB", 1024 * KIB, transfers.SEGMENT_BYTES),
+        ("of 128 KiB and more", 128 * KIB, selector.OFFER_BYTES),
+        ("in segments of 1 MiB", 1024 * KIB, selector.SEGMENT_BYTES),
         ("one of 256 at a time", 256, accept._MAX_STRANGERS),
         ("Stopped for 4 s, or gone for 0.5 s", (4, 0.5), (heartbeat.STOPPED_SECONDS, heartbeat.GONE_SECONDS)),
         ("every half second", 0.5, monitor._LONGEST_BEAT_SECONDS),

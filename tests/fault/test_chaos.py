@@ -209,7 +209,7 @@ def test_checksums_that_somebody_without_the_secret_calculates_anew_do_not_fit(r
     world = run_world(2, everything, forging, options=CHECKED)
     for error in world.errors:
         assert isinstance(error, DamagedFrameError)
-        assert (error.rank, "from rank 1 to rank 0 delivered other bytes" in str(error)) == (1, True)
+        assert (error.rank, "from rank 1 to rank 0 was corrupted" in str(error)) == (1, True)
     monkeypatch.setattr(Checksums, "of", lambda self, data: xxh3_64_digest(data))
     monkeypatch.setattr(Checksums, "begin", lambda self: xxh3_64())
     monkeypatch.setattr(Checksums, "end", lambda self, begun: begun.digest())

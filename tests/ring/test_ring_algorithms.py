@@ -214,7 +214,7 @@ def test_recursive_doubling_leaves_the_tree_on_every_rank(world_size, count):
 def test_telling_all_and_the_tree_are_the_result_of_recursive_doubling(world_size, count):
     sources = [own(rank, count) for rank in range(world_size)]
     targets = [[None] * (world_size * count) for _ in range(world_size)]
-    schedules = [[algorithms.telling_all(rank, world_size, count)] for rank in range(world_size)]
+    schedules = [[algorithms.multicast_rows(rank, world_size, count)] for rank in range(world_size)]
     ranks = Lockstep(schedules, sources, targets, buffered).run()  # few bytes always fit into the kernel's buffers
     assert ranks.all_heard()
     assert {len(apart(schedule)) for schedule in schedules} == {2 * (world_size - 1)}
@@ -252,7 +252,7 @@ def test_of_a_meeting_by_way_of_rank_0_nobody_goes_before_all_have_come(world_si
 @everywhere
 def test_folding_leaves_each_rank_its_chunk_in_the_order_of_the_ring(world_size, count):
     spans = chunks(count, world_size)
-    schedules = [algorithms.folding(rank, world_size, spans) for rank in range(world_size)]
+    schedules = [algorithms.read_reduce(rank, world_size, spans) for rank in range(world_size)]
     for way in (offered, buffered):
         ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=way).run()
         assert ranks.all_heard()
@@ -264,7 +264,7 @@ def test_folding_leaves_each_rank_its_chunk_in_the_order_of_the_ring(world_size,
 def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count):
     spans = chunks(count, world_size)
     schedules = [
-        [*algorithms.folding(rank, world_size, spans), *algorithms.gathering(rank, world_size, spans)]
+        [*algorithms.read_reduce(rank, world_size, spans), *algorithms.read_gather(rank, world_size, spans)]
         for rank in range(world_size)
     ]
     ranks = Lockstep(schedules, [own(rank, count) for rank in range(world_size)], way=offered).run()
@@ -275,13 +275,11 @@ def test_folding_and_gathering_are_the_all_reduce_of_the_ring(world_size, count)
 @everywhere
 def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
     spans = even_spans(count, world_size)
-    gathering = [algorithms.gathering(rank, world_size, spans) for rank in range(world_size)]
-    ending_group_on_error = [
-        [algorithms.ending_group_on_error(rank, world_size, spans[rank], spans)] for rank in range(world_size)
-    ]
+    gathering = [algorithms.read_gather(rank, world_size, spans) for rank in range(world_size)]
+    multicast_spans = [[algorithms.multicast_spans(rank, world_size, spans[rank], spans)] for rank in range(world_size)]
     for schedules, way in (
         (gathering, offered),
-        (ending_group_on_error, buffered),
+        (multicast_spans, buffered),
     ):  # few bytes fit into the kernel's buffers
         buffers = [[None] * (world_size * count) for _ in range(world_size)]
         for rank, (start, end) in enumerate(spans):
@@ -293,7 +291,7 @@ def test_gathering_and_telling_bring_every_span_to_all(world_size, count):
 
 @everywhere
 def test_fan_out_and_telling_of_bring_the_buffer_of_any_rank_to_all(world_size, count):
-    ways = ((algorithms.fan_out, offered), (lambda *of: [algorithms.telling_of(*of)], buffered))
+    ways = ((algorithms.fan_out, offered), (lambda *of: [algorithms.multicast_from(*of)], buffered))
     for src, (schedule, way) in itertools.product(range(world_size), ways):
         buffers = [own(rank, count) for rank in range(world_size)]
         schedules = [schedule(rank, world_size, count, src) for rank in range(world_size)]
@@ -310,10 +308,10 @@ def test_the_costs_are_what_the_docstrings_say(world_size, count):
         schedule = algorithms.reduce_scatter(rank, world_size, spans)
         assert len(schedule) == world_size - 1
         assert sum(end - start for _, (start, end), *_ in schedule) == rest
-        *offers, fold = algorithms.folding(rank, world_size, spans)
+        *offers, fold = algorithms.read_reduce(rank, world_size, spans)
         assert len(offers) == len(fold.sources) == world_size - 1
         assert sum(end - start for _, (start, end), *_ in offers) == rest
-        read = [step.receive for step in algorithms.gathering(rank, world_size, spans)]
+        read = [step.receive for step in algorithms.read_gather(rank, world_size, spans)]
         assert sum(end - start for start, end in read) == rest
 
 
@@ -350,10 +348,10 @@ def test_who_reads_or_tells_directly_speaks_to_all_before_it_hears_anybody(world
     spans = chunks(100, world_size)
     for rank in range(world_size):
         for schedule in (
-            algorithms.folding(rank, world_size, spans),
-            algorithms.gathering(rank, world_size, spans),
-            [algorithms.telling_all(rank, world_size, 1)],
-            [algorithms.telling_of(rank, world_size, 1, world_size - 1)],
+            algorithms.read_reduce(rank, world_size, spans),
+            algorithms.read_gather(rank, world_size, spans),
+            [algorithms.multicast_rows(rank, world_size, 1)],
+            [algorithms.multicast_from(rank, world_size, 1, world_size - 1)],
             *([] if world_size > algorithms.FEW_RANKS else copies_of_rank_0(rank, world_size)),
         ):
             first = apart(schedule)[: world_size - 1]

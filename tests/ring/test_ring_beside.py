@@ -134,7 +134,7 @@ def test_a_callback_that_waits_for_a_later_collective_is_told_that_it_cannot():
         return told
 
     told, _ = run_beside(2, rank_main, seconds=20)
-    assert "waits for one that was asked for later" in told
+    assert "waits for one that was started later" in told
 
 
 @pytest.mark.parametrize("inference", [True, False])

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import _CONTEXT, rank_server  # noqa: F401 - a fixture
 
-from cyxtrain.ring.shared_memory import peer_read
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, address_of, open_to_reading
+from cyxtrain.ring.wire import peer_read
+from cyxtrain.ring.wire.peer_read import PeerMemory, address_of, open_to_reading
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),

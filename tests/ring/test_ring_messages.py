@@ -12,7 +12,7 @@ from ring_values import DTYPES, all_reduce, error_of, made, same
 from worlds import join_threads, run_threads, wait_until
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from cyxtrain.ring.wire import messages
+from cyxtrain.ring import messages
 from cyxtrain.ring.wire.frames import HEADER_BYTES, Kind, Operation, dtype_code, expected_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -124,7 +124,7 @@ def test_a_frame_of_another_generation_is_an_error_on_every_rank(world_size, cor
     def rank_main(group):
         if group.rank() == world_size - 1:
             # As if it came from a group that the others have left behind.
-            group._group._generation = group._group.ready._generation = 7
+            group._group._generation = group._group.persistent._generation = 7
         began.wait()
         start = time.monotonic()
         error = error_of(lambda: reduce_all()(group))

@@ -77,7 +77,9 @@ def reduced(world_size, count, schedule):
 
 def all_reduce_read(size, count):
     spans = chunks(count, size)
-    return reduced(size, count, lambda r: [*algorithms.folding(r, size, spans), *algorithms.gathering(r, size, spans)])
+    return reduced(
+        size, count, lambda r: [*algorithms.read_reduce(r, size, spans), *algorithms.read_gather(r, size, spans)]
+    )
 
 
 def all_reduce_ring(size, count):
@@ -98,14 +100,16 @@ def all_reduce_read_then_ring(size, count):
     return reduced(
         size,
         count,
-        lambda r: [*algorithms.folding(r, size, spans), *algorithms.all_gather(r, size, spans, range(size))],
+        lambda r: [*algorithms.read_reduce(r, size, spans), *algorithms.all_gather(r, size, spans, range(size))],
     )
 
 
 def reduce_read(size, count):
     spans = chunks(count, size)
     return reduced(
-        size, count, lambda r: [*algorithms.folding(r, size, spans), *algorithms.gather(r, size, spans, 1, spans[r])]
+        size,
+        count,
+        lambda r: [*algorithms.read_reduce(r, size, spans), *algorithms.gather(r, size, spans, 1, spans[r])],
     )
 
 
@@ -119,7 +123,7 @@ def reduce_ring(size, count):
 
 
 def reduce_scatter_read(size, count):
-    return reduced(size, count, lambda r: algorithms.folding(r, size, chunks(count, size)))
+    return reduced(size, count, lambda r: algorithms.read_reduce(r, size, chunks(count, size)))
 
 
 def reduce_scatter_ring(size, count):
@@ -131,7 +135,7 @@ def doubling(size, count):
 
 
 def all_gather_read(size, count):
-    return gather_in_place(size, count, lambda r: algorithms.gathering(r, size, even_spans(count, size)))
+    return gather_in_place(size, count, lambda r: algorithms.read_gather(r, size, even_spans(count, size)))
 
 
 def all_gather_ring(size, count):

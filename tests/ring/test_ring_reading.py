@@ -20,10 +20,10 @@ from worlds import run_threads
 from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, PeerLostError
 from cyxtrain.ring import connections
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
-from cyxtrain.ring.wire.executor import Executor
+from cyxtrain.ring.executor import Executor
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
 
 pytestmark = pytest.mark.skipif(not open_to_reading(), reason="no process can read another's memory on this system")
 MIB = 2**20
@@ -145,7 +145,7 @@ def test_a_late_reader_still_reads_what_was_offered(call, monkeypatch):
 
 
 def test_without_the_last_word_of_the_readers_this_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(Executor, "_settle", lambda mesh, call: None)
+    monkeypatch.setattr(Executor, "_acknowledge", lambda mesh, call: None)
     found = run_threads(3, lambda group: go_through(group, 40, 5), options=CMA)
     assert any(wrong for _, wrong in found)
 
@@ -204,8 +204,8 @@ def test_who_did_return_before_a_rank_was_interrupted_has_the_right_result(world
             return error.rank
         return bool((tensor == sum(range(world_size + 1))).all())
 
-    settle = Executor._settle
-    monkeypatch.setattr(Executor, "_settle", interrupted)
+    settle = Executor._acknowledge
+    monkeypatch.setattr(Executor, "_acknowledge", interrupted)
     found = run_threads(world_size, rank_main, options=CMA)
     assert found[1] == "interrupted"
     assert all(result in (1, True) and result is not False for result in found[:1] + found[2:]), found
@@ -262,9 +262,9 @@ def check_differing(what, how, world_size, odd_ranks, monkeypatch):
     """Whichever rank is the odd one, and whichever calls what, all must learn it soon."""
     transport, _, in_turns = how.partition(",")
     if in_turns:
-        routes = connections._routes
+        routes = connections._selector
         ring = (*range(0, world_size, 2), *range(1, world_size, 2))
-        monkeypatch.setattr(connections, "_routes", lambda *of: dataclasses.replace(routes(*of), ring=ring))
+        monkeypatch.setattr(connections, "_selector", lambda *of: dataclasses.replace(routes(*of), ring=ring))
     for odd_rank, (even, odd) in itertools.product(odd_ranks, (MISMATCHES[what], MISMATCHES[what][::-1])):
         for rank, (error, seconds, travelled) in enumerate(differing(world_size, even, odd, odd_rank, transport)):
             story = f"rank {rank}, with rank {odd_rank} in {MISMATCHES[what].index(odd)}: {error}"

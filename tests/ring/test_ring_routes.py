@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,18 @@ from cyxtrain.ring import connections
 from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.rendezvous import RendezvousResult
 from cyxtrain.ring.schedules.algorithms import NOTHING, Multicast, ReadReduce, chunks, even_spans
-from cyxtrain.ring.schedules.selector import FEW_BYTES, AlgorithmSelector, few
-from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, is_offered
+from cyxtrain.ring.schedules.selector import (
+    FEW_BYTES,
+    OFFER_BYTES,
+    SEGMENT_BYTES,
+    AlgorithmSelector,
+    Path,
+    is_latency_bound,
+)
+from cyxtrain.ring.wire.transfers import is_offered
 
 KIB = 1024
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLACES = {
     "one machine": "aaaa",
     "two machines in turns": "abab",
@@ -39,14 +48,14 @@ def routes_of(places, unread=(), cores=64):
         {other for other in ranks if other != rank and places[other] == places[rank] and (rank, other) not in unread}
         for rank in ranks
     ]
-    return [connections._routes(RendezvousResult(table=table, readers=readers), rank) for rank in ranks]
+    return [connections._selector(RendezvousResult(table=table, readers=readers), rank) for rank in ranks]
 
 
 def way_of(routes, item_bytes):
     """What is offered where ranks of one machine read each other, as long as a payload is long enough."""
 
     def way(sender, receiver, length, then):
-        return Way.OFFERED if is_offered(routes[sender].direct, length * item_bytes, then) else Way.BUFFERED
+        return Way.OFFERED if is_offered(routes[sender].can_read_peers, length * item_bytes, then) else Way.BUFFERED
 
     return way
 
@@ -76,7 +85,7 @@ def test_the_ring_visits_every_machine_once_and_is_the_same_for_all(places):
     assert sorted(ring) == list(range(len(places)))
     visited = [place for place, _ in itertools.groupby(places[rank] for rank in ring)]
     assert sorted(visited) == sorted(set(places))
-    assert [route.direct for route in routes] == [places == "aaaa"] * len(places)
+    assert [route.can_read_peers for route in routes] == [places == "aaaa"] * len(places)
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
@@ -113,9 +122,9 @@ def test_broadcast_enters_every_machine_over_one_link(places):
 )
 def test_ranks_that_share_the_cores_of_one_machine_meet_by_way_of_rank_0(places, cores, crowded):
     routes = routes_of(places, cores=cores)
-    assert [route.crowded for route in routes] == [crowded] * len(places)
-    assert [route.sums for route in routes] == [True] + [not crowded] * (len(places) - 1)
-    frames = [sum(len(tell.to) for tell in route.meeting(1)) for route in routes]
+    assert [route.oversubscribed for route in routes] == [crowded] * len(places)
+    assert [route.is_summing for route in routes] == [True] + [not crowded] * (len(places) - 1)
+    frames = [sum(len(tell.to) for tell in route.exchanges(1)) for route in routes]
     others = len(places) - 1
     assert frames == ([others] + [1] * others if crowded else [others] * len(places))
 
@@ -129,7 +138,7 @@ def test_ranks_of_one_machine_that_turn_up_one_after_the_other_keep_their_order(
 @pytest.mark.parametrize("unread", [(0, 1), (2, 1)])
 def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
     routes = routes_of("aaa", unread=[unread])
-    assert [route.direct for route in routes] == [False] * 3
+    assert [route.can_read_peers for route in routes] == [False] * 3
     spans = chunks(90, 3)
     for route in routes:
         assert not any(isinstance(step, ReadReduce) for step in route.reduce_scatter(spans, OFFER_BYTES))
@@ -141,7 +150,7 @@ def test_one_pair_that_cannot_read_sends_all_of_them_around_the_ring(unread):
 
 @given(st.integers(1, 64), st.integers(0, 2**24), st.sampled_from([1, 2, 4, 8, 16]))
 def test_whether_few_are_summed_by_a_tree_follows_from_their_bytes(world_size, count, item_bytes):
-    assert few(world_size, count, item_bytes) == (world_size > 1 and count * item_bytes <= 256 * KIB)
+    assert is_latency_bound(world_size, count, item_bytes) == (world_size > 1 and count * item_bytes <= 256 * KIB)
     assert FEW_BYTES == 256 * KIB
 
 
@@ -150,12 +159,12 @@ def test_all_are_told_only_what_fits_into_the_scratch_of_each(world_size, count,
     ring = tuple(range(world_size))
     for routes in (
         AlgorithmSelector(0, world_size, ring),
-        AlgorithmSelector(world_size - 1, world_size, ring, direct=True),
+        AlgorithmSelector(world_size - 1, world_size, ring, can_read_peers=True),
     ):
-        tells_all = routes.tells_all(count, item_bytes)
-        assert tells_all == (world_size <= 8 and count * item_bytes <= 16 * KIB)
-        assert not tells_all or (
-            few(world_size, count, item_bytes) and world_size * count * item_bytes <= SEGMENT_BYTES
+        is_tiny = routes.is_tiny(count, item_bytes)
+        assert is_tiny == (world_size <= 8 and count * item_bytes <= 16 * KIB)
+        assert not is_tiny or (
+            is_latency_bound(world_size, count, item_bytes) and world_size * count * item_bytes <= SEGMENT_BYTES
         )
 
 
@@ -205,3 +214,53 @@ def test_all_gather_and_broadcast_bring_the_same_around_the_limit(world_size):
             buffers = [own(rank, count) for rank in range(world_size)]
             ranks = Lockstep(schedules, buffers, way=way_of(routes, OFFER_BYTES // 8)).run()
             assert ranks.results == [own(world_size - 1, count)] * world_size
+
+
+# --- the table of docs/ring.md ---------------------------------------------------------------------------------------
+
+SIZES = {
+    "up to 16 KiB": (1, 16 * KIB),
+    "up to 256 KiB": (16 * KIB + 4, 256 * KIB),
+    "up to 1 MiB": (256 * KIB + 4, 1024 * KIB),
+    "up to 4 MiB": (2048 * KIB, 4096 * KIB),
+    "more": (4096 * KIB + 4, 100 * 1024 * KIB),
+}
+SHARED = {"shares_memory": True, "can_read_peers": True}
+SELECTORS = {
+    "Unix sockets": [(2, SHARED), (3, SHARED), (8, SHARED)],
+    "cores shared": [(size, {**SHARED, "oversubscribed": True}) for size in (3, 8)],
+    "no reading": [(2, {"shares_memory": True}), (8, {"shares_memory": True})],
+    "more than 8 ranks of one machine": [(9, {"can_read_peers": True})],
+    "TCP, or several machines": [(2, {}), (8, {})],
+}
+
+
+def table_of_paths():
+    """The rows of the table, as {size: {place: path}}."""
+    lines = (ROOT / "docs" / "ring.md").read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| all_reduce of |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines[first:])]
+    return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
+
+
+def test_every_cell_of_the_table_is_what_the_selector_chooses():
+    table = table_of_paths()
+    assert list(table) == list(SIZES)
+    for size, byte_counts in SIZES.items():
+        assert list(table[size]) == list(SELECTORS)
+        for place, worlds in SELECTORS.items():
+            for (world_size, facts), byte_count in itertools.product(worlds, byte_counts):
+                selector = AlgorithmSelector(0, world_size, tuple(range(world_size)), **facts)
+                path = selector.path(-(-byte_count // 4), 4)
+                assert path.value == table[size][place], (size, place, world_size, byte_count)
+
+
+@given(st.integers(1, 16), st.integers(0, 2**23), st.booleans(), st.booleans(), st.booleans())
+def test_what_is_not_staged_takes_a_path_with_the_same_order_of_sums(world_size, count, shares, reads, crowded):
+    facts = {"shares_memory": shares, "can_read_peers": reads, "oversubscribed": crowded}
+    selector = AlgorithmSelector(0, world_size, tuple(range(world_size)), **facts)
+    other = selector.path(count, 4, may_stage=False)
+    assert other is not Path.STAGED
+    assert selector.path(count, 4) in (other, Path.STAGED)
+    if world_size > 1:
+        assert is_latency_bound(world_size, count, 4) == (other not in (Path.READ, Path.RING))

@@ -24,22 +24,19 @@ from cyxtrain.config import RingOptions
 from cyxtrain.errors import CollectiveMismatchError, CyxtrainError
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.ring import RingProcessGroup
-from cyxtrain.ring.schedules.selector import FEW_BYTES
+from cyxtrain.ring.schedules.selector import FEW_BYTES, SHORT_BYTES
 from cyxtrain.ring.shared_memory import segment
-from cyxtrain.ring.shared_memory.peer_read import open_to_reading
-from cyxtrain.ring.wire.transfers import SHORT_BYTES
+from cyxtrain.ring.wire.link import Link
 from cyxtrain.ring.work import CallOptions
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not open_to_reading(), reason="processes have no memory in common on this system"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share no memory on this system")
 FLOATS = [torch.float32, torch.float64]
 COUNTS = [1, 2, 7, 1000, FEW_BYTES // 8, FEW_BYTES // 4 + 1, 300_007]
 
 
 def mean_of(group, dtype, count, seed=0):
     """A mean that is filled with what a rank brings."""
-    mean = group.make_shared_means([(count, dtype)])[0]
+    mean = group.make_gradient_buffers([(count, dtype)])[0]
     assert mean is not None
     mean.tensor.copy_(made(dtype, count, group.rank(), seed))
     return mean
@@ -149,14 +146,13 @@ def test_it_travels_beside_the_caller_where_collectives_do(communication):
         (2, 10, torch.bfloat16, RingOptions()),
         (2, 10, torch.int64, RingOptions()),
         (2, 10, torch.float32, RingOptions(checksums=True)),
-        (2, 10, torch.float32, RingOptions(transport="unix")),
         (2, 10, torch.float32, RingOptions(transport="tcp")),
         (9, 10, torch.float32, RingOptions()),
     ],
 )
 def test_where_it_cannot_be_there_is_none_on_any_rank(world_size, count, dtype, options):
     def rank_main(group):
-        return group.make_shared_means([(count, dtype)])[0]
+        return group.make_gradient_buffers([(count, dtype)])[0]
 
     assert run_threads(world_size, rank_main, options=options) == [None] * world_size
 
@@ -164,7 +160,7 @@ def test_where_it_cannot_be_there_is_none_on_any_rank(world_size, count, dtype, 
 @pytest.mark.parametrize(
     ("what", "rank"),
     [("memfd_create", 0), ("ftruncate", 0)]  # rank 0 alone makes the file
-    + [(what, rank) for what in ("open", "posix_fallocate", "mmap") for rank in (0, 2)],
+    + [(what, rank) for what in ("posix_fallocate", "mmap", "dup") for rank in (0, 2)],
 )
 def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
     owner = segment.mmap if what == "mmap" else os
@@ -179,7 +175,7 @@ def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
         ranks[threading.get_ident()] = group.rank()
         group.barrier().wait()
         failing.append(lambda: ranks.get(threading.get_ident()))
-        found = group.make_shared_means([(10, torch.float32)])[0]
+        found = group.make_gradient_buffers([(10, torch.float32)])[0]
         tensor = torch.ones(3)
         group.allreduce([tensor]).wait()  # and the group goes on
         return found, tensor.tolist()
@@ -189,9 +185,33 @@ def test_where_one_rank_cannot_have_it_no_rank_has(what, rank, monkeypatch):
     assert run_threads(3, rank_main) == [(None, [3.0] * 3)] * 3
 
 
+def test_it_needs_unix_sockets_alone_and_no_right_to_read_other_processes():
+    def rank_main(group):
+        mean = mean_of(group, torch.float32, 1000)
+        mean.all_reduce().wait()
+        return group.transport, same(
+            mean.tensor, reduced([made(torch.float32, 1000, rank) for rank in range(3)], Op.AVG)
+        )
+
+    assert run_threads(3, rank_main, options=RingOptions(transport="unix")) == [("unix", True)] * 3
+
+
+def test_a_descriptor_that_is_lost_on_one_rank_leaves_all_without(monkeypatch):
+    def lose(link):
+        done, descriptor = receive(link)
+        if done and threading.current_thread().name == "rank 2":
+            os.close(descriptor)
+            return True, -1
+        return done, descriptor
+
+    receive = Link.receive_descriptor
+    monkeypatch.setattr(Link, "receive_descriptor", lose)
+    assert run_threads(3, lambda group: group.make_gradient_buffers([(10, torch.float32)])) == [[None]] * 3
+
+
 def test_it_begins_with_zeros_and_is_nobodys_when_it_is_no_longer_used():
     def rank_main(group):
-        mean = group.make_shared_means([(5000, torch.float32)])[0]
+        mean = group.make_gradient_buffers([(5000, torch.float32)])[0]
         assert not mean.tensor.any()
         part = mean.tensor[10:20]  # as a gradient is
         part.fill_(group.rank() + 1.0)
@@ -224,7 +244,7 @@ def test_other_calls_on_another_rank_are_named():
 
 def test_ranks_that_begin_with_different_ones_of_two_that_are_alike_are_told():
     def rank_main(group):
-        means = group.make_shared_means([(50_000, torch.float32)] * 2)
+        means = group.make_gradient_buffers([(50_000, torch.float32)] * 2)
         with pytest.raises(CollectiveMismatchError, match=r"memory 0.*memory 1|memory 1.*memory 0"):
             means[group.rank()].all_reduce()
 
@@ -233,7 +253,7 @@ def test_ranks_that_begin_with_different_ones_of_two_that_are_alike_are_told():
 
 def test_ranks_that_want_different_sizes_have_none():
     def rank_main(group):
-        found = group.make_shared_means([(10_000 * (1 + (group.rank() == 1)), torch.float32)])
+        found = group.make_gradient_buffers([(10_000 * (1 + (group.rank() == 1)), torch.float32)])
         group.barrier().wait()
         return found
 
@@ -244,7 +264,7 @@ def test_kinds_that_it_can_average_lie_beside_others_that_it_cannot():
     kinds = [(1000, torch.float32), (10, torch.bfloat16), (1000, torch.float64), (0, torch.float32)]
 
     def rank_main(group):
-        first, no, second, nothing = group.make_shared_means(kinds)
+        first, no, second, nothing = group.make_gradient_buffers(kinds)
         assert (no, nothing) == (None, None)
         for number, mean in enumerate((first, second)):
             mean.tensor.fill_(number + group.rank())
@@ -269,7 +289,7 @@ def test_elements_that_a_user_has_moved_are_averaged_all_the_same():
 @pytest.fixture(scope="module")
 def lived():
     """What two processes have lived through, by rank."""
-    return [each.value for each in run_processes(2, live, free_port(), env={"CYXTRAIN_TRANSPORT": "cma"})]
+    return [each.value for each in run_processes(2, live, free_port(), env={"CYXTRAIN_TRANSPORT": "unix"})]
 
 
 def live(port):
@@ -294,7 +314,7 @@ def write_in_a_child():
 
 
 def test_a_rank_that_ends_on_the_way_is_named():
-    ended = run_processes(3, end_on_the_way, env={"CYXTRAIN_TRANSPORT": "cma"}, succeed=False)
+    ended = run_processes(3, end_on_the_way, env={"CYXTRAIN_TRANSPORT": "unix"}, succeed=False)
     assert [each.value for each in ended] == ["PeerLostError 1", None, "PeerLostError 1"]
     assert ended[1].returncode == -signal.SIGKILL
 
@@ -322,9 +342,10 @@ def test_training_gives_the_same_bits_however_gradients_travel(lived):
 def train_both_ways():
     dist.all_reduce(torch.zeros(SHORT_BYTES))  # what passes through memory in common makes that now, not while we look
     in_common, used = train_a_little()
-    make, RingProcessGroup.make_shared_means = RingProcessGroup.make_shared_means, lambda _, kinds: [None] * len(kinds)
+    make = RingProcessGroup.make_gradient_buffers
+    RingProcessGroup.make_gradient_buffers = lambda _, kinds: [None] * len(kinds)
     apart, used_too = train_a_little()
-    RingProcessGroup.make_shared_means = make
+    RingProcessGroup.make_gradient_buffers = make
     return used, used_too, in_common == apart
 
 

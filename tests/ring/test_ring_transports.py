@@ -20,7 +20,7 @@ from worlds import free_port, run_threads
 
 from cyxtrain.config import RingOptions
 from cyxtrain.ring.rendezvous import dial, listen, rendezvous
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory
+from cyxtrain.ring.wire.peer_read import PeerMemory
 
 pytestmark = [
     pytest.mark.usefixtures("rank_server"),
@@ -180,7 +180,7 @@ def travelled(group):
     total = sum(range(group.size() + 1))
     for count in (3, 100_000, 1_000_003):
         assert bool((all_reduce(group, torch.full((count,), 1.0 + group.rank())) == total).all())
-    return group._group.transport, group._group._routes.direct
+    return group._group.transport, group._group._selector.can_read_peers
 
 
 def unreadable_for(monkeypatch, *names):

@@ -220,7 +220,7 @@ def install(plan: Plan, rank: int) -> None:
     It counts by wrapping the methods of `Link` that move bytes, and those of `Executor` that do a collective, for the
     rest of this process's life: call it in a process of its own, before it joins.
     """
-    from cyxtrain.ring.wire.executor import Executor
+    from cyxtrain.ring.executor import Executor
     from cyxtrain.ring.wire.link import Link
 
     mine = plan.of_rank(rank)

@@ -21,7 +21,7 @@ from worlds import wait_until
 import cyxtrain as cx
 from cyxtrain.ring.rendezvous import dial, rendezvous
 from cyxtrain.ring.rendezvous.listen import listen
-from cyxtrain.ring.wire.transfers import SHORT_BYTES
+from cyxtrain.ring.schedules.selector import SHORT_BYTES
 
 SECONDS = 60.0
 ELEMENTS = 100_003

@@ -73,7 +73,7 @@ def apart(schedule: Sequence[Step]) -> list[ReadReduce | Transfer]:
     for step in schedule:
         if isinstance(step, Multicast):
             result += [Transfer(other, step.send, None, NOTHING) for other in step.to]
-            receives = zip(step.hears, step.receive, strict=True)
+            receives = zip(step.sources, step.receive, strict=True)
             result += [Transfer(None, NOTHING, other, span) for other, span in receives]
         else:
             result.append(step)
@@ -174,7 +174,7 @@ class Lockstep:
         if isinstance(step, ReadReduce):
             if not all(self._sent.get((source, rank)) for source in step.sources):
                 return False
-            self._fold(rank, step)
+            self._read_reduce(rank, step)
             self._done(rank, "fold")
             return True
         if "send" in todo and self._leaves(rank):
@@ -238,7 +238,7 @@ class Lockstep:
             target[start:end] = payload
         self._done(rank, "receive")
 
-    def _fold(self, rank: int, fold: ReadReduce) -> None:
+    def _read_reduce(self, rank: int, fold: ReadReduce) -> None:
         start, end = fold.span
         target = self._targets[rank]
         parts = [self._taken(rank, other, self._sent[other, rank].popleft(), end - start) for other in fold.sources]

@@ -95,7 +95,7 @@ def read_page(path: Path) -> Page:
     return Page(path, text, tuple(blocks))
 
 
-def ends_not(fence: str):
+def ends_not(fence: str) -> Callable[[tuple[int, str]], bool]:
     """Return a function that says whether a line is still within a block."""
     return lambda line: line[1].rstrip() != fence
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cyxtrain.errors import CyxtrainError
 from cyxtrain.ring import RingProcessGroup
 from cyxtrain.ring.schedules.algorithms import chunks
-from cyxtrain.ring.schedules.selector import few
+from cyxtrain.ring.schedules.selector import is_latency_bound
 
 Op = dist.ReduceOp
 Reduction = dist.ReduceOp.RedOpType
@@ -68,7 +68,7 @@ def reduced(tensors: Sequence[Tensor], op: Reduction) -> Tensor:
     Few: the first ranks are combined in pairs, until a power of two is left; then neighbours, and neighbours of those.
     More: chunk c is combined from rank c + 1 on, all around, with rank c as the last.
     """
-    if few(len(tensors), tensors[0].numel(), tensors[0].element_size()):
+    if is_latency_bound(len(tensors), tensors[0].numel(), tensors[0].element_size()):
         return in_a_tree(tensors, op)
     return all_around(tensors, op)
 

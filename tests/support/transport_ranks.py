@@ -121,7 +121,11 @@ def facts() -> dict[str, Any]:
     """How collectives travel, and what is left of the meeting."""
     ring = group()._group._ring
     assert ring is not None
-    return {"transport": group()._group.transport, "direct": ring.routes.direct, "unix": listening_unix_sockets()}
+    return {
+        "transport": group()._group.transport,
+        "direct": ring.selector.can_read_peers,
+        "unix": listening_unix_sockets(),
+    }
 
 
 def listening_unix_sockets() -> list[str]:

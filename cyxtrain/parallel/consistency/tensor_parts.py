@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from cyxtrain.environment.accelerator import HostCopy
-from cyxtrain.ring.wire.payload import memory_of
+from cyxtrain.ring import memory_of
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)

@@ -37,9 +37,9 @@ from cyxtrain.ring.rendezvous.membership import Membership, RankTakenError, ende
 from cyxtrain.ring.rendezvous.record import RankRecord, why_incompatible
 from cyxtrain.ring.rendezvous.store_client import POLL_SECONDS, backoff
 from cyxtrain.ring.rendezvous.table_check import compare_tables
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, open_to_reading
 from cyxtrain.ring.wire.checksums import Checksums
 from cyxtrain.ring.wire.link import Deadline
+from cyxtrain.ring.wire.peer_read import PeerMemory, open_to_reading
 
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 _NO_SECRET = (
@@ -62,6 +62,8 @@ class RendezvousResult:
     sockets: dict[Role, dict[int, socket.socket]] = field(default_factory=lambda: {role: {} for role in PEER_ROLES})
     readers: list[set[int]] = field(default_factory=list)
     """By rank, whose memory it can read."""
+    all_unix: bool = False
+    """Whether Unix sockets connect all ranks for collectives."""
     checksums: Checksums | None = None
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ class _Connector:
             self._wait(POLL_SECONDS)
         readable = self._await_others()
         sockets = result.sockets[Role.COLLECTIVES]
-        result.readers = compare_tables(
+        result.readers, result.all_unix = compare_tables(
             self._rank, self._names, result.table, readable, sockets, self._checksums, self._membership.deadline
         )
         if self._listeners.unix is not None:

@@ -31,7 +31,7 @@ def compare_tables(
     sockets: Mapping[int, socket.socket],
     checksums: Checksums,
     deadline: Deadline,
-) -> list[set[int]]:
+) -> tuple[list[set[int]], bool]:
     """Compare the table of records with all other ranks, and exchange whose memory each can read. All ranks call it.
 
     If two ranks have different tables, every rank differs from at least one of them: all raise. Cost: a message of
@@ -40,14 +40,15 @@ def compare_tables(
     Nothing has been sent on the sockets yet. `readable` are the ranks whose memory this one can read.
 
     Returns:
-        By rank, whose memory it can read.
+        (by rank, whose memory it can read; whether Unix sockets connect all ranks).
 
     Raises:
         RendezvousError: Another rank has another table (with the fields that differ), has ended or is silent.
         DamagedFrameError: Data was corrupted in transit.
     """
     own = _digests(table)
-    body = json.dumps({"reads": sorted(readable), **own}).encode()
+    all_unix = not any(sock.family in (socket.AF_INET, socket.AF_INET6) for sock in sockets.values())
+    body = json.dumps({"reads": sorted(readable), "all_unix": all_unix, **own}).encode()
     for sock in sockets.values():
         with contextlib.suppress(OSError):  # a lost connection is noticed below
             sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body + checksums.of(body))
@@ -68,7 +69,8 @@ def compare_tables(
                 rank=names[peer],
             )
         readers[peer] = {other for other in range(len(names)) if other in theirs.get("reads", [])}
-    return readers
+        all_unix = all_unix and theirs.get("all_unix") is True
+    return readers, all_unix
 
 
 def _digests(table: Sequence[RankRecord]) -> dict[str, str]:

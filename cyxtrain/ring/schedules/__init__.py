@@ -1,1 +1,1 @@
-"""Who sends what to whom, as pure data. No sockets."""
+"""Schedules as pure data: which rank sends what to which. No sockets."""

@@ -1,11 +1,10 @@
-"""Who sends which elements to whom: pure schedules, without sockets.
+"""Schedules: which rank sends which elements to which, without sockets.
 
-A schedule is the list of one rank's transfers, in order; ranks run theirs at the same time. Positions are
-element offsets. `send` refers to a source buffer, `receive` to a target buffer; for all_reduce they are one.
+A schedule is the list of one rank's steps, in order; all ranks run theirs at the same time. Positions are element
+offsets: `send` in a source buffer, `receive` in a target buffer, which are the same for all_reduce.
 
-The order in which elements are summed is a pure function of (world size, bytes): few are summed by recursive
-doubling; of more, chunk c is summed along the ring, beginning at rank c + 1 and ending at rank c. Every rank gets
-those very bits.
+The order of summation is a pure function of (world size, bytes): small tensors are summed by recursive doubling; of
+larger ones chunk c is summed along the ring, from rank c + 1 to rank c. Every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ Span = tuple[int, int]
 Spans = tuple[Span, ...]
 NOTHING: Span = (0, 0)
 FEW_RANKS = 8
-"""Up to so many ranks more messages in fewer rounds are quicker."""
+"""Up to this number of ranks more messages in fewer rounds are faster."""
 
 
 class OnReceive(enum.IntEnum):
-    """What is done with what arrives."""
+    """What is done with the received elements."""
 
     REPLACE = 0
     COMBINE = 1
-    """It is combined with what is there, piece by piece."""
+    """Combine them with the target, piece by piece."""
     EXCHANGE = 2
-    """It is combined with what is there once that has been sent; what comes from the lower rank stands first."""
-    FOLD = 3
-    """It is read where it is, with that of other ranks."""
+    """Combine them with the target once that was sent; the lower rank's elements are the first operand."""
+    READ_REDUCE = 3
+    """Read them in place, with those of other ranks."""
 
 
 class Transfer(NamedTuple):
-    """One step of one rank: a send and a receive at once; either may be absent (None)."""
+    """A send and a receive at once; None: absent."""
 
     send_to: int | None
     send: Span
@@ -46,30 +45,27 @@ class Transfer(NamedTuple):
 
 
 class ReadReduce(NamedTuple):
-    """One step of one rank: `span` of all sources is combined in their order, and with what is there last.
-
-    Only for ranks that can read each other's memory.
-    """
+    """Combine `span` of all sources in their order, and own elements last; ranks read each other's memory."""
 
     sources: tuple[int, ...]
     span: Span
 
 
 class Multicast(NamedTuple):
-    """One step of one rank: it sends the same few bytes to several, and then receives a few from each of several.
+    """Send the same few bytes to several ranks, then receive a few from each of several.
 
-    What is sent fits into the buffers of sockets: no send waits for another rank.
+    The bytes fit into socket buffers, so that no send waits for another rank.
 
     Attributes:
-        to: Who is told.
-        send: What.
-        hears: Of whom it hears.
-        receive: Where what each of those says goes.
+        to: Ranks to send to.
+        send: Span to send.
+        sources: Ranks to receive from.
+        receive: Span for each of those.
     """
 
     to: tuple[int, ...]
     send: Span
-    hears: tuple[int, ...]
+    sources: tuple[int, ...]
     receive: tuple[Span, ...]
 
 
@@ -79,21 +75,20 @@ Step = Transfer | ReadReduce | Multicast
 
 @functools.lru_cache(maxsize=256)
 def chunks(count: int, parts: int) -> Spans:
-    """Returns `parts` neighbouring spans that cover 0..count, as even as they can be."""
+    """Return `parts` consecutive spans that cover 0..count, as even as possible."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))
 
 
 @functools.lru_cache(maxsize=256)
 def even_spans(count: int, parts: int) -> Spans:
-    """Returns `parts` neighbouring spans of `count` elements each."""
+    """Return `parts` consecutive spans of `count` elements each."""
     return tuple((part * count, (part + 1) * count) for part in range(parts))
 
 
 def agreement(rank: int, world_size: int) -> list[Transfer]:
-    """Every rank hears of every other that it is here: a dissemination barrier.
+    """Wait for every rank: a dissemination barrier. Cost: ceil(log2 N) empty frames each way.
 
-    Cost: ceil(log2 N) empty frames sent and received by each rank.
     Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization (1988), section 3.
     """
     schedule = []
@@ -105,17 +100,10 @@ def agreement(rank: int, world_size: int) -> list[Transfer]:
     return schedule
 
 
-def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
-    """Does transfers of which every rank gets something from `behind` alone, and nobody leaves before it hears of all.
+def with_agreement(rank: int, world_size: int, behind: int | None, transfers: Sequence[Transfer]) -> list[Step]:
+    """Run transfers that receive from `behind` alone, so that no rank leaves before it heard from all.
 
-    Few ranks tell each other first, and hear of those that they get nothing from last: what travels waits for nobody.
-    Cost: N - 1 empty frames; of more ranks, ceil(log2 N) that all wait for.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        behind: From whom this rank receives; None: from nobody.
-        transfers: This rank's.
+    Few ranks send empty frames first and receive the others' last, so that data waits for nobody; more use `agreement`.
     """
     if world_size > FEW_RANKS or world_size == 1:
         return [*agreement(rank, world_size), *transfers]
@@ -130,22 +118,21 @@ def agreed(rank: int, world_size: int, behind: int | None, transfers: Sequence[T
 
 
 def _others(rank: int, world_size: int) -> list[int]:
-    """Returns all other ranks, the next one first: so not all begin with the same."""
+    """Return all other ranks, the next one first, so that not all start with the same."""
     return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
 def _power_and_pairs(world_size: int) -> tuple[int, int]:
-    """Returns the largest power of two in it, and how many ranks are more: each is represented by the one before it."""
+    """Return the largest power of two in the world size, and how many ranks remain."""
     power = 1 << (world_size.bit_length() - 1)
     return power, world_size - power
 
 
 @functools.lru_cache(maxsize=256)
 def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]:
-    """Leaves in the whole buffer of every rank the combination of all.
+    """Leave the combination of all ranks in every rank's buffer.
 
-    Where the number of ranks is no power of two, the first odd ones leave their part to the rank before them, and get
-    the result from it.
+    If the number of ranks is no power of two, the first odd ranks leave their part to the rank before them.
     Cost: log2 N frames of the whole buffer each way, and up to two more.
     Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005),
     section 4.4.
@@ -169,27 +156,21 @@ def recursive_doubling(rank: int, world_size: int, count: int) -> list[Transfer]
     return schedule
 
 
-def ending_group_on_error(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
-    """Brings the span `send` of every rank's source to `receive[r]` of the target on all others, directly.
-
-    For very few elements. Cost: N - 1 frames, in one round.
-    """
+def multicast_spans(rank: int, world_size: int, send: Span, receive: Sequence[Span]) -> Multicast:
+    """Bring the span `send` of every rank's source to `receive[r]` on all others. Cost: N - 1 frames, one round."""
     others = tuple(_others(rank, world_size))
     return Multicast(others, send, others, tuple(receive[other] for other in others))
 
 
 @functools.lru_cache(maxsize=256)
-def telling_all(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of every rank to a row of the target on all others. Cost: as `telling`."""
-    return ending_group_on_error(rank, world_size, (0, count), even_spans(count, world_size))
+def multicast_rows(rank: int, world_size: int, count: int) -> Multicast:
+    """Bring every rank's source to a row of all others' target. Cost: N - 1 frames, one round."""
+    return multicast_spans(rank, world_size, (0, count), even_spans(count, world_size))
 
 
 @functools.lru_cache(maxsize=256)
 def collecting(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of every rank to a row of the target on rank 0, directly.
-
-    For very few elements. Cost: one frame of each other rank.
-    """
+    """Bring every rank's source to a row of the target on rank 0. Cost: one frame from each other rank."""
     if rank != 0:
         return Multicast((0,), (0, count), (), ())
     others, rows = tuple(_others(rank, world_size)), even_spans(count, world_size)
@@ -198,25 +179,22 @@ def collecting(rank: int, world_size: int, count: int) -> Multicast:
 
 @functools.lru_cache(maxsize=256)
 def spreading(rank: int, world_size: int, count: int) -> Multicast:
-    """Brings the source of rank 0 to the target of all others, directly. For very few elements. Cost: N - 1 frames."""
+    """Bring the source of rank 0 to the target of all others. Cost: N - 1 frames."""
     if rank != 0:
         return Multicast((), NOTHING, (0,), ((0, count),))
     return Multicast(tuple(_others(rank, world_size)), (0, count), (), ())
 
 
 @functools.lru_cache(maxsize=256)
-def telling_of(rank: int, world_size: int, count: int, src: int) -> Multicast:
-    """Brings the source of `src` to all others. Every rank hears of every other, so that nobody leaves too early.
-
-    For very few elements. Cost: N - 1 frames, in one round; all are empty but those of `src`.
-    """
+def multicast_from(rank: int, world_size: int, count: int, src: int) -> Multicast:
+    """Bring the source of `src` to all others, who also hear from each other. Cost: N - 1 frames, one round."""
     spans = [(0, count) if other == src else NOTHING for other in range(world_size)]
-    return ending_group_on_error(rank, world_size, spans[rank], spans)
+    return multicast_spans(rank, world_size, spans[rank], spans)
 
 
 @functools.cache
 def tree(world_size: int) -> list[tuple[int, int]]:
-    """Returns which row is combined into which, in order, to get the result of `recursive_doubling` in row 0."""
+    """Return (into, from) rows, in order, that give the result of `recursive_doubling` in row 0."""
     power, pairs = _power_and_pairs(world_size)
     steps = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
     places = [2 * place if place < pairs else place + pairs for place in range(power)]
@@ -228,41 +206,29 @@ def tree(world_size: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def ring_order(chunk: int, world_size: int) -> list[tuple[int, int]]:
-    """Returns which row is combined into which, in order, to get chunk number `chunk` as `reduce_scatter` sums it.
-
-    All are combined into row `chunk + 1`, where the result is.
-    """
+    """Return (into, from) rows, in order, that give `chunk` as `reduce_scatter` sums it, in row chunk + 1."""
     first = (chunk + 1) % world_size
     return [(first, (first + distance) % world_size) for distance in range(1, world_size)]
 
 
 @functools.lru_cache(maxsize=256)
-def folding(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Leaves in `spans[rank]` the combination of all ranks, summed in the order of `reduce_scatter`, in one step.
-
-    For ranks that can read each other's memory. Cost: N - 1 frames, (N - 1) / N of the buffer read.
-    """
+def read_reduce(rank: int, world_size: int, spans: Spans) -> list[Step]:
+    """Leave in `spans[rank]` the combination of all ranks, by reading their memory. Cost: N - 1 frames, one step."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[other], None, NOTHING) for other in others]
     return [*offers, ReadReduce(tuple(others), spans[rank])]
 
 
 @functools.lru_cache(maxsize=256)
-def gathering(rank: int, world_size: int, spans: Spans) -> list[Step]:
-    """Brings `spans[r]` of every rank r to all, directly: for ranks that can read each other's memory.
-
-    Cost: N - 1 frames, in one round; (N - 1) / N of the buffer.
-    """
+def read_gather(rank: int, world_size: int, spans: Spans) -> list[Step]:
+    """Bring `spans[r]` of every rank r to all, by reading memory. Cost: N - 1 frames, one round."""
     others = _others(rank, world_size)
     offers: list[Step] = [Transfer(other, spans[rank], None, NOTHING) for other in others]
     return offers + [Transfer(None, NOTHING, other, spans[other]) for other in others]
 
 
 def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
-    """Brings the buffer of `src` to all, directly: for ranks that can read each other's memory.
-
-    What `src` offers says that it is here, too. Cost: as `agreed`, but for its frames; each rank reads the buffer.
-    """
+    """Bring the buffer of `src` to all, by reading its memory. Cost: N - 1 frames; each rank reads the buffer."""
     whole, others = (0, count), tuple(_others(rank, world_size))
     offers = [Transfer(other, whole, None, NOTHING) for other in others]
     transfers = offers if rank == src else [Transfer(None, NOTHING, src, whole)]
@@ -275,7 +241,7 @@ def fan_out(rank: int, world_size: int, count: int, src: int) -> list[Step]:
 
 @functools.lru_cache(maxsize=256)
 def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
-    """Leaves in `spans[rank]` the combination of all ranks; the other spans hold partial results after it.
+    """Leave in `spans[rank]` the combination of all ranks, and partial results in the other spans.
 
     Cost: N - 1 frames, (N - 1) / N of the buffer each way.
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), section 4.
@@ -295,14 +261,7 @@ def reduce_scatter(rank: int, world_size: int, spans: Spans) -> list[Transfer]:
 
 @functools.lru_cache(maxsize=256)
 def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) -> list[Transfer]:
-    """Brings `spans[r]` of every rank r to all. Cost: N - 1 frames, (N - 1) / N of the buffer each way.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        spans: By rank.
-        ring: All ranks in the order in which they pass on.
-    """
+    """Bring `spans[r]` of every rank r to all, along `ring`. Cost: N - 1 frames, (N - 1) / N of the bytes."""
     place = ring.index(rank)
     ahead, behind = ring[(place + 1) % world_size], ring[(place - 1) % world_size]
     return [
@@ -312,18 +271,9 @@ def all_gather(rank: int, world_size: int, spans: Spans, ring: tuple[int, ...]) 
 
 
 def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ring: Sequence[int]) -> list[Step]:
-    """Passes the buffer of `src` along a chain, in segments that follow each other closely.
+    """Pass the buffer of `src` along the chain `ring`, in pieces of `segment` elements that follow each other.
 
-    All agree: else `src` could leave before it hears that others called something else.
     Cost: as `agreed`; the buffer once in and once out, N - 1 hops of latency.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks.
-        count: Elements.
-        src: Where it begins.
-        segment: Elements that are passed on at once.
-        ring: As in `all_gather`.
     """
     if world_size == 1:
         return []
@@ -333,21 +283,18 @@ def broadcast(rank: int, world_size: int, count: int, src: int, segment: int, ri
     ahead = None if place == world_size - 1 else ring[(own + 1) % world_size]
     pieces = [(start, min(start + segment, count)) for start in range(0, count, segment)]
     if behind is None:
-        return agreed(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
+        return with_agreement(rank, world_size, None, [Transfer(ahead, piece, None, NOTHING) for piece in pieces])
     schedule = []
     for index, piece in enumerate(pieces):
         forward = ahead if index > 0 else None
         schedule.append(Transfer(forward, pieces[index - 1] if index else NOTHING, behind, piece))
     if ahead is not None and pieces:
         schedule.append(Transfer(ahead, pieces[-1], None, NOTHING))
-    return agreed(rank, world_size, behind, schedule)
+    return with_agreement(rank, world_size, behind, schedule)
 
 
 def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Span) -> list[Transfer]:
-    """Brings the span `own` of every rank's source to `spans[r]` of the target on rank `dst`, directly.
-
-    Cost: ceil(log2 N) empty frames; `dst` receives N - 1 frames, the others send one.
-    """
+    """Bring the span `own` of every rank to `spans[r]` on rank `dst`. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = agreement(rank, world_size)
     if rank != dst:
         return [*schedule, Transfer(dst, own, None, NOTHING)]
@@ -355,10 +302,7 @@ def gather(rank: int, world_size: int, spans: Sequence[Span], dst: int, own: Spa
 
 
 def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Span) -> list[Transfer]:
-    """Brings `spans[r]` of the source on rank `src` to the span `own` of rank r's target, directly.
-
-    Cost: ceil(log2 N) empty frames; `src` sends N - 1 frames, the others receive one.
-    """
+    """Bring `spans[r]` on rank `src` to the span `own` of rank r. Cost: ceil(log2 N) empty frames, one of data."""
     schedule = agreement(rank, world_size)
     if rank != src:
         return [*schedule, Transfer(None, NOTHING, src, own)]
@@ -366,7 +310,7 @@ def scatter(rank: int, world_size: int, spans: Sequence[Span], src: int, own: Sp
 
 
 def all_to_all(rank: int, world_size: int, send: Sequence[Span], receive: Sequence[Span]) -> list[Transfer]:
-    """Brings `send[r]` of the source to rank r, and what rank r has for us to `receive[r]`. Cost: N - 1 frames."""
+    """Bring `send[r]` of the source to rank r, and what it sends to `receive[r]`. Cost: N - 1 frames."""
     schedule = []
     for distance in range(1, world_size):
         ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size

@@ -1,110 +1,135 @@
-"""Which schedule a collective takes.
+"""Selects the schedule of a collective.
 
-What is summed in which order follows from world size and bytes alone. Where the ranks run decides only how the same
-elements travel: on one machine they are read where they are, over several a ring of copies enters each machine once.
+The order of summation follows from world size and bytes alone. The place of the ranks decides only how elements travel:
+on one machine they are read in place or shared; across machines, copies along a ring enter each machine once.
 """
 
 from __future__ import annotations
 
+import enum
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import SILENCE, Multicast, Spans, Step
-from cyxtrain.ring.wire.transfers import OFFER_BYTES, SEGMENT_BYTES, SHORT_BYTES
 
 ORDERS_WRITES = platform.machine().lower() in ("x86_64", "amd64")
-"""Whether other cores see what one writes in the order in which it was written."""
+"""Whether other cores see a core's writes in their order."""
+SHORT_BYTES = 1 << 14
+"""Up to this size a payload fits into any socket buffer, and costs little more than an empty one."""
+OFFER_BYTES = 1 << 17
+"""From this size on a payload that the receiver can read in place is not sent."""
+SEGMENT_BYTES = 1 << 20
+"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
+LONGEST_STAGED_BYTES = 4 << 20
+"""Up to this size a tensor is reduced through shared memory: larger ones leave the cache, and two copies cost more."""
 FEW_BYTES = 1 << 18
-"""Up to this size the number of rounds decides how long a reduction takes, above it the number of bytes."""
+"""Up to this size latency decides how long a reduction takes, above it bandwidth."""
 
 
-def few(world_size: int, count: int, item_bytes: int) -> bool:
-    """Returns whether a reduction goes by recursive doubling: every rank sums all, in log2 N rounds."""
+def is_latency_bound(world_size: int, count: int, item_bytes: int) -> bool:
+    """Return whether latency decides: then every rank reduces all elements, by recursive doubling."""
     return world_size > 1 and count * item_bytes <= FEW_BYTES
+
+
+class Path(enum.Enum):
+    """How an all_reduce reaches its result."""
+
+    MULTICAST = "every rank sends to all"
+    RANK_0 = "by way of rank 0"
+    STAGED = "staged in shared memory"
+    DOUBLING = "recursive doubling"
+    READ = "chunks read in place"
+    RING = "ring"
 
 
 @dataclass(frozen=True)
 class AlgorithmSelector:
-    """The schedules of one rank.
+    """Chooses the schedules of one rank; docs/ring.md has the table.
 
     Attributes:
-        rank: This rank.
-        world_size: How many there are.
         ring: All ranks, those of one machine next to each other.
-        direct: Whether every rank can read the memory of every other.
-        crowded: Whether three ranks or more share the cores of one machine: fewer messages are quicker there than fewer
-            rounds.
-        roomy: Whether all ranks are on one machine, with a core for each.
+        can_read_peers: Whether every rank can read the memory of every other.
+        shares_memory: Whether few ranks of one machine are all connected by Unix sockets, over which they share memory.
+        oversubscribed: Whether three ranks or more share the cores of one machine: fewer messages are then faster.
+        core_per_rank: Whether all ranks are on one machine, with a core for each.
     """
 
     rank: int
     world_size: int
     ring: tuple[int, ...]
-    direct: bool = False
-    crowded: bool = False
-    roomy: bool = False
+    can_read_peers: bool = False
+    shares_memory: bool = False
+    oversubscribed: bool = False
+    core_per_rank: bool = False
 
-    def tells_all(self, count: int, item_bytes: int) -> bool:
-        """Returns whether elements are so few that no send has to wait, and a round costs more than they do."""
+    def path(self, count: int, item_bytes: int, *, may_stage: bool = True) -> Path:
+        """Return how so many elements are reduced; the table in docs/ring.md specifies it.
+
+        Args:
+            count: Of elements.
+            item_bytes: Of each.
+            may_stage: Whether NumPy adds such elements, and frames carry no checksums.
+        """
+        if self.is_tiny(count, item_bytes):
+            return Path.RANK_0 if self.oversubscribed else Path.MULTICAST
+        if may_stage and self.shares_memory and SHORT_BYTES < count * item_bytes <= LONGEST_STAGED_BYTES:
+            return Path.STAGED
+        if is_latency_bound(self.world_size, count, item_bytes):
+            return Path.DOUBLING
+        return Path.READ if self.reads_in_place(algorithms.chunks(count, self.world_size), item_bytes) else Path.RING
+
+    def is_tiny(self, count: int, item_bytes: int) -> bool:
+        """Return whether elements are so few that no send waits, and a round costs more than they do."""
         return self.world_size <= algorithms.FEW_RANKS and count * item_bytes <= SHORT_BYTES
 
-    def meeting(self, count: int) -> tuple[Multicast, Multicast]:
-        """Returns how very few elements of all ranks come to those who sum them, and then how the sum comes to others.
-
-        Where ranks share cores rank 0 alone sums: a core has less to do then, and sooner comes to whom all wait for.
-        """
-        if self.crowded:
+    def exchanges(self, count: int) -> tuple[Multicast, Multicast]:
+        """Return how very few elements reach the ranks that sum them, and how the sum reaches the others."""
+        if self.oversubscribed:
             return (
                 algorithms.collecting(self.rank, self.world_size, count),
                 algorithms.spreading(self.rank, self.world_size, count),
             )
-        return algorithms.telling_all(self.rank, self.world_size, count), SILENCE
+        return algorithms.multicast_rows(self.rank, self.world_size, count), SILENCE
 
     @property
-    def shows(self) -> bool:
-        """Whether ranks show in memory that they have in common how far they are; else they tell each other.
-
-        Whoever looks needs a core meanwhile, and must see what others write in the order in which they write it.
-        """
-        return self.roomy and ORDERS_WRITES
+    def uses_counters(self) -> bool:
+        """Whether ranks publish progress counters in shared memory: each has a core to poll, and writes keep order."""
+        return self.core_per_rank and ORDERS_WRITES
 
     @property
-    def sums(self) -> bool:
-        """Whether this rank is one of those who sum, between the two halves of a meeting."""
-        return self.rank == 0 or not self.crowded
+    def is_summing(self) -> bool:
+        """Whether this rank sums between the two exchanges of a meeting."""
+        return self.rank == 0 or not self.oversubscribed
 
-    def sums_alike(self, count: int, item_bytes: int) -> bool:
-        """Returns whether each sum is made on one rank, or of memory that looks the same on all.
-
-        In recursive doubling each rank adds what comes to what it has, which is another operand on every rank.
-        """
-        return self.tells_all(count, item_bytes) or not few(self.world_size, count, item_bytes)
+    def sums_identically(self, count: int, item_bytes: int) -> bool:
+        """Return whether each sum is made on one rank only, or from the same operands on all."""
+        return self.is_tiny(count, item_bytes) or not is_latency_bound(self.world_size, count, item_bytes)
 
     def reduce_scatter(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
-        """Leaves in `spans[rank]` the combination of all ranks."""
-        if self.are_read(spans, item_bytes):
-            return algorithms.folding(self.rank, self.world_size, spans)
+        """Leave in `spans[rank]` the combination of all ranks."""
+        if self.reads_in_place(spans, item_bytes):
+            return algorithms.read_reduce(self.rank, self.world_size, spans)
         return algorithms.reduce_scatter(self.rank, self.world_size, spans)
 
     def all_gather(self, spans: Spans, item_bytes: int) -> Sequence[Step]:
-        """Brings `spans[r]` of every rank r to all."""
-        if self.tells_all(max(end - first for first, end in spans), item_bytes):
-            return [algorithms.ending_group_on_error(self.rank, self.world_size, spans[self.rank], spans)]
-        if self.are_read(spans, item_bytes):
-            return algorithms.gathering(self.rank, self.world_size, spans)
+        """Bring `spans[r]` of every rank r to all."""
+        if self.is_tiny(max(end - first for first, end in spans), item_bytes):
+            return [algorithms.multicast_spans(self.rank, self.world_size, spans[self.rank], spans)]
+        if self.reads_in_place(spans, item_bytes):
+            return algorithms.read_gather(self.rank, self.world_size, spans)
         return algorithms.all_gather(self.rank, self.world_size, spans, self.ring)
 
     def broadcast(self, count: int, src: int, item_bytes: int) -> Sequence[Step]:
-        """Brings the buffer of `src` to all."""
-        if self.tells_all(count, item_bytes):
-            return [algorithms.telling_of(self.rank, self.world_size, count, src)]
-        if self.are_read(((0, count),), item_bytes):
+        """Bring the buffer of `src` to all."""
+        if self.is_tiny(count, item_bytes):
+            return [algorithms.multicast_from(self.rank, self.world_size, count, src)]
+        if self.reads_in_place(((0, count),), item_bytes):
             return algorithms.fan_out(self.rank, self.world_size, count, src)
         segment = max(1, SEGMENT_BYTES // item_bytes)
         return algorithms.broadcast(self.rank, self.world_size, count, src, segment, self.ring)
 
-    def are_read(self, spans: Spans, item_bytes: int) -> bool:
-        """Returns whether all these spans are offered to be read: then no send can wait for another rank."""
-        return self.direct and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)
+    def reads_in_place(self, spans: Spans, item_bytes: int) -> bool:
+        """Return whether all these spans are read in place: no send waits for another rank then."""
+        return self.can_read_peers and all((end - first) * item_bytes >= OFFER_BYTES for first, end in spans)

@@ -1,6 +1,7 @@
-"""Memory that the ranks of one machine have in common (Linux): a file without a name, of which each rank has a row.
+"""Memory that the ranks of one machine share (Linux): an anonymous file in which each rank has a row.
 
-Source: memfd_create(2).
+Rank 0 makes the file and passes its descriptor to the other ranks over their Unix sockets.
+Source: memfd_create(2), unix(7) on SCM_RIGHTS.
 """
 
 from __future__ import annotations
@@ -14,31 +15,44 @@ import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.persistent import SIGN_WORDS
-
-if TYPE_CHECKING:
-    from cyxtrain.ring.group import Group
+from cyxtrain.ring.wire.persistent import COUNTER_WORDS
 
 _PAGE_BYTES = mmap.PAGESIZE
-_SIGN_BYTES = SIGN_WORDS * 8
+_COUNTER_BYTES = COUNTER_WORDS * 8
 _MAP_FIXED = 0x10
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
-"""The memory of this process that others have too, and the descriptor of the file that it is."""
+"""The shared memory of this process, and the descriptor of its file."""
+
+
+class Ranks(Protocol):
+    """What a segment needs of the group whose ranks share it; all ranks call each of these."""
+
+    rank: int
+    world_size: int
+
+    def broadcast(self, tensor: Tensor, src: int, timeout: timedelta | None = None) -> None:
+        """Copy the tensor of rank `src` to all."""
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
+        """Reduce in place, on all ranks."""
+
+    def share_descriptor(self, descriptor: int, timeout: timedelta | None = None) -> int:
+        """Return rank 0's descriptor, or a duplicate of it that the caller owns; negative: it did not arrive."""
 
 
 class SharedMemorySegment:
-    """Memory that all ranks have in common: of each rank its places, and words to show how far it is with each.
+    """Memory that all ranks share: each has the same places in it, and progress counters for each place.
 
     Args:
-        memory: Of all ranks, one after the other.
-        places: Where each place of a rank begins in what is its own, and where that ends.
+        memory: The rows of all ranks, one after the other.
+        places: Offset of each place in a rank's row, in bytes; the last one is the length of a row.
     """
 
     def __init__(self, memory: mmap.mmap, places: Sequence[int]) -> None:
@@ -47,79 +61,70 @@ class SharedMemorySegment:
         self._starts = range(0, len(memory), places[-1])
 
     def rows(self, place: int, array: type[np.number[Any]], count: int) -> list[Any]:
-        """Returns, by rank, `count` elements at the place of this number."""
+        """Return, by rank, an array of `count` elements at a place."""
         first = self._places[place]
         return [np.frombuffer(self._memory, array, count, start + first) for start in self._starts]
 
-    def words(self, place: int) -> list[memoryview]:
-        """Returns, by rank, the words in which it shows how far it is there."""
-        memory, starts = memoryview(self._memory), (start + place * _SIGN_BYTES for start in self._starts)
-        return [memory[start : start + _SIGN_BYTES].cast("q") for start in starts]
+    def counters(self, place: int) -> list[memoryview]:
+        """Return, by rank, the words of its progress counter for a place."""
+        memory, starts = memoryview(self._memory), (start + place * _COUNTER_BYTES for start in self._starts)
+        return [memory[start : start + _COUNTER_BYTES].cast("q") for start in starts]
 
 
-def make_shared_memory(
-    group: Group, sizes: Sequence[int], timeout: timedelta | None = None
-) -> SharedMemorySegment | None:
-    """Returns memory that all ranks have in common, zeros; all ranks call it.
+def make_segment(ranks: Ranks, sizes: Sequence[int], timeout: timedelta | None = None) -> SharedMemorySegment | None:
+    """Return zeroed memory that all ranks share, or None on every rank if one cannot have it. All ranks call it.
 
-    None, on every rank: not all can have it, or there is no room.
+    Cost: two small collectives, one or two descriptors, and all of the memory at once.
 
     Args:
-        group: Of the ranks.
-        sizes: Of a rank's places, in bytes.
-        timeout: Of each collective; None: the group's.
-
-    Cost: two small collectives, one or two descriptors, and all of the memory, at once.
+        ranks: Connected by Unix sockets.
+        sizes: Bytes of each place in a rank's row.
+        timeout: Deadline of each collective; None: the group's.
     """
-    places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _SIGN_BYTES)))
-    stride, found = places[-1], None
+    places = list(itertools.accumulate(map(_pages, sizes), initial=_pages(len(sizes) * _COUNTER_BYTES)))
+    row_bytes, total, found = places[-1], torch.zeros(1, dtype=torch.int64, device="cpu"), None
     with contextlib.ExitStack() as stack:
-        facts = torch.zeros(4, dtype=torch.int64, device="cpu")
-        if group.rank == 0:
+        descriptor = -1
+        if ranks.rank == 0:
             with contextlib.suppress(OSError, AttributeError):
-                facts = _create(group.world_size * stride, stack)
-        group.broadcast(facts, 0, timeout)
-        with contextlib.suppress(OSError, ValueError):
-            found = _open(facts, group.rank * stride, stride, group.world_size)
+                descriptor = os.memfd_create("cyxtrain")
+                stack.callback(os.close, descriptor)
+                os.ftruncate(descriptor, ranks.world_size * row_bytes)
+                total[0] = ranks.world_size * row_bytes
+        ranks.broadcast(total, 0, timeout)
+        if total.item():
+            shared = ranks.share_descriptor(descriptor, timeout)
+            if ranks.rank != 0 and shared >= 0:
+                stack.callback(os.close, shared)
+            if total.item() == ranks.world_size * row_bytes:
+                with contextlib.suppress(OSError, ValueError):
+                    found = _map(shared, ranks.rank * row_bytes, row_bytes, int(total))
         everywhere = torch.tensor([int(found is not None)], device="cpu")
-        group.all_reduce(everywhere, Reduction.MIN, timeout)  # and nobody closes the file before all have it
+        ranks.all_reduce(everywhere, Reduction.MIN, timeout)
     return SharedMemorySegment(found, places) if found is not None and everywhere.item() else None
 
 
 def _pages(size: int) -> int:
-    """Returns so many bytes as whole pages have."""
+    """Round bytes up to whole pages."""
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _create(size: int, stack: contextlib.ExitStack) -> Tensor:
-    """Makes a file in memory, without a name; returns (process, descriptor, inode, bytes)."""
-    descriptor = os.memfd_create("cyxtrain")
-    stack.callback(os.close, descriptor)
-    os.ftruncate(descriptor, size)
-    return torch.tensor([os.getpid(), descriptor, os.fstat(descriptor).st_ino, size], device="cpu")
-
-
-def _open(facts: Tensor, first: int, stride: int, world_size: int) -> mmap.mmap | None:
-    """Maps the file of rank 0, and has room made for this rank: where there is none, that is known now."""
-    process, number, inode, size = facts.tolist()
-    if process == 0:
-        return None
-    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
-        status = os.fstat(descriptor)
-        if (status.st_ino, status.st_size, size) != (inode, size, world_size * stride):
-            return None  # what this process sees in /proc is not what rank 0 sees; or the ranks have other sizes
-        os.posix_fallocate(descriptor, first, stride)
-        memory = mmap.mmap(descriptor, size)
-        _mapped[memory] = descriptor
-        weakref.finalize(memory, os.close, descriptor)
-        stack.pop_all()
+def _map(shared: int, first: int, row_bytes: int, total: int) -> mmap.mmap:
+    """Map a file, and allocate this rank's row: without memory for it that fails now, not at the first write."""
+    os.posix_fallocate(shared, first, row_bytes)
+    descriptor = os.dup(shared)
+    try:
+        memory = mmap.mmap(descriptor, total)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _mapped[memory] = descriptor
+    weakref.finalize(memory, os.close, descriptor)
     return memory
 
 
-def _keep_apart() -> None:
-    """Gives a forked child memory of its own: else what it calculates would change its parent's gradients."""
+def _make_private() -> None:
+    """Give a forked child a private copy: otherwise it would change its parent's gradients."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4)
@@ -130,4 +135,4 @@ def _keep_apart() -> None:
 
 
 if sys.platform == "linux":
-    os.register_at_fork(after_in_child=_keep_apart)
+    os.register_at_fork(after_in_child=_make_private)

@@ -1,1 +1,1 @@
-"""Connections, frames and transfers between two ranks, and the executor that runs a schedule over them."""
+"""Links, frames, transfers and arithmetic between ranks."""

@@ -1,12 +1,11 @@
-"""Checksums of frames that only members of a run can calculate.
+"""Keyed checksums of frames, which only members of a run can compute.
 
-A frame's bytes are hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693). XXH3
-alone would not do: its digest of few bytes is a bijection of the seed, so one empty frame would give the seed away.
+A frame is hashed by XXH3 with a secret seed, and that digest by BLAKE2s with a secret key (RFC 7693): XXH3's digest of
+a few bytes is a bijection of the seed, so that one empty frame would reveal it.
 
 This is no message authentication code. XXH3 "is labeled non-cryptographic, and is not meant to avoid intentional
-collisions" (xxHash's specification, doc/xxhash_spec.md), and a frame fits wherever the same header must come: sent
-back, to another rank, or, if it has no number, once more. Where the run has no secret, everybody at the store can read
-the key.
+collisions" (doc/xxhash_spec.md), and a frame can be replayed wherever the same header is expected. If the run has no
+secret, everyone who reaches the store can read the key.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ SUM_BYTES = 8
 
 
 class Checksums:
-    """The checksums of one group.
-
-    Cost: one reading of the bytes, at the speed of memory, and about a microsecond.
+    """The keyed checksums of one group. Cost: one read of the bytes, and about a microsecond.
 
     Args:
-        key: What the members of the run know: its secret, or what rank 0 has made in place of one.
-        run: The random name of the group's meeting, so that no two groups have the same checksums.
+        key: The run's secret, or what rank 0 made in its place.
+        run: The random name of the group's rendezvous, so that no two groups have the same checksums.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
@@ -34,15 +31,15 @@ class Checksums:
         self._seed, self._key = int.from_bytes(derived[:8], "big"), derived[8:]
 
     def of(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Returns the checksum of some bytes."""
+        """Return the checksum of some bytes."""
         return self._sealed(xxh3_64_digest(data, self._seed))
 
     def begin(self) -> xxh3_64:
-        """Returns what to `update` with bytes that come piece by piece."""
+        """Return what to `update` with bytes that arrive in pieces."""
         return xxh3_64(seed=self._seed)
 
     def end(self, begun: xxh3_64) -> bytes:
-        """Returns the checksum of all those bytes."""
+        """Return the checksum of all those bytes."""
         return self._sealed(begun.digest())
 
     def _sealed(self, digest: bytes) -> bytes:

@@ -1,13 +1,13 @@
-"""What travels between ranks.
+"""The wire format of data frames and control frames.
 
-A data frame is a header of `HEADER_BYTES` and a payload. The header says which collective the payload belongs
-to, completely: the receiver knows what must come, so it compares bytes before it uses the payload, and a
-hostile length never allocates anything. A control frame is a short JSON text beside the data.
+A data frame is a header of `HEADER_BYTES` and a payload. The header names the collective completely: the receiver knows
+the expected header and compares bytes before it uses the payload, so that a hostile length never allocates memory. A
+control frame is a short JSON text on the control connection.
 
 Header, big-endian: magic "CX", protocol version (u8), generation (u32), operation, reduction, dtype and number of
 dimensions (u8 each), root or tag (i64), six dimensions (u64), sequence (u64), payload bytes (u64), address (u64), and
-two checksums (u64 each, checksums.py; 0 where they are off): of the payload, and of all of the header before. The
-address is 0 where the payload follows; else the payload stays where it is, and the receiver reads it there (memory.py).
+two checksums (u64 each, checksums.py; 0 if they are off): of the payload, and of the header before. The address is 0 if
+the payload follows; otherwise the receiver reads the payload there (peer_read.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADDRESS = struct.Struct(">Q")
 _NO_SUMS = bytes(2 * SUM_BYTES)
 _NO_ADDRESS_NO_SUMS = bytes(_ADDRESS.size) + _NO_SUMS
 EXPECTED_BYTES = _SIGNATURE.size + _NUMBER.size + _LENGTH.size
-"""The part of a header that the receiver knows before it comes."""
+"""The part of a header that the receiver knows in advance."""
 HEADER_BYTES = EXPECTED_BYTES + len(_NO_ADDRESS_NO_SUMS)
 _CONTROL = struct.Struct(">2sBBI8s")
 CONTROL_HEADER_BYTES = _CONTROL.size + SUM_BYTES
@@ -49,15 +49,15 @@ _OPENS = (
 
 
 class FrameError(Exception):
-    """What arrived is not a frame of this protocol."""
+    """The received bytes are not a frame of this protocol."""
 
 
 class DamagedError(FrameError):
-    """What arrived is not what was sent."""
+    """The received bytes are not those that were sent."""
 
 
 class Kind(enum.IntEnum):
-    """The operations that ranks do together."""
+    """Kinds of operations."""
 
     BARRIER = 1
     ALL_REDUCE = 2
@@ -70,15 +70,15 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = 9
     MESSAGE = 10
 
-    __hash__ = int.__hash__  # that of an enumeration is Python, and slow
+    __hash__ = int.__hash__  # the hash of an enum is slow Python code
 
 
 _ROOTS = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.ALL_REDUCE: "memory"}
-"""What a root is in each operation; in the others, where things go."""
+"""What errors call an operation's root; "dst" in the others."""
 
 
 class Reduction(enum.IntEnum):
-    """How elements of several ranks become one."""
+    """Reductions of the elements of several ranks."""
 
     NONE = 0
     SUM = 1
@@ -119,11 +119,7 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Returns the number that stands for a dtype on the wire.
-
-    Raises:
-        CyxtrainError: The dtype cannot travel (quantised and sub-byte types).
-    """
+    """Return the number of a dtype on the wire; refuse quantised and sub-byte types."""
     try:
         return _DTYPE_CODES[dtype]
     except KeyError:
@@ -134,14 +130,10 @@ class Operation(NamedTuple):
     """One collective, as all its ranks must agree on it.
 
     Attributes:
-        kind: What is done.
-        sequence: How many collectives this group did before, plus one.
-        reduction: How elements are combined.
+        sequence: Number of the collective in its group, from 1.
         dtype: `dtype_code` of the elements; 0: no elements.
-        shape: Of the tensor that every rank gives or gets; at most six dimensions, the rest folded into the last.
-        root: Source or destination of one-to-many and many-to-one; the tag of a message; of all_reduce, the number of
-            the memory that all ranks have in common; -1: none.
-        generation: Of the group.
+        shape: Of each rank's tensor; at most six dimensions, the rest folded into the last.
+        root: Source or destination; a message's tag; an all_reduce's shared buffer; -1: none.
     """
 
     kind: Kind
@@ -153,15 +145,15 @@ class Operation(NamedTuple):
     generation: int = 0
 
     def identity(self) -> bytes:
-        """Returns the part of the header that is the same in every frame of the operation."""
+        """Return the part of the header that all frames of the operation share."""
         signature = _packed(self.generation, self.kind, self.reduction, self.dtype, self.shape, self.root)
         return signature + _NUMBER.pack(self.sequence)
 
     def describe(self) -> str:
-        """Returns the operation for people, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
+        """Return a description, such as "all_reduce #12 (SUM, float32 [10, 4])"."""
         facts = [] if self.reduction is Reduction.NONE else [self.reduction.name]
         if self.dtype:
-            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # there, ranks may differ in it
+            shape = "" if self.kind is Kind.ALL_TO_ALL else f" {list(self.shape)}"  # ranks may differ in it
             facts.append(str(_DTYPES[self.dtype - 1]).removeprefix("torch.") + shape)
         if self.root != NO_ROOT and self.kind is not Kind.MESSAGE:
             facts.append(f"{_ROOTS.get(self.kind, 'dst')} {self.root}")
@@ -172,13 +164,13 @@ class Operation(NamedTuple):
         return f"{self.kind.name.lower()} #{self.sequence}" + (f" ({', '.join(facts)})" if facts else "")
 
     def payload_bytes(self) -> int:
-        """Returns how many bytes the whole tensor of `shape` has."""
+        """Return the bytes of a whole tensor of `shape`."""
         return math.prod(self.shape) * (_DTYPES[self.dtype - 1].itemsize if self.dtype else 0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape: tuple[int, ...], root: int) -> bytes:
-    """Returns what is the same whenever an operation comes again: training repeats its collectives."""
+    """Return the part of a header that is the same when an operation is repeated."""
     shape = folded(shape)
     zeros = (0,) * (MAX_DIMENSIONS - len(shape))
     return _SIGNATURE.pack(
@@ -187,7 +179,7 @@ def _packed(generation: int, kind: Kind, reduction: Reduction, dtype: int, shape
 
 
 class Numbered(Protocol):
-    """A collective that has its number: an `Operation`, or what is kept ready for one."""
+    """A collective with its number: an `Operation` or a `PersistentHeader`."""
 
     @property
     def sequence(self) -> int:
@@ -201,7 +193,7 @@ class Numbered(Protocol):
 
 
 def at_operation(error: CyxtrainError, operation: Numbered) -> CyxtrainError:
-    """Returns a copy of a group's error that says what this rank was doing."""
+    """Return a copy of a group's error that names the operation in which this rank was."""
     return in_call(error, operation.describe())
 
 
@@ -215,29 +207,29 @@ def in_call(error: CyxtrainError, here: str) -> CyxtrainError:
 
 
 def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape of at most six dimensions with as many elements."""
+    """Return a shape of at most six dimensions with as many elements."""
     if len(shape) <= MAX_DIMENSIONS:
         return shape
     return (*shape[: MAX_DIMENSIONS - 1], math.prod(shape[MAX_DIMENSIONS - 1 :]))
 
 
 def expected_header(identity: bytes, payload_bytes: int) -> bytes:
-    """Returns how the header of one transfer must begin."""
+    """Return how the header of a transfer must begin."""
     return identity + _LENGTH.pack(payload_bytes)
 
 
 def put_sequence(frame: memoryview, sequence: int) -> None:
-    """Writes the number of its operation into a frame without checksums."""
+    """Write an operation's number into a frame without checksums."""
     _NUMBER.pack_into(frame, _SIGNATURE.size, sequence)
 
 
 def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, address: int = 0) -> bytes:
-    """Returns the header of one transfer.
+    """Return the header of a transfer.
 
     Args:
-        begin: As `expected_header` gives it.
+        begin: The result of `expected_header`.
         payload: What is sent.
-        checksums: Those of the group; None: the header carries none.
+        checksums: None: the header carries none.
         address: Where the receiver reads the payload; 0: it follows.
     """
     if checksums is None:
@@ -247,19 +239,12 @@ def header(begin: bytes, payload: memoryview, *, checksums: Checksums | None, ad
 
 
 def is_damaged(head: bytes | bytearray, checksums: Checksums | None) -> bool:
-    """Returns whether a header has other bytes than were sent, where it carries checksums."""
+    """Return whether a header's checksum is wrong."""
     return checksums is not None and checksums.of(head[:-SUM_BYTES]) != head[-SUM_BYTES:]
 
 
 def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> CollectiveMismatchError:
-    """Returns the error of a rank that heard of another operation than its own.
-
-    Args:
-        rank: This one.
-        operation: Its own.
-        peer: Of whom it heard.
-        found: The header that came.
-    """
+    """Return the error of `rank` in `operation`, which received the header `found` of another one from `peer`."""
     ours = operation.describe()
     try:
         theirs = decode_header(found)[0].describe()
@@ -278,33 +263,29 @@ def mismatch(rank: int, operation: Numbered, peer: int, found: bytes) -> Collect
 
 
 def damaged(peer: int, rank: int, during: str) -> DamagedFrameError:
-    """Returns the error for other bytes than were sent."""
+    """Return the error for data that was corrupted in transit."""
     return DamagedFrameError(
-        f"the link from rank {peer} to rank {rank} delivered other bytes than were sent, in {during}: "
-        "memory, a network card or a cable on the way is faulty, or somebody there changes them. Nobody has used them; "
-        "start all ranks again, without that machine or that way if it happens again.",
+        f"data from rank {peer} to rank {rank} was corrupted in transit, in {during}: memory, a network card or a "
+        "cable is faulty, or somebody tampers with it. The data was not used. Start all ranks again, without that "
+        "machine or network path if it happens again.",
         rank=peer,
         during=during,
     )
 
 
 def payload_sum(head: bytes | bytearray) -> bytes:
-    """Returns the checksum of the payload that a header announces."""
+    """Return the payload's checksum in a header."""
     return bytes(head[-2 * SUM_BYTES : -SUM_BYTES])
 
 
 def payload_address(head: bytes | bytearray) -> int:
-    """Returns where the payload is in the sender's memory; 0: it follows the header."""
+    """Return the payload's address in the sender's memory; 0: it follows the header."""
     address: int = _ADDRESS.unpack_from(head, EXPECTED_BYTES)[0]
     return address
 
 
 def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
-    """Returns (operation, payload bytes) of a header.
-
-    Raises:
-        FrameError: The bytes are no header of this protocol and version.
-    """
+    """Return (operation, payload bytes) of a header; raise `FrameError` for other bytes."""
     magic, version, generation, kind, reduction, dtype, dimensions, root, *shape = _SIGNATURE.unpack_from(data)
     if magic != _MAGIC:
         raise FrameError("the bytes are not a frame of cyxtrain's ring")
@@ -324,24 +305,24 @@ def decode_header(data: bytes | bytearray) -> tuple[Operation, int]:
 
 
 class Control(enum.IntEnum):
-    """What is said beside the ring."""
+    """Kinds of control frames."""
 
     ABORT = 1
-    """The group has failed; why."""
+    """The group has failed, and why."""
     GOODBYE = 2
     """This rank leaves."""
     WAITING = 3
-    """This rank has waited for another for long."""
+    """This rank waits for another."""
     HEARTBEAT = 4
-    """This rank lives."""
+    """This rank is alive."""
     QUESTION = 5
-    """What are you doing?"""
+    """Asks what the receiver is doing."""
     ANSWER = 6
-    """What this rank does."""
+    """What this rank is doing."""
 
 
 def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) -> bytes:
-    """Returns a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
+    """Return a control frame; texts are cut so that it stays below `CONTROL_MAX_BYTES`."""
     short = {key: value[:_TEXT_MAX] if isinstance(value, str) else value for key, value in facts.items()}
     body = json.dumps(short).encode()
     head = _CONTROL.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), checksums.of(body))
@@ -349,14 +330,7 @@ def control_frame(kind: Control, facts: dict[str, Any], checksums: Checksums) ->
 
 
 def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Control, dict[str, Any]] | None:
-    """Takes the first frame out of what has been heard; None where it is not whole yet.
-
-    Returns:
-        (kind, facts).
-
-    Raises:
-        FrameError: The bytes are no control frame, are damaged, or announce a body that is too long.
-    """
+    """Remove the first control frame from `received`, and return (kind, facts); None: it is incomplete."""
     if len(received) < CONTROL_HEADER_BYTES:
         return None
     magic, version, kind, length, body_sum = _CONTROL.unpack_from(received)
@@ -378,14 +352,10 @@ def take_control_frame(received: bytearray, checksums: Checksums) -> tuple[Contr
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object in some bytes of a stranger.
-
-    Raises:
-        FrameError: They are no JSON object.
-    """
+    """Return the JSON object in untrusted bytes; raise `FrameError` if there is none."""
     try:
         found = json.loads(data.decode())
-    except (ValueError, RecursionError):  # a thousand brackets are deeper than Python's stack
+    except (ValueError, RecursionError):  # nested deeper than Python's stack
         raise FrameError("the bytes are not JSON") from None
     if not isinstance(found, dict):
         raise FrameError("the bytes are not a JSON object")

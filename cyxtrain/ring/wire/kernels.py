@@ -1,4 +1,4 @@
-"""How two pieces of tensors become one."""
+"""Element-wise arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cyxtrain.ring.wire.payload import lasting, memory_of
 
 
 def _multiply_complex(one: Tensor, other: Tensor, out: Tensor) -> None:
-    """Multiplies. PyTorch's own kernel rounds otherwise where it has vectors than at the end of a piece."""
+    """Multiply; PyTorch's own kernel rounds differently in vectors than at the end of a piece."""
     ours, theirs, result = (torch.view_as_real(tensor) for tensor in (one, other, out))
     a, b, c, d = ours[:, 0], ours[:, 1], theirs[:, 0], theirs[:, 1]
     result[:, 0], result[:, 1] = a * c - b * d, a * d + b * c
@@ -34,7 +34,7 @@ def _larger(one: Tensor, other: Tensor, out: Tensor) -> None:
 
 
 def _one_zero(tensor: Tensor) -> None:
-    """Makes -0.0 to 0.0: they are equal, so which of them is smaller would depend on the width of vectors."""
+    """Turn -0.0 into 0.0: which of the two is smaller would depend on the width of vectors."""
     if tensor.is_floating_point():
         tensor.add_(0.0)
 
@@ -70,15 +70,14 @@ _QUICK: dict[torch.dtype, type[np.number[Any]]] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
 }
-"""The dtypes that NumPy adds with the same result, and a few elements in a third of the time."""
+"""Dtypes that NumPy adds with the same result, and small arrays in a third of the time."""
 _NO_ARITHMETIC = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def added_by_numpy(reduction: Reduction, dtype: torch.dtype) -> type[np.number[Any]] | None:
-    """Returns NumPy's type for elements that it adds with the same result and quicker; None: it does not.
+    """Return NumPy's type of elements that it adds faster and with the same result; None: it does not.
 
-    But for NaNs: of two of them, that of which operand stays depends on how far they lie from the end. So sums that
-    several ranks make for themselves must be made alike, and what travels in other pieces must end at the same ones.
+    Which of two NaNs stays depends on the operands' order and place: ranks must sum alike, in pieces that end alike.
     """
     return _QUICK.get(dtype) if reduction in (Reduction.SUM, Reduction.AVG) else None
 
@@ -88,8 +87,8 @@ class Calculation(NamedTuple):
 
     Attributes:
         operator: Combines two arrays of elements into `out`.
-        view: Returns some memory as such an array, from a flat tensor and its bytes.
-        parts: Elements of the array for each of the tensor.
+        view: Returns memory as such an array, from a flat tensor and its bytes.
+        parts: Elements of the array per element of the tensor.
     """
 
     operator: Callable[..., Any]
@@ -110,42 +109,34 @@ def _as_array(dtype: type[np.number[Any]]) -> Callable[[Tensor, memoryview], Any
 
 
 def silent_numpy() -> contextlib.AbstractContextManager[None]:
-    """Within, NumPy adds infinities as PyTorch does: without a word. What it raised would be the end of the group."""
+    """Return a context in which NumPy adds infinities without warnings, like PyTorch."""
     return np.errstate(all="ignore")
+
+
+def _add_silently(one: Any, other: Any, out: Any) -> None:
+    with silent_numpy():
+        np.add(one, other, out)
 
 
 @functools.cache
 def calculation_of(reduction: Reduction, dtype: torch.dtype, *, quick: bool = False) -> Calculation:
-    """Returns how a reduction of a dtype is calculated.
-
-    Args:
-        reduction: Which.
-        dtype: Of the elements.
-        quick: Whether NumPy may do it.
-
-    Raises:
-        ConfigError: This dtype has no such reduction.
-    """
+    """Return how a reduction of a dtype is calculated, by NumPy only if `quick`; refuse unsupported ones."""
     _check_reduction(reduction, dtype)
-    if dtype in _UNSIGNED:  # PyTorch has little arithmetic for wide unsigned integers, NumPy has all of it
+    if dtype in _UNSIGNED:  # PyTorch lacks arithmetic for wide unsigned integers
         return Calculation(_NUMPY_OPERATORS[reduction], _as_array(_UNSIGNED[dtype]))
     array = added_by_numpy(reduction, dtype) if quick else None
     if array is not None:
-        return Calculation(np.add, _as_array(array))
+        return Calculation(_add_silently, _as_array(array))
     if dtype.is_complex and reduction is Reduction.PRODUCT:
         return Calculation(_multiply_complex, _as_tensor)
     if dtype.is_complex:
-        # PyTorch adds no complex halves on CPUs; the two parts of any complex number add up by themselves.
+        # PyTorch adds no complex halves on CPUs; real and imaginary parts add up separately.
         return Calculation(_OPERATORS[reduction], _as_parts, parts=2)
     return Calculation(_OPERATORS[reduction], _as_tensor)
 
 
 class Scratch:
-    """Memory for what arrives and is to be combined; one operation at a time uses it.
-
-    Args:
-        size: In bytes.
-    """
+    """Memory for received elements that are to be combined; one operation at a time uses it."""
 
     def __init__(self, size: int) -> None:
         with lasting():
@@ -154,7 +145,7 @@ class Scratch:
         self.memory = memory_of(self._flat)
 
     def of(self, dtype: torch.dtype, how: Calculation) -> Any:
-        """Returns it as elements of a dtype, as they are combined."""
+        """Return it as an array of a dtype's elements."""
         view = self._views.get((dtype, how.view))
         if view is None:
             with lasting():
@@ -163,19 +154,13 @@ class Scratch:
 
 
 class Combiner:
-    """Combines what arrived in a scratch with what is in a tensor, in place.
+    """Combines received elements in a scratch with a flat tensor, in place; refuses unsupported dtypes.
 
     Args:
-        reduction: How.
-        flat: One-dimensional; changed in place.
-        scratch: Where things arrive.
-        quick: Whether NumPy may do it, as `AlgorithmSelector.sums_alike` says.
-
-    Attributes:
-        memory: The bytes of `flat`.
-
-    Raises:
-        ConfigError: This dtype has no such reduction.
+        reduction: How elements are combined.
+        flat: One-dimensional.
+        scratch: Holds the received elements.
+        quick: Whether NumPy may do it: `AlgorithmSelector.sums_alike`.
     """
 
     def __init__(self, reduction: Reduction, flat: Tensor, scratch: Scratch, *, quick: bool = False) -> None:
@@ -187,13 +172,7 @@ class Combiner:
         self._scratch = scratch.of(dtype, how)
 
     def combine(self, first: int, end: int, *, theirs_first: bool = False) -> None:
-        """Combines scratch[: end - first] into flat[first:end].
-
-        Args:
-            first: Element.
-            end: Element.
-            theirs_first: Whether the scratch stands first: of two NaNs the first one's bits stay.
-        """
+        """Combine scratch[: end - first] into flat[first:end]; the first operand's NaN stays."""
         ours, theirs = self._flat[first * self._parts : end * self._parts], self._scratch[: (end - first) * self._parts]
         if theirs_first:
             self._operator(theirs, ours, out=ours)
@@ -201,26 +180,18 @@ class Combiner:
             self._operator(ours, theirs, out=ours)
 
     def gather_up(self, count: int) -> None:
-        """Combines `count` elements of the second half of the scratch into those of the first.
-
-        They are those of the next rank, which in the ring puts its own first.
-        """
+        """Combine `count` elements of the scratch's second half, as first operand, into its first half."""
         half = self._scratch.shape[0] // 2
         found, own = self._scratch[: count * self._parts], self._scratch[half : half + count * self._parts]
         self._operator(own, found, out=found)
 
     def combine_rows(self, own: int, steps: Sequence[tuple[int, int]]) -> None:
-        """Combines `flat`, as row `own` of the scratch, with the other rows, and puts the result in its place.
-
-        Args:
-            own: The row that `flat` is; all rows are as long.
-            steps: Which row is combined into which, the last one into that of the result.
-        """
+        """Combine `flat`, as row `own` of the scratch, with the other rows, and copy row 0 to it."""
         count = self._flat.shape[0]  # len() of a tensor is slow
         rows = [self._scratch[row * count : (row + 1) * count] for row in range(len(steps) + 1)]
         rows[own] = self._flat
         for into, source in steps:
-            # The same on every rank, which memory is also the result's: of two NaNs the same one's bits stay.
+            # The result is in the same operand on every rank, so that the same one of two NaNs stays.
             self._operator(rows[into], rows[source], out=rows[into])
         if own != 0:
             self._flat[...] = rows[0]
@@ -236,12 +207,12 @@ def _check_reduction(reduction: Reduction, dtype: torch.dtype) -> None:
 
 
 def divide(flat: Tensor, divisor: int) -> None:
-    """Divides in place: the end of AVG. Whole numbers are truncated towards zero, as NCCL does."""
+    """Divide in place, as the end of AVG; integers are truncated towards zero, as NCCL does."""
     if flat.dtype in _UNSIGNED:
         array = np.frombuffer(memory_of(flat), _UNSIGNED[flat.dtype])
         np.floor_divide(array, array.dtype.type(divisor), out=array)
     elif flat.dtype is torch.bool:
-        return  # a mean of truth values is their SUM here: whether any is true
+        return  # the mean of booleans is whether any is true
     elif flat.is_complex():
         torch.view_as_real(flat).div_(divisor)
     elif flat.is_floating_point():

@@ -1,6 +1,6 @@
-"""One connection to one peer: it sends and receives what it can now, and never waits.
+"""A connection to a peer, which sends and receives what it can now and never waits.
 
-Waiting is in one place, `Poller.wait`, always with a `Deadline`.
+Only `Poller.wait` waits, always with a `Deadline`.
 """
 
 from __future__ import annotations
@@ -14,53 +14,48 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from cyxtrain.ring.shared_memory.peer_read import PeerMemory, address_of
+from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.wire.peer_read import PeerMemory, address_of
 
 _MAX_POLLS = 64
 _LONGEST_POLL_SECONDS = 0.5
-"""A wait is cut into pieces: one that takes longer shows that this process was stopped meanwhile."""
+"""Waits are cut into pieces: one that takes longer shows that this process was stopped."""
 _STOPPED_SECONDS = 0.5
 _CONTROL_OPTIONS = {
-    # The kernel gives up where nothing has been acknowledged for so long: a cut of three seconds heals unnoticed, one
-    # of six never does. It is the kernels that answer each other, also for processes that are stopped or busy; and
-    # it is heartbeats that they answer. See tcp(7).
+    # The kernel gives up if nothing is acknowledged for this long: a cut of three seconds heals unnoticed, one of six
+    # does not. Kernels acknowledge heartbeats also for processes that are stopped or busy. See tcp(7).
     "TCP_USER_TIMEOUT": 4500,  # milliseconds
-    # Where nothing is on its way the kernel asks by itself, after a second and then every second.
+    # On an idle connection the kernel probes after a second and then every second.
     "TCP_KEEPIDLE": 1,
-    "TCP_KEEPALIVE": 1,  # what macOS calls TCP_KEEPIDLE
+    "TCP_KEEPALIVE": 1,  # macOS's name of TCP_KEEPIDLE
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": 4,
-    # It tries again every second at least, also where an answer takes long: else its last try before it gives up can
-    # come too early for a cut that heals after three seconds. Linux 6.15 and later.
+    # The kernel retries at least every second: otherwise its last retry could be too early for a cut of three seconds.
+    # Linux 6.15 and later.
     "TCP_RTO_MAX_MS": 1000,
 }
 _DATA_OPTIONS = {
-    # A link may be idle for hours, and firewalls forget what is idle. A peer that computes still answers this.
+    # Firewalls forget links that are idle for hours; kernels answer this also for a peer that computes.
     "TCP_KEEPIDLE": 60,
     "TCP_KEEPALIVE": 60,
     "TCP_KEEPINTVL": 15,
     "TCP_KEEPCNT": 8,
 }
 _NEAR_SEND_BYTES = 1 << 19
-"""What a sender may have under way on the same machine: it is still in a cache then, and not in memory."""
+"""Bytes in flight on the same machine, so that they stay in a cache."""
 _NEW_OPTIONS = {"TCP_RTO_MAX_MS": 44} if sys.platform == "linux" else {}
-"""Numbers that Python does not know yet."""
+"""Option numbers that Python does not define yet."""
 
 
 class Pollable(Protocol):
-    """Something that the kernel can wait for: a link or a socket."""
+    """A link or a socket, which the kernel can wait for."""
 
     def fileno(self) -> int:
-        """Returns the descriptor."""
+        """Return the descriptor."""
 
 
 class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """The connection to a peer has ended; whoever catches it finds out why.
-
-    Attributes:
-        rank: The peer.
-        reason: What the operating system said.
-    """
+    """The connection to a peer has ended; the catcher finds out why."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -69,11 +64,7 @@ class LinkBroken(Exception):  # noqa: N818 - an event inside the ring, never sho
 
 
 class Deadline:
-    """When to give up. Time for which this process itself was stopped does not count.
-
-    Args:
-        seconds: From now.
-    """
+    """A deadline `seconds` from now; time for which this process was stopped does not count."""
 
     __slots__ = ("_at", "seconds")
 
@@ -82,29 +73,26 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Returns the seconds until it; at least 0."""
+        """Return the remaining seconds; at least 0."""
         return max(self._at - time.monotonic(), 0.0)
 
     def passed(self) -> bool:
-        """Returns whether it is too late."""
+        """Return whether it has passed."""
         return time.monotonic() >= self._at
 
     def woke(self, late_seconds: float) -> None:
-        """Takes note of how much later than it wanted a wait has ended."""
+        """Extend the deadline if a wait ended so late that the process was stopped."""
         if late_seconds > _STOPPED_SECONDS:
             self._at += late_seconds
 
 
 def watch_over(sock: socket.socket) -> None:
-    """Lets the kernel find out by itself when the network to the other end is gone; for control connections only.
-
-    Data may wait for minutes for a peer that computes, and then a kernel would give up on it too.
-    """
+    """Make the kernel notice a cut network; for control connections, as data may wait for minutes."""
     _set_options(sock, _CONTROL_OPTIONS)
 
 
 def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
-    """Sets what this system has; a connection that has ended takes no options, and its first use will say so."""
+    """Set the options that this system has; a closed connection takes none."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     options = {"TCP_NODELAY": 1, **options}
@@ -118,10 +106,7 @@ def _set_options(sock: socket.socket, options: dict[str, int]) -> None:
 
 
 def _stay_in_cache(sock: socket.socket) -> None:
-    """Keeps a connection within one machine from filling megabytes of buffers; over a network the kernel knows best.
-
-    Both ends have one address there. It makes 4 MiB and more one and a half times as fast.
-    """
+    """Limit a local connection's send buffer to what stays in a cache: 1.5 times as fast from 4 MiB on."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     with contextlib.suppress(OSError):  # it has ended already
@@ -133,26 +118,34 @@ class Link:
     """A connected, non-blocking stream to one peer.
 
     Args:
-        sock: The connected socket; whoever made it closes it.
+        sock: The connected socket; its maker closes it.
         rank: The peer.
-        memory: The peer's, where this process can read it.
+        memory: The peer's memory, if this process can read it.
         offers: Whether the peer can read this process's memory.
+        checksums: Of its frames; None: they carry none.
     """
 
     def __init__(
-        self, sock: socket.socket, rank: int, memory: PeerMemory | None = None, *, offers: bool = False
+        self,
+        sock: socket.socket,
+        rank: int,
+        memory: PeerMemory | None = None,
+        *,
+        offers: bool = False,
+        checksums: Checksums | None = None,
     ) -> None:
         sock.setblocking(False)
         _set_options(sock, _DATA_OPTIONS)
         _stay_in_cache(sock)
         self.rank = rank
         self.offers = offers
+        self.checksums = checksums
         self._memory = memory
         self._sock = sock
         self._fileno = sock.fileno()
 
     def fileno(self) -> int:
-        """Returns the descriptor, for `select`."""
+        """Return the descriptor, for `select`."""
         return self._fileno
 
     @property
@@ -168,21 +161,14 @@ class Link:
         return "tcp" if self._sock.family in (socket.AF_INET, socket.AF_INET6) else "unix"
 
     def send(self, data: memoryview | bytes) -> int:
-        """Sends what the kernel takes now.
-
-        Returns:
-            How many bytes it took; 0 where it would block.
-
-        Raises:
-            LinkBroken: The connection has ended.
-        """
+        """Send what the kernel takes now; return its bytes, or raise `LinkBroken`."""
         try:
             return self._sock.send(data)
         except OSError as error:
             return self._nothing(error)
 
     def send_both(self, first: memoryview | bytes, second: memoryview) -> int:
-        """Sends what the kernel takes now of two pieces, one after the other; as `send`, and in one packet."""
+        """Send what the kernel takes of two pieces, in one packet."""
         if sys.platform == "win32":
             return self.send(first)
         try:
@@ -191,21 +177,14 @@ class Link:
             return self._nothing(error)
 
     def receive(self, into: memoryview) -> int:
-        """Receives what has arrived, at most `len(into)` bytes.
-
-        Returns:
-            How many bytes; 0 where nothing has arrived.
-
-        Raises:
-            LinkBroken: The connection has ended.
-        """
+        """Receive what has arrived, at most `len(into)` bytes; return its bytes, or raise `LinkBroken`."""
         try:
             return self._sock.recv_into(into) or self._ended()
         except OSError as error:
             return self._nothing(error)
 
     def receive_both(self, first: memoryview, second: memoryview) -> int:
-        """Receives what has arrived into two pieces, one after the other; as `receive`."""
+        """Receive what has arrived into two pieces."""
         if sys.platform == "win32":
             return self.receive(first)
         try:
@@ -213,18 +192,29 @@ class Link:
         except OSError as error:
             return self._nothing(error)
 
+    def send_descriptor(self, descriptor: int) -> bool:
+        """Send a file descriptor over a Unix socket, with one byte; return whether the kernel took it."""
+        try:
+            return socket.send_fds(self._sock, [b"!"], [descriptor]) > 0
+        except OSError as error:
+            return self._nothing(error) > 0
+
+    def receive_descriptor(self) -> tuple[bool, int]:
+        """Return whether the byte of a file descriptor has arrived, and the descriptor; negative: it was lost."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            return self._nothing(error) > 0, -1
+        return bool(data or self._ended()), descriptors[0] if descriptors else -1
+
     def peek(self, size: int) -> bytes:
-        """Returns what has arrived and stays there, at most `size` bytes; nothing where the connection has ended."""
+        """Return at most `size` bytes that have arrived, without taking them; empty after the end."""
         with contextlib.suppress(OSError):
             return self._sock.recv(size, socket.MSG_PEEK)
         return b""
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fills `into` from an address in the peer's memory.
-
-        Raises:
-            LinkBroken: The peer has ended, or has no such memory.
-        """
+        """Fill `into` from an address in the peer's memory, or raise `LinkBroken`."""
         try:
             if self._memory is None:
                 raise OSError("its memory cannot be read")
@@ -233,7 +223,7 @@ class Link:
             raise LinkBroken(self.rank, _reason(error)) from None
 
     def _nothing(self, error: OSError) -> int:
-        """Returns 0, what moves where a call would block. Raises where it failed."""
+        """Return 0 if a call would block; raise if it failed."""
         if isinstance(error, (BlockingIOError, InterruptedError)):
             return 0
         raise LinkBroken(self.rank, _reason(error)) from None
@@ -242,7 +232,7 @@ class Link:
         raise LinkBroken(self.rank, "the connection was closed")
 
     def stop(self) -> None:
-        """Ends both directions, so that everyone who waits on this link wakes; what has arrived can still be read."""
+        """End both directions, so that all waiting threads wake; what has arrived can still be read."""
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -252,10 +242,7 @@ def _reason(error: OSError) -> str:
 
 
 class Poller:
-    """Waits until one of some links can go on. It keeps its kernel objects, as the same links come again and again.
-
-    It serves one thread at a time.
-    """
+    """Wait until one of some links can move; keeps its kernel objects, and serves one thread at a time."""
 
     def __init__(self) -> None:
         self._polls: dict[tuple[tuple[int, ...], tuple[int, ...]], select.poll] = {}
@@ -267,16 +254,13 @@ class Poller:
         deadline: Deadline,
         longest_seconds: float = _LONGEST_POLL_SECONDS,
     ) -> bool:
-        """Returns when a reader has something, a writer takes something, one of them has ended, or time is up.
+        """Wait for readers, writers or time; return whether a link can move.
 
         Args:
             readers: To receive from.
             writers: To send to.
             deadline: When to give up.
-            longest_seconds: Until it returns in any case; at most half a second.
-
-        Returns:
-            Whether anything happened.
+            longest_seconds: When to return in any case; at most half a second.
         """
         seconds = min(deadline.left(), longest_seconds, _LONGEST_POLL_SECONDS)
         until = time.monotonic() + seconds

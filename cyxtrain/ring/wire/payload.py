@@ -1,4 +1,4 @@
-"""Tensors as the ring sees them: flat memory to send from and receive into."""
+"""Tensors as flat memory to send from and receive into."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cyxtrain.ring.wire.staging import can_carry, host_copy
 
 
 class _Memory:
-    """Names a tensor's memory for NumPy. `Tensor.numpy()` would mark the user's storage as not resizable."""
+    """A tensor's memory for NumPy; `Tensor.numpy()` would mark the user's storage as not resizable."""
 
     def __init__(self, flat: Tensor, size: int) -> None:
         self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
-        self.flat = flat  # NumPy's array keeps this object, and so the memory
+        self.flat = flat  # keeps the memory alive
 
 
 def memory_of(flat: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor, without a copy; they live as long as either of the two."""
+    """Return the bytes of a contiguous CPU tensor without a copy; they live as long as either of the two."""
     size = flat.numel() * flat.element_size()
     if size == 0:
         return memoryview(bytearray())
@@ -30,16 +30,12 @@ def memory_of(flat: Tensor) -> memoryview:
 
 
 def lasting() -> contextlib.AbstractContextManager[object]:
-    """Within, tensors are made that are used again: what is made in inference mode can be changed there alone."""
+    """Return a context for tensors that are kept: those made in inference mode could only be changed there."""
     return torch.inference_mode(False)
 
 
 def check_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor that the ring can carry.
-
-    Raises:
-        CyxtrainError: It is sparse, or neither on the CPU nor on an accelerator such as CUDA's.
-    """
+    """Return a tensor that the ring can carry; refuse sparse ones and unsupported devices."""
     if tensor.is_cpu and tensor.layout is torch.strided:
         return tensor
     if tensor.layout is not torch.strided:
@@ -56,12 +52,7 @@ def check_tensor(tensor: Tensor) -> Tensor:
 
 
 def check_target(tensor: Tensor) -> Tensor:
-    """Returns a tensor that the ring can write into.
-
-    Raises:
-        ConfigError: Its elements share memory, as those of `expand` do: there is no room for what each is to be.
-        CyxtrainError: The ring cannot carry it.
-    """
+    """Return a tensor that can be received into; refuse one whose elements share memory, as after expand()."""
     if not check_tensor(tensor).is_contiguous() and _shares_memory(tensor):
         raise ConfigError(
             f"elements of this tensor {list(tensor.shape)} share memory (strides {list(tensor.stride())}), as after "
@@ -71,8 +62,8 @@ def check_target(tensor: Tensor) -> Tensor:
 
 
 def _shares_memory(tensor: Tensor) -> bool:
-    """Whether any two elements are at one place; of rare strides that only `as_strided` makes, whether they may be."""
-    reach = 0  # of the dimensions that lie closer together
+    """Return whether any two elements are at one place; for rare strides of `as_strided`, whether they may be."""
+    reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True
@@ -81,43 +72,43 @@ def _shares_memory(tensor: Tensor) -> bool:
 
 
 def flat_copy_of(tensor: Tensor) -> Tensor:
-    """Returns a new one-dimensional CPU tensor with the same elements."""
+    """Return a new one-dimensional CPU tensor with the same elements."""
     if not check_tensor(tensor).is_cpu:
         return host_copy(tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def copy_back(flat: Tensor, tensor: Tensor) -> None:
-    """Brings a result home where `flat_view_of` the tensor was a copy."""
+    """Copy a result to its tensor if `flat_view_of` it was a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         write(flat, tensor)
 
 
 def write(flat: Tensor, tensor: Tensor) -> None:
-    """Copies as many elements, in one dimension, into a tensor, wherever that was made."""
+    """Copy as many elements, in one dimension, into a tensor."""
     with torch.inference_mode() if _is_closed(tensor) else contextlib.nullcontext():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def replace(tensor: Tensor, whole: Tensor) -> None:
-    """Gives a tensor the elements of another one of its size and layout, wherever it was made."""
+    """Give a tensor the elements of another one of its size and layout."""
     with torch.inference_mode() if _is_closed(tensor) else torch.no_grad():
         tensor.copy_(whole)
 
 
 def _is_closed(tensor: Tensor) -> bool:
-    """Whether PyTorch refuses to change a tensor here: outside of inference mode, in which it was made."""
+    """Return whether PyTorch refuses to change a tensor here: it was made in inference mode."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns whether no element of a CPU tensor is NaN or infinite. Cost: they are read once."""
-    # A sum hides nothing: NaN and infinities stay what they are, or become NaN. But it may overflow.
+    """Return whether no element of a CPU tensor is NaN or infinite. Cost: they are read once."""
+    # NaN and infinities survive a sum, which may overflow by itself.
     return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two one-dimensional, contiguous tensors share memory."""
+    """Return whether two one-dimensional, contiguous tensors share memory."""
     (first, end), (start, stop) = (
         (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in (one, other)
     )
@@ -125,14 +116,14 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor holds its elements in order, as they are."""
+    """Return whether a tensor's memory holds its elements in order and unmodified."""
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
 def flat_view_of(tensor: Tensor) -> Tensor:
-    """Returns the elements in one dimension: a view where memory is plain, else a copy. Both may be changed."""
+    """Return the elements in one dimension, which may be changed: a view of plain memory, otherwise a copy."""
     if is_plain(check_tensor(tensor)):
         if _is_closed(tensor) and tensor.numel():
-            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory by another name
+            return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype)  # the same memory
         return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
     return flat_copy_of(tensor)

@@ -1,38 +1,21 @@
-"""A reduction at work: few bytes by a tree, more in chunks of which each rank reduces one."""
+"""Reductions as stages that an executor runs: small ones by a tree, others in chunks of which each rank reduces one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from cyxtrain.ring.schedules import algorithms
 from cyxtrain.ring.schedules.algorithms import ReadReduce, Spans, Step
-from cyxtrain.ring.schedules.selector import AlgorithmSelector, few
+from cyxtrain.ring.schedules.selector import AlgorithmSelector, Path
 from cyxtrain.ring.wire.frames import Reduction
-from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide, silent_numpy
-from cyxtrain.ring.wire.transfers import Buffers
-
-
-class Runner(Protocol):
-    """Runs a schedule of the operation, as `Executor.run` does."""
-
-    def __call__(self, schedule: Sequence[Step], buffers: Buffers, *, more: bool = False) -> None:
-        """Does this rank's part."""
+from cyxtrain.ring.wire.kernels import Combiner, Scratch, divide
+from cyxtrain.ring.wire.transfers import Buffers, Stage
 
 
 class Reducing:
-    """A reduction of `flat`, in place.
-
-    Args:
-        reduction: How elements are combined.
-        flat: One-dimensional.
-        combiner: Of `flat` and the scratch.
-        scratch: Where things arrive.
-        routes: Which schedules to take.
-        run: Runs them.
-    """
+    """A reduction of a one-dimensional tensor in place; `combiner` is of it and the scratch."""
 
     def __init__(
         self,
@@ -40,70 +23,66 @@ class Reducing:
         flat: Tensor,
         combiner: Combiner,
         scratch: Scratch,
-        routes: AlgorithmSelector,
-        run: Runner,
+        selector: AlgorithmSelector,
     ) -> None:
         self._flat = flat
         self._memory = combiner.memory
         self._item_bytes = flat.element_size()
         self._combiner = combiner
         self._scratch = scratch
-        self._routes = routes
-        self._run = run
+        self._selector = selector
         self._averages = reduction is Reduction.AVG
-        self.is_few = few(routes.world_size, flat.numel(), self._item_bytes)
+        self._path = selector.path(flat.numel(), self._item_bytes, may_stage=False)
+        self.is_few = self._path not in (Path.READ, Path.RING)
 
-    def all(self, rest: Callable[[Spans], Sequence[Step]]) -> None:
-        """Reduces all of it, the way that its size asks for.
+    def all(self, rest: Callable[[Spans], Sequence[Step]]) -> Iterator[Stage]:
+        """Reduce every element, by tree or by chunks, whichever suits the size.
 
         Args:
-            rest: Returns what brings the spans, by rank, to where they are wanted; few elements are on every rank.
+            rest: Returns the schedule that moves the reduced spans, by rank, to where they belong. A tree leaves all
+                on every rank.
         """
         if self.is_few:
-            self.by_tree()
-        else:
-            spans = algorithms.chunks(self._flat.numel(), self._routes.world_size)
-            self.by_chunks(spans, rest(spans))
+            return self.by_tree()
+        spans = algorithms.chunks(self._flat.numel(), self._selector.world_size)
+        return self.by_chunks(spans, rest(spans))
 
-    def by_tree(self) -> None:
-        """Leaves all of it reduced on every rank, in as few rounds as can be."""
-        count, routes = self._flat.numel(), self._routes
-        if routes.tells_all(count, self._item_bytes):
-            collecting, spreading = routes.meeting(count)
-            self._run([collecting], Buffers(self._memory, self._scratch.memory, self._item_bytes))
-            if routes.sums:
-                with silent_numpy():
-                    self._combiner.combine_rows(routes.rank, algorithms.tree(routes.world_size))
-            self._run([spreading], self._buffers())
+    def by_tree(self) -> Iterator[Stage]:
+        """Leave all elements reduced on every rank, in as few rounds as possible."""
+        count, selector = self._flat.numel(), self._selector
+        if self._path is not Path.DOUBLING:
+            collecting, spreading = selector.exchanges(count)
+            yield Stage([collecting], Buffers(self._memory, self._scratch.memory, self._item_bytes))
+            if selector.is_summing:
+                self._combiner.combine_rows(selector.rank, algorithms.tree(selector.world_size))
+            yield Stage([spreading], self._buffers())
         else:
-            self._run(algorithms.recursive_doubling(routes.rank, routes.world_size, count), self._buffers())
+            yield Stage(algorithms.recursive_doubling(selector.rank, selector.world_size, count), self._buffers())
         if self._averages:
-            divide(self._flat, routes.world_size)
+            divide(self._flat, selector.world_size)
 
-    def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> None:
-        """Leaves this rank's span reduced, and the others half done; then brings them where `rest` says."""
+    def by_chunks(self, spans: Spans, rest: Sequence[Step] | None = None) -> Iterator[Stage]:
+        """Leave this rank's span reduced and the others partial; then move the spans as `rest` says."""
         buffers = self._buffers()
-        with silent_numpy():
-            self._run(self._routes.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
+        yield Stage(self._selector.reduce_scatter(spans, self._item_bytes), buffers, more=rest is not None)
         if self._averages:
-            divide(self._flat[slice(*spans[self._routes.rank])], self._routes.world_size)
+            divide(self._flat[slice(*spans[self._selector.rank])], self._selector.world_size)
         if rest is not None:
-            self._run(rest, buffers)
+            yield Stage(rest, buffers)
 
-    def by_folding(self, source: memoryview, spans: Spans) -> None:
-        """Leaves this rank's span of all sources reduced; it is what was there.
+    def by_reading(self, source: memoryview, spans: Spans) -> Iterator[Stage]:
+        """Leave this rank's span of all sources reduced.
 
         Args:
             source: What others read; it does not change.
             spans: By rank, in elements of the source.
         """
-        *offers, fold = algorithms.folding(self._routes.rank, self._routes.world_size, spans)
+        *offers, fold = algorithms.read_reduce(self._selector.rank, self._selector.world_size, spans)
         assert isinstance(fold, ReadReduce)
         buffers = self._buffers()._replace(source=source)
-        with silent_numpy():
-            self._run([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
+        yield Stage([*offers, fold._replace(span=(0, self._flat.numel()))], buffers)
         if self._averages:
-            divide(self._flat, self._routes.world_size)
+            divide(self._flat, self._selector.world_size)
 
     def _buffers(self) -> Buffers:
         return Buffers(self._memory, self._memory, self._item_bytes, self._combiner, self._scratch.memory)

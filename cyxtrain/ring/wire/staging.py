@@ -1,4 +1,4 @@
-"""Tensors of an accelerator on a backend for CPUs: they are copied through pinned host memory."""
+"""Accelerator tensors on a CPU backend: they are copied through pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from cyxtrain.environment import accelerator
 
 
 def can_carry(device: torch.device) -> bool:
-    """Return whether the ring can carry tensors of a device that is not the CPU."""
+    """Return whether the ring can carry tensors of a device other than the CPU."""
     visible = accelerator.visible()
     return visible is not None and device.type == visible.type
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Returns the elements of an accelerator's tensor, flat, in pinned memory, once its stream has made them."""
+    """Return an accelerator tensor's elements, flat, in pinned memory, once its stream has made them."""
     staged = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
     return staged.copy_(tensor.detach().reshape(-1))
 
 
 def beside(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a call for another thread that is made as this thread would make it.
-
-    It sees what this one's stream has been asked for so far. Copies run on a stream of their own, beside what the
-    caller computes, and are over when the call is.
-    """
+    """Return a call for another thread that sees this thread's mode, and what its stream was asked so far."""
     call = functools.partial(_in_mode, torch.is_inference_mode_enabled(), call)
     device = accelerator.in_use()
     if device is None:

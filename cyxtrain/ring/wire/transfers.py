@@ -1,6 +1,6 @@
-"""One transfer at work: a header and a payload that leave, a header and a payload that arrive.
+"""One transfer: a header and a payload to send, and a header and a payload to receive.
 
-Nothing here waits. What the kernel takes or has is moved, and whoever drives a transfer waits between.
+Nothing here waits: what the kernel takes or has is moved, and the caller waits between.
 """
 
 from __future__ import annotations
@@ -8,21 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cyxtrain.ring.schedules.algorithms import OnReceive, Span
-from cyxtrain.ring.shared_memory.peer_read import address_of
-from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.schedules.algorithms import OnReceive, Span, Step
+from cyxtrain.ring.schedules.selector import OFFER_BYTES, SEGMENT_BYTES
 from cyxtrain.ring.wire.frames import HEADER_BYTES, expected_header, header, is_damaged, payload_address, payload_sum
 from cyxtrain.ring.wire.kernels import Combiner
 from cyxtrain.ring.wire.link import Link
+from cyxtrain.ring.wire.peer_read import address_of
 
-SEGMENT_BYTES = 1 << 20
-"""Bytes moved by one system call at most, and combined at once: they stay in the processor's cache."""
 READ_BYTES = 1 << 18
 """The same for what is read from another process: half of a usual second-level cache."""
-SHORT_BYTES = 1 << 14
-"""Up to this size a payload fits into any buffer of a socket, and costs little more than an empty one."""
-OFFER_BYTES = 1 << 17
-"""From this size on a payload that the receiver can read is not sent."""
 _JOIN_BYTES = 1 << 16
 """Up to this size header and payload are copied together, which saves a system call and a packet."""
 
@@ -31,11 +25,11 @@ class Buffers(NamedTuple):
     """The memory that a schedule works on, in bytes.
 
     Attributes:
-        source: What is sent from.
-        target: What is received into; the same as `source` for reductions.
+        source: To send from.
+        target: To receive into; the same as `source` for reductions.
         item_bytes: Bytes per element: a schedule counts elements.
-        combiner: Of the target and the scratch; None where nothing is reduced.
-        scratch: For what is to be combined.
+        combiner: Of target and scratch; None: nothing is reduced.
+        scratch: For elements to be combined.
     """
 
     source: memoryview
@@ -45,8 +39,16 @@ class Buffers(NamedTuple):
     scratch: memoryview | None = None
 
 
+class Stage(NamedTuple):
+    """A part of an operation: one schedule on some memory; `more`: another follows on the same memory."""
+
+    schedule: Sequence[Step]
+    buffers: Buffers
+    more: bool = False
+
+
 class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Another header came than the one that had to come."""
+    """Another header than the expected one came."""
 
     def __init__(self, rank: int, found: bytes) -> None:
         super().__init__(rank)
@@ -54,46 +56,29 @@ class UnexpectedHeader(Exception):  # noqa: N818 - an event inside the ring, nev
         self.found = found
 
 
-class OtherBytes(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
-    """Other bytes came than were sent."""
+class CorruptData(Exception):  # noqa: N818 - an event inside the ring, never shown as an error
+    """Data was corrupted in transit."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.rank = rank
 
 
-class HeaderCache(dict[int, bytes]):
-    """How the headers of an operation begin, by the bytes of the payload: chunks are of one size or two."""
-
-    def __init__(self, identity: bytes) -> None:
-        super().__init__()
-        self._identity = identity
-
-    def __missing__(self, payload_bytes: int) -> bytes:
-        begin = self[payload_bytes] = expected_header(self._identity, payload_bytes)
-        return begin
-
-
 def is_offered(readable: bool, payload_bytes: int, then: OnReceive) -> bool:
-    """Returns whether a payload stays where it is: both sides must know without a word."""
+    """Return whether a payload stays in place to be read: both sides must decide alike."""
     return readable and payload_bytes >= OFFER_BYTES and then is not OnReceive.EXCHANGE
 
 
-def check_header(rank: int, head: bytes, expected: bytes, *, offered: bool, checksums: Checksums | None) -> None:
-    """Raises `OtherBytes` or `UnexpectedHeader` where what came from a rank is not the header that had to come."""
-    if is_damaged(head, checksums):
-        raise OtherBytes(rank)
+def check_header(link: Link, head: bytes, expected: bytes, *, offered: bool) -> None:
+    """Raise if a received header is damaged or not the expected one."""
+    if is_damaged(head, link.checksums):
+        raise CorruptData(link.rank)
     if not head.startswith(expected) or offered != bool(payload_address(head)):
-        raise UnexpectedHeader(rank, head)
+        raise UnexpectedHeader(link.rank, head)
 
 
 class Outgoing:
-    """What is left to send of a frame.
-
-    Args:
-        link: To whom.
-        parts: To be sent one after the other; none is empty.
-    """
+    """The rest of a frame to send, in non-empty parts."""
 
     __slots__ = ("_parts", "done", "link")
 
@@ -103,7 +88,7 @@ class Outgoing:
         self._parts = parts
 
     def advance(self) -> bool:
-        """Sends what the kernel takes; returns whether anything moved."""
+        """Send what the kernel takes; return whether anything moved."""
         part = self._parts[0]
         sent = self.link.send(part[:SEGMENT_BYTES])
         if sent < len(part):
@@ -114,20 +99,10 @@ class Outgoing:
         return sent > 0
 
 
-def begin_sending(
-    link: Link, begins: HeaderCache, payload: memoryview, *, offered: bool, checksums: Checksums | None
-) -> Outgoing | None:
-    """Begins to send a frame; returns what is left of it.
-
-    Args:
-        link: To whom.
-        begins: Of the operation.
-        payload: What is sent.
-        offered: Whether it stays where it is, and only its address is sent.
-        checksums: Those of the group; None: frames carry none.
-    """
+def begin_sending(link: Link, identity: bytes, payload: memoryview, *, offered: bool) -> Outgoing | None:
+    """Start to send a frame; return its rest. Of an `offered` payload only the address is sent."""
     address = address_of(payload) if offered else 0
-    head = header(begins[len(payload)], payload, checksums=checksums, address=address)
+    head = header(expected_header(identity, len(payload)), payload, checksums=link.checksums, address=address)
     if offered:
         return begin_sending_frame(link, head)
     if len(payload) <= _JOIN_BYTES:
@@ -140,93 +115,103 @@ def begin_sending(
 
 
 def begin_sending_frame(link: Link, frame: bytes | memoryview) -> Outgoing | None:
-    """Begins to send a whole frame of few bytes, which nearly always leave at once; returns what is left of it."""
+    """Start to send a whole small frame; return its rest, nearly always None."""
     sent = link.send(frame)
     return None if sent == len(frame) else Outgoing(link, [memoryview(frame)[sent:]])
 
 
+class OutgoingDescriptor:
+    """A file descriptor to send over a Unix socket."""
+
+    __slots__ = ("_descriptor", "done", "link")
+
+    def __init__(self, link: Link, descriptor: int) -> None:
+        self.link = link
+        self.done = False
+        self._descriptor = descriptor
+
+    def advance(self) -> bool:
+        """Send it if the kernel takes it; return whether it did."""
+        self.done = self.link.send_descriptor(self._descriptor)
+        return self.done
+
+
+class IncomingDescriptor:
+    """A file descriptor to receive, which the receiver owns; negative: it was lost."""
+
+    __slots__ = ("descriptor", "done", "link")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.done = False
+        self.descriptor = -1
+
+    def advance(self) -> bool:
+        """Receive it if it has arrived; return whether it has."""
+        self.done, self.descriptor = self.link.receive_descriptor()
+        return self.done
+
+
 class ShortIncoming:
-    """What one transfer receives where it is short, and replaces what is there: header and payload in one piece.
+    """A short transfer to receive, header and payload in one piece, which replaces what is there."""
 
-    Args:
-        link: From whom.
-        begin: How the header begins.
-        payload: Where it goes.
-        landing: Where header and payload arrive.
-        checksums: Those of the group; None: frames carry none.
-    """
+    __slots__ = ("_begin", "_have", "_landing", "_payload", "done", "link")
 
-    __slots__ = ("_begin", "_checksums", "_have", "_landing", "_payload", "done", "link")
-
-    def __init__(
-        self, link: Link, begin: bytes, payload: memoryview, landing: memoryview, *, checksums: Checksums | None
-    ) -> None:
+    def __init__(self, link: Link, begin: bytes, payload: memoryview, landing: memoryview) -> None:
         self.link = link
         self.done = False
         self._begin = begin
         self._payload = payload
         self._landing = landing[: HEADER_BYTES + len(payload)]
-        self._checksums = checksums
         self._have = 0
 
     def advance(self) -> bool:
-        """Receives what has arrived; returns whether anything moved."""
+        """Receive what has arrived; return whether anything moved."""
         have = self._have
         count = self.link.receive(self._landing[have:] if have else self._landing)
         have = self._have = have + count
         if have >= HEADER_BYTES:  # of another header there may come no more
             head = bytes(self._landing[:HEADER_BYTES])
-            check_header(self.link.rank, head, self._begin, offered=False, checksums=self._checksums)
+            check_header(self.link, head, self._begin, offered=False)
             if have == len(self._landing):
                 self._payload[:] = self._landing[HEADER_BYTES:]
-                if self._checksums and self._checksums.of(self._payload) != payload_sum(head):
-                    raise OtherBytes(self.link.rank)
+                checksums = self.link.checksums
+                if checksums is not None and checksums.of(self._payload) != payload_sum(head):
+                    raise CorruptData(self.link.rank)
                 self.done = True
         return count > 0
 
 
 class Incoming:
-    """What one transfer receives: the header that must come, then the payload, replaced or combined, piece by piece.
-
-    Args:
-        link: From whom.
-        begins: Of the operation.
-        span: Where it goes, in elements.
-        then: What is done with it.
-        buffers: What the schedule works on.
-        landing: For the header.
-        checksums: Those of the group; None: frames carry none.
+    """A transfer to receive: a header, then the payload, piece by piece, replaced or combined.
 
     Attributes:
-        offered: Whether the payload does not come, but is read where it is.
-        done: Whether all has arrived; of what is folded in, the header.
+        offered: Whether the payload is not sent but read in place.
+        done: Whether all has arrived; of a ReadReduce, the header.
     """
 
     __slots__ = (
-        *("_address", "_begin", "_buffers", "_checksums", "_end", "_first", "_head", "_missing", "_room", "_start"),
+        *("_address", "_begin", "_buffers", "_end", "_first", "_head", "_missing", "_room", "_start"),
         *("_sum", "_sum_expected", "_then", "_total", "done", "link", "offered"),
     )
 
     def __init__(
         self,
         link: Link,
-        begins: HeaderCache,
+        identity: bytes,
         span: Span,
         then: OnReceive,
         buffers: Buffers,
         landing: memoryview,
-        *,
-        checksums: Checksums | None,
     ) -> None:
         self._first = span[0]
         self._total = (span[1] - span[0]) * buffers.item_bytes
-        self._begin = begins[self._total]
+        self._begin = expected_header(identity, self._total)
         self._buffers = buffers
         self._then = then
         self._head = self._missing = landing[:HEADER_BYTES]
         self._address = 0
-        self._checksums = checksums
-        self._sum = None if checksums is None else checksums.begin()
+        self._sum = None if link.checksums is None else link.checksums.begin()
         self._sum_expected = b""
         self.link = link
         self.offered = is_offered(link.reads, self._total, then)
@@ -234,7 +219,7 @@ class Incoming:
         self._begin_piece(0)
 
     def advance(self) -> bool:
-        """Receives what has arrived, or reads a piece; returns whether anything moved."""
+        """Receive what has arrived, or read a piece; return whether anything moved."""
         if self._missing:
             return self._receive_head()
         if self.offered:
@@ -247,7 +232,7 @@ class Incoming:
         return count > 0
 
     def read(self, start: int, into: memoryview) -> None:
-        """Reads some bytes of an offered payload, from `start` on; to be called for all of it in order."""
+        """Read bytes of an offered payload from `start` on; call it for all of it in order."""
         self.link.read(self._address + start, into)
         if self._sum is not None:
             self._sum.update(into)
@@ -255,23 +240,23 @@ class Incoming:
                 self._check_sum()
 
     def _receive_head(self) -> bool:
-        """Receives the header, and with it what of the payload has arrived: into its place, and not used yet."""
+        """Receive the header, and with it what of the payload has arrived, unused until the header is checked."""
         room = self._room[:0] if self.offered else self._room  # behind an offer comes another frame
         count, missing = self.link.receive_both(self._missing, room), len(self._missing)
         self._missing = self._missing[count:]
         if count >= missing:
             head = bytes(self._head)
-            check_header(self.link.rank, head, self._begin, offered=self.offered, checksums=self._checksums)
+            check_header(self.link, head, self._begin, offered=self.offered)
             self._address = payload_address(head)
             self._sum_expected = payload_sum(head)
-            if self._then is OnReceive.FOLD:
+            if self._then is OnReceive.READ_REDUCE:
                 self.done = True
             elif not self.offered:
                 self._took(count - missing)
         return count > 0
 
     def _begin_piece(self, start: int) -> None:
-        """Makes room for the piece that begins at a byte."""
+        """Provide room for the piece that begins at a byte."""
         buffers, self._start = self._buffers, start
         if self._then:
             assert buffers.scratch is not None
@@ -284,7 +269,7 @@ class Incoming:
             self._room = buffers.target[place + start : place + end]
 
     def _took(self, count: int) -> None:
-        """Makes use of so many bytes more."""
+        """Use so many received bytes."""
         if self._sum is not None:
             self._sum.update(self._room[:count])
         if count < len(self._room):
@@ -300,27 +285,21 @@ class Incoming:
             self._check_sum()
 
     def combine(self, *, theirs_first: bool = False) -> None:
-        """Combines the piece that is there; for an exchange, which has one, once this rank's own has been sent."""
+        """Combine the current piece; for an exchange, which has one, after this rank's own was sent."""
         combiner, item = self._buffers.combiner, self._buffers.item_bytes
         assert combiner is not None
         combiner.combine(self._first + self._start // item, self._first + self._end // item, theirs_first=theirs_first)
 
     def _check_sum(self) -> None:
         # What was combined by now is wrong; nobody sees it, as the group fails.
-        assert self._checksums is not None
+        assert self.link.checksums is not None
         assert self._sum is not None
-        if self._checksums.end(self._sum) != self._sum_expected:
-            raise OtherBytes(self.link.rank)
+        if self.link.checksums.end(self._sum) != self._sum_expected:
+            raise CorruptData(self.link.rank)
 
 
-def fold_in(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
-    """Combines a span of several ranks in their order, and with what is there last, in pieces that fit into a cache.
-
-    Args:
-        offers: Whose headers have come.
-        span: In elements.
-        buffers: What the schedule works on.
-    """
+def reduce_offers(offers: Sequence[Incoming], span: Span, buffers: Buffers) -> None:
+    """Combine a span of several ranks in their order, and own elements last, in pieces that fit into a cache."""
     assert buffers.scratch is not None
     assert buffers.combiner is not None
     half, item = len(buffers.scratch) // 2, buffers.item_bytes

@@ -53,14 +53,19 @@ LAYERS = [
 
 INSIDE = {
     "ring": [
-        "schedules",
+        "schedules collective_thread",
         "wire",
         "shared_memory",
         "rendezvous",
         "monitoring",
-        "collective_thread connections collective_arguments overlaps dynamo_skip",
-        "group work sparse",
-        "process_group legacy_backend registered_backend",
+        "messages collective_arguments",
+        "executor",
+        "connections",
+        "group",
+        "work sparse",
+        "gradient_buffer",
+        "process_group",
+        "legacy_backend registered_backend",
         "backend",
     ],
     "data": ["rng sampler", "order sharding iterator", "batches", "feed", "sources"],
@@ -86,33 +91,9 @@ INSIDE = {
 }
 """The same inside of folders: by subfolder or file."""
 
-KNOWN_CYCLES: list[list[str]] = [
-    ["cyxtrain.ring.group", "cyxtrain.ring.shared_memory.passing", "cyxtrain.ring.shared_memory.segment"]
-]
-KNOWN_UPWARD: set[tuple[str, str]] = {
-    ("ring.connections", "ring.collective_thread"),
-    ("ring.registered_backend", "ring.process_group"),
-    ("ring.schedules.selector", "ring.wire.transfers"),
-    ("ring.shared_memory.gradient_buffer", "ring.collective_arguments"),
-    ("ring.shared_memory.gradient_buffer", "ring.group"),
-    ("ring.shared_memory.gradient_buffer", "ring.work"),
-    ("ring.shared_memory.passing", "ring.group"),
-    ("ring.shared_memory.segment", "ring.group"),
-    ("ring.sparse", "ring.group"),
-    ("ring.wire.executor", "ring.shared_memory.peer_read"),
-    ("ring.wire.link", "ring.shared_memory.peer_read"),
-    ("ring.wire.persistent", "ring.shared_memory.peer_read"),
-    ("ring.wire.transfers", "ring.shared_memory.peer_read"),
-    ("ring.work", "ring.group"),
-}
-KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = {
-    ("parallel.bucket", "ring.shared_memory.gradient_buffer"),
-    ("parallel.consistency.tensor_parts", "ring.wire.payload"),
-    ("parallel.exchange", "ring.shared_memory.gradient_buffer"),
-    ("parallel.exchange", "ring.work"),
-    ("parallel.finite", "ring.wire.payload"),
-    ("parallel.reducer", "ring.shared_memory.gradient_buffer"),
-}
+KNOWN_CYCLES: list[list[str]] = []
+KNOWN_UPWARD: set[tuple[str, str]] = set()
+KNOWN_INSIDE_OF_RING: set[tuple[str, str]] = set()
 COMPUTED_IMPORTS = {
     "cyxtrain.experiment.by_name",  # a user's "module:name"
 }

@@ -1,9 +1,8 @@
-"""Reads the memory of another process of this machine, where its kernel allows that (Linux).
+"""Reads the memory of another process of this machine, if its kernel allows it (Linux).
 
-What is read there need not be sent: one copy instead of two, and no system call for every piece. The other process
-says where its data is, leaves it there until we have said that we have it, and ends a stream on any error: whoever
-reads what is no longer valid finds the stream ended before it uses it.
-Source: process_vm_readv(2); the permission it needs is that of ptrace(2), section "Ptrace access mode checking".
+One copy instead of two, and no system call per piece. The peer leaves its data in place until this process has
+acknowledged it, and ends the stream on any error: a reader of invalid data finds the stream ended before it uses it.
+Source: process_vm_readv(2); ptrace(2), section "Ptrace access mode checking", for the permission.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import sys
 from typing import Any
 
 _PIECE_BYTES = 4 << 20
-"""Bytes read by one system call at most, so that a signal is not kept waiting."""
+"""Bytes read by one system call at most, so that signals are handled soon."""
 _LARGE_PAGE_BYTES = 2 << 20
 _LARGE_BYTES = 2 * _LARGE_PAGE_BYTES
-"""From this size on at least one whole large page lies in it."""
+"""From this size on memory contains a whole large page."""
 _TIMES = 3
-"""What has been seen so often will be seen again."""
+"""Uses after which memory is expected to be used again."""
 _MAX_SEEN = 1024
-"""So many places are kept in mind."""
+"""Places that are counted."""
 _MADV_COLLAPSE = 25
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-"""What whoever can read this process finds at the address that it is told."""
+"""Proves to a peer that it can read this process."""
 
 
 class _Piece(ctypes.Structure):
@@ -40,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _find_reader() -> Any:
-    """Returns process_vm_readv; None where this system has none."""
+    """Return process_vm_readv; None: this system has none."""
     if _libc is None:
         return None
     try:
@@ -56,7 +55,7 @@ def _find_reader() -> Any:
 
 
 def _find_madvise() -> Any:
-    """Returns madvise; None where it is not Linux's."""
+    """Return madvise; None: this system is not Linux."""
     if _libc is None:
         return None
     function: Any = _libc.madvise
@@ -68,11 +67,7 @@ _readv, _madvise = _find_reader(), _find_madvise()
 
 
 def open_to_reading() -> str:
-    """Lets other processes of this user read this one's memory, where the kernel asks for such a word (Yama).
-
-    Returns:
-        What a reader needs to try it; empty where there is no such reading.
-    """
+    """Let other processes of this user read this one's memory (Yama); return the probe they need, or ""."""
     if _libc is None or _readv is None:
         return ""
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
@@ -80,16 +75,12 @@ def open_to_reading() -> str:
 
 
 def address_of(memory: memoryview) -> int:
-    """Returns where some bytes are, at least one, that may be written."""
+    """Return the address of writable bytes, at least one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class PeerMemory:
-    """The memory of another process. One thread at a time uses it.
-
-    Args:
-        pid: The process.
-    """
+    """The memory of another process; one thread at a time uses it."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -97,11 +88,7 @@ class PeerMemory:
         self._pieces = ctypes.byref(self._here), ctypes.byref(self._there)
 
     def can_be_read(self, probe: str) -> bool:
-        """Returns whether the kernel lets us read there.
-
-        Args:
-            probe: What the process's `open_to_reading` gave.
-        """
+        """Return whether the kernel lets this process read there; `probe` is from its `open_to_reading`."""
         try:
             address, token = probe.split()
             found = bytearray(len(token) // 2)
@@ -111,11 +98,7 @@ class PeerMemory:
             return False
 
     def read(self, address: int, into: int, count: int) -> None:
-        """Copies `count` bytes from an address there to one here.
-
-        Raises:
-            OSError: The process has ended, there is no such memory there, or the kernel does not allow it.
-        """
+        """Copy `count` bytes from an address there to one here; raise OSError if that is impossible."""
         if _readv is None:
             raise OSError("no process can read another's memory here")
         here, there = self._here, self._there
@@ -130,10 +113,9 @@ class PeerMemory:
 
 
 class LargePages:
-    """Moves memory that is read again and again into large pages, of which a kernel reads two to three times as fast.
+    """Move memory that is read repeatedly into large pages, which the kernel reads two to three times as fast.
 
-    Nothing changes for its owner, and Linux may take them apart again. It costs one copy, once: so it is done for what
-    has been seen before, as the gradients of a training are.
+    It costs one copy, once, so it is done for memory that was seen before, such as a training's gradients.
     Source: madvise(2), MADV_COLLAPSE, Linux 6.1.
     """
 
@@ -141,7 +123,7 @@ class LargePages:
         self._seen: dict[tuple[int, int], int] = {}
 
     def note(self, memory: memoryview) -> None:
-        """Takes note that some bytes are offered to be read."""
+        """Count a use of these bytes; collapse their pages when they come again."""
         if _madvise is None or len(memory) < _LARGE_BYTES:
             return
         place = address_of(memory), len(memory)
@@ -149,6 +131,6 @@ class LargePages:
         if times == _TIMES:
             first = -(-place[0] // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
             end = (place[0] + place[1]) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
-            _madvise(first, end - first, _MADV_COLLAPSE)  # where it cannot be done all stays as it is
+            _madvise(first, end - first, _MADV_COLLAPSE)  # a failure changes nothing
         elif len(self._seen) > _MAX_SEEN:
             self._seen.clear()

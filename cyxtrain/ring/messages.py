@@ -1,7 +1,7 @@
-"""Messages between two ranks: send and recv, on connections of their own.
+"""Messages between two ranks: send and recv, on their own connections.
 
-Nothing here waits for its own message only: whoever waits moves all messages of the group, in both directions,
-so that two ranks that both send first, or both receive first, come through.
+A waiting thread moves all messages of the group in both directions, so that two ranks that both send first, or both
+receive first, do not deadlock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cyxtrain.errors import CollectiveMismatchError, CollectiveTimeoutError, CyxtrainError, PeerLostError
-from cyxtrain.ring.wire.checksums import Checksums
+from cyxtrain.ring.monitoring.monitor import PeerMonitor
 from cyxtrain.ring.wire.frames import (
     HEADER_BYTES,
     FrameError,
@@ -29,24 +29,19 @@ from cyxtrain.ring.wire.frames import (
     payload_sum,
 )
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Pollable, Poller
-from cyxtrain.ring.wire.peer_failures import PeerFailures
 
 ANY_SOURCE = -1
 _CLOSE_SECONDS = 5.0
 _LONG_SECONDS = 1.0
-"""A rank that waits longer for another says so to all."""
+"""After this wait a rank reports to all for whom it waits."""
 
 
 @dataclass(eq=False)
 class Message:
-    """One send or recv on its way.
+    """One send or recv.
 
     Attributes:
-        operation: What it is; `root` is the tag.
-        peer: The other rank, or `ANY_SOURCE`.
-        data: What is sent, or where it goes.
-        done: All of it has moved.
-        moved: Bytes that have moved, the header of a send included.
+        moved: Bytes sent or received, including the header of a send.
         head: The header of a send.
     """
 
@@ -59,100 +54,89 @@ class Message:
 
     @property
     def tag(self) -> int:
-        """What send and recv must have in common."""
+        """The tag that send and recv must share."""
         return self.operation.root
 
 
 @dataclass
 class _Inbox:
-    """What arrives from one rank: the header in parts, then a payload, for a recv or (not asked for yet) kept."""
+    """What arrives from one rank: a header in parts, then a payload, for a recv or kept for a later one."""
 
     head: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     have: int = 0
     current: Message | None = None
     sum: bytes = b""
-    early: list[Message] = field(default_factory=list)
+    unclaimed: list[Message] = field(default_factory=list)
     ended: bool = False
-    """The rank has left with a goodbye: there will be nothing more."""
+    """Whether the rank has left with a goodbye."""
 
 
 class _Sleeper:
-    """Where one thread at a time waits: it wakes too when another thread has moved what it waits for."""
+    """Where one thread at a time waits: for links, or for another thread that moved its message."""
 
     def __init__(self) -> None:
         self._poller = Poller()
-        self._alarm, self._bell = socket.socketpair()
-        self._rung = False
+        self._receiver, self._sender = socket.socketpair()
+        self._woken = False
 
     def sleep(self, readers: list[Pollable], writers: list[Pollable], deadline: Deadline) -> None:
-        self._poller.wait([*readers, self._alarm], writers, deadline)
+        self._poller.wait([*readers, self._receiver], writers, deadline)
 
     def wake(self) -> None:
-        if not self._rung:
-            self._rung = True
-            self._bell.send(b"!")
+        if not self._woken:
+            self._woken = True
+            self._sender.send(b"!")
 
-    def rise(self) -> None:
-        if self._rung:
-            self._rung = False
-            self._alarm.recv(1)
+    def clear(self) -> None:
+        if self._woken:
+            self._woken = False
+            self._receiver.recv(1)
 
     def close(self) -> None:
-        self._alarm.close()
-        self._bell.close()
+        self._receiver.close()
+        self._sender.close()
 
 
 class Mailbox:
-    """The messages of one rank. Any number of threads may use it.
+    """The messages of one rank; thread-safe."""
 
-    Args:
-        links: To each other rank, for messages.
-        watch: Knows why a link broke.
-        checksums: Those of the group; None: frames carry none.
-    """
-
-    def __init__(self, links: dict[int, Link], watch: PeerFailures, checksums: Checksums | None) -> None:
-        self._checksums = checksums
+    def __init__(self, links: dict[int, Link], watch: PeerMonitor) -> None:
         self._links = links
         self._watch = watch
         self._outboxes: dict[int, deque[Message]] = {peer: deque() for peer in links}
         self._inboxes = {peer: _Inbox() for peer in links}
-        self._wanted: list[Message] = []
+        self._receives: list[Message] = []
         self._lock = threading.RLock()
-        self._risen = threading.Condition(self._lock)
+        self._awake = threading.Condition(self._lock)
         self._asleep: list[_Sleeper] = []
         self._idle: list[_Sleeper] = []
 
     @property
     def busy(self) -> bool:
-        """Whether any message is on its way."""
-        return bool(self._wanted) or any(self._outboxes.values())
+        """Whether any message is pending."""
+        return bool(self._receives) or any(self._outboxes.values())
 
     def post_send(self, message: Message) -> None:
-        """Begins a send: as much as the kernel takes leaves at once."""
+        """Start a send: as much as the kernel takes is sent at once."""
         begin = expected_header(message.operation.identity(), len(message.data))
-        message.head = header(begin, message.data, checksums=self._checksums)
+        message.head = header(begin, message.data, checksums=self._links[message.peer].checksums)
         with self._lock:
             self._outboxes[message.peer].append(message)
             self._wake_all()
             self.progress()
 
     def post_receive(self, message: Message) -> None:
-        """Begins a recv; what has arrived early is taken first."""
+        """Start a recv; what arrived early is taken first."""
         with self._lock:
-            self._wanted.append(message)
+            self._receives.append(message)
             self._wake_all()
             for peer in self._inboxes if message.peer == ANY_SOURCE else (message.peer,):
                 if not message.done:
-                    self._hand_out(peer)
+                    self._deliver(peer)
             self.progress()
 
     def wait(self, message: Message, deadline: Deadline) -> None:
-        """Moves all messages until this one is done.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: And the group has failed.
-        """
+        """Move all messages until this one is done; any error ends the group."""
         since = time.monotonic()
         try:
             while not self._finish_or_sleep(message, deadline):
@@ -170,21 +154,21 @@ class Mailbox:
             if message.done:
                 return True
             if deadline.passed():
-                raise self._watch.fail(self._too_late(message, deadline))
+                raise self._watch.fail(self._timeout_error(message, deadline))
             sleeper = self._idle.pop() if self._idle else _Sleeper()
             self._asleep.append(sleeper)
             readers, writers = self.waiting()
         try:
             sleeper.sleep(readers, writers, deadline)
         finally:
-            with self._risen:
-                sleeper.rise()
+            with self._awake:
+                sleeper.clear()
                 self._asleep.remove(sleeper)
                 self._idle.append(sleeper)
-                self._risen.notify_all()
+                self._awake.notify_all()
         return False
 
-    def _too_late(self, message: Message, deadline: Deadline) -> CyxtrainError:
+    def _timeout_error(self, message: Message, deadline: Deadline) -> CyxtrainError:
         peer = None if message.peer == ANY_SOURCE else self._links[message.peer].rank
         return CollectiveTimeoutError(
             f"rank {self._watch.rank} timed out in {message.operation.describe()}: it waited for "
@@ -195,11 +179,7 @@ class Mailbox:
         )
 
     def progress(self) -> None:
-        """Moves what can move now, and never waits.
-
-        Raises:
-            PeerLostError, CollectiveMismatchError: And the group has failed.
-        """
+        """Move what can move now, without waiting; any error ends the group."""
         with self._lock:
             try:
                 for peer, outbox in self._outboxes.items():
@@ -212,38 +192,38 @@ class Mailbox:
             except CyxtrainError:
                 raise
             except BaseException as error:
-                # Ctrl-C, say, between a system call and our count of what it moved.
+                # Ctrl-C, say, between a system call and the count of its bytes.
                 rank = self._watch.rank
                 reason = f"rank {rank} was interrupted in a message by {error!r}: start all ranks again."
                 self._watch.fail(PeerLostError(reason, rank=rank))
                 raise
 
     def waiting(self) -> tuple[list[Pollable], list[Pollable]]:
-        """Returns the links that messages wait to (receive from, send to)."""
+        """Return the links that messages wait to (receive from, send to)."""
         with self._lock:
-            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._listens_to(peer)]
+            readers: list[Pollable] = [self._links[peer] for peer in self._inboxes if self._expects_from(peer)]
             return readers, [self._links[peer] for peer, outbox in self._outboxes.items() if outbox]
 
     def close(self) -> None:
-        """Waits until no thread sleeps on a link; they wake because the links have been stopped."""
-        with self._risen:
-            self._risen.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
+        """Wait until no thread waits on a link; stopped links wake them."""
+        with self._awake:
+            self._awake.wait_for(lambda: not self._asleep, _CLOSE_SECONDS)
             for sleeper in self._idle:
                 sleeper.close()
             self._idle.clear()
 
-    def _listens_to(self, peer: int) -> bool:
+    def _expects_from(self, peer: int) -> bool:
         inbox = self._inboxes[peer]
-        if inbox.current is not None or any(message.peer == peer for message in self._wanted):
+        if inbox.current is not None or any(message.peer == peer for message in self._receives):
             return True
-        anyone = any(message.peer == ANY_SOURCE for message in self._wanted)
+        anyone = any(message.peer == ANY_SOURCE for message in self._receives)
         return anyone and (not inbox.ended or self._all_ended())
 
     def _all_ended(self) -> bool:
         return all(inbox.ended for inbox in self._inboxes.values())
 
     def _send(self, link: Link, message: Message) -> bool:
-        """Sends on; returns whether the message has left."""
+        """Continue a send; return whether it is complete."""
         if message.moved < HEADER_BYTES:
             message.moved += link.send(message.head[message.moved :])
         if message.moved >= HEADER_BYTES:
@@ -256,11 +236,11 @@ class Mailbox:
 
     def _receive_all(self, peer: int) -> None:
         try:
-            while self._listens_to(peer) and self._receive(peer):
+            while self._expects_from(peer) and self._receive(peer):
                 pass
         except LinkBroken as broken:
             inbox = self._inboxes[peer]
-            awaited = inbox.current is not None or any(message.peer == peer for message in self._wanted)
+            awaited = inbox.current is not None or any(message.peer == peer for message in self._receives)
             if awaited or not self._watch.has_left(broken.rank):
                 raise
             inbox.ended = True  # a recv from any source may still be served by the others
@@ -268,7 +248,7 @@ class Mailbox:
                 raise
 
     def _receive(self, peer: int) -> bool:
-        """Receives on from one rank; returns whether anything moved."""
+        """Continue to receive from one rank; return whether anything moved."""
         inbox, link = self._inboxes[peer], self._links[peer]
         if inbox.current is None:
             count = link.receive(memoryview(inbox.head)[inbox.have :])
@@ -284,18 +264,18 @@ class Mailbox:
         return count > 0
 
     def _begin(self, peer: int, inbox: _Inbox) -> None:
-        """Finds who wants what a header announces; what nobody wants yet is kept."""
+        """Find the recv for a header; keep the payload if there is none yet."""
         rank = self._links[peer].rank
         try:
-            if is_damaged(inbox.head, self._checksums):
+            if is_damaged(inbox.head, self._links[peer].checksums):
                 raise self._watch.fail(damaged(rank, self._watch.rank, "a message")).again()
             operation, payload_bytes = decode_header(inbox.head)
             if payload_bytes != operation.payload_bytes():
                 raise FrameError(f"the frame announces {payload_bytes} bytes for {operation.describe()}")
             message = self._claim(operation, peer)
             if message is None:
-                message = Message(operation, peer, _room_for(payload_bytes))
-                inbox.early.append(message)
+                message = Message(operation, peer, _allocate(payload_bytes))
+                inbox.unclaimed.append(message)
         except FrameError as error:
             raise self._watch.fail(PeerLostError(f"rank {rank} sent what is no message: {error}.", rank=rank)) from None
         inbox.current, inbox.sum = message, payload_sum(inbox.head)
@@ -303,40 +283,41 @@ class Mailbox:
 
     def _finish(self, peer: int, inbox: _Inbox, message: Message) -> None:
         if message.moved == len(message.data):
-            if self._checksums and self._checksums.of(message.data) != inbox.sum:
+            checksums = self._links[peer].checksums
+            if checksums is not None and checksums.of(message.data) != inbox.sum:
                 rank = self._links[peer].rank
                 raise self._watch.fail(damaged(rank, self._watch.rank, message.operation.describe())).again()
             inbox.current = None
             self._complete(message)
-            if inbox.early:
-                self._hand_out(peer)
+            if inbox.unclaimed:
+                self._deliver(peer)
 
     def _complete(self, message: Message) -> None:
         message.done = True
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Lets those who wait look again: at what they wait for, and at the links of new messages."""
+        """Wake the waiting threads: messages or links have changed."""
         for sleeper in self._asleep:
             sleeper.wake()
 
     def _claim(self, operation: Operation, peer: int) -> Message | None:
-        """Returns the oldest recv that wants this, no longer waiting; None: nobody does."""
-        for message in self._wanted:
+        """Return the oldest recv that matches, which no longer waits; None: there is none."""
+        for message in self._receives:
             if message.peer in (peer, ANY_SOURCE) and message.tag == operation.root:
                 self._check(message, operation, self._links[peer].rank)
-                self._wanted.remove(message)
+                self._receives.remove(message)
                 message.peer = peer
                 return message
         return None
 
-    def _hand_out(self, peer: int) -> None:
-        """Gives what came early, and is whole, to who wants it by now."""
+    def _deliver(self, peer: int) -> None:
+        """Give complete early messages to the recvs that match."""
         inbox = self._inboxes[peer]
-        for kept in [kept for kept in inbox.early if kept.done]:
+        for kept in [kept for kept in inbox.unclaimed if kept.done]:
             message = self._claim(kept.operation, peer)
             if message is not None:
-                inbox.early.remove(kept)
+                inbox.unclaimed.remove(kept)
                 message.data[:] = kept.data
                 self._complete(message)
 
@@ -350,7 +331,7 @@ class Mailbox:
         ):
             return
         error = CollectiveMismatchError(
-            f"rank {rank} sends {found.describe()}, which does not fit the recv of rank {self._watch.rank}: "
+            f"rank {rank} sends {found.describe()}, which does not match the recv of rank {self._watch.rank}: "
             f"{ours.describe()}. send and recv must agree on the number of elements and the dtype.",
             rank=rank,
             during=ours.describe(),
@@ -358,8 +339,8 @@ class Mailbox:
         raise self._watch.fail(error).again()
 
 
-def _room_for(payload_bytes: int) -> memoryview:
-    """Returns memory of that size; the kernel gives it only as it fills, whatever a header announces."""
+def _allocate(payload_bytes: int) -> memoryview:
+    """Return memory of that size, which the kernel provides only as it fills."""
     try:
         return np.empty(payload_bytes, np.uint8).data
     except (MemoryError, ValueError):
