@@ -333,8 +333,8 @@ def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
     with one_process():
         usual = history_of(Graphs(), kind)
         graphs = Graphs()
-        for owner in ("compiling", "totals"):
-            monkeypatch.setattr(f"cyxtrain.training.{owner}.may_use_cuda_graphs", lambda _: True)
+        for owner in ("training.model.compile", "metrics.sums"):
+            monkeypatch.setattr(f"cyxtrain.{owner}.may_use_cuda_graphs", lambda _: True)
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", graphs.mark)
         monkeypatch.setattr("cyxtrain.environment.torch_compat.unmark_cuda_graph_steps", graphs.end)
         found = history_of(graphs, kind)
