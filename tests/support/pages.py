@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
