@@ -44,7 +44,7 @@ CEILINGS = {
 """What must not be exceeded, in the median."""
 
 
-class PeerMonitor(cx.callbacks.Callback):
+class StepRecorder(cx.callbacks.Callback):
     """Notes when the first step was done, and what memory there is at the end of an epoch."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def use() -> None:
     config = cx.DistributedTrainingConfig(epochs=1, batch_size=32, num_processes=RANKS, verbose=False)
     found = {}
     for name in ("first", "second"):
-        watch, began = PeerMonitor(), time.time()
+        watch, began = StepRecorder(), time.time()
         trainer.fit(x, y, config, callbacks=[watch])
         found[f"{name} fit, to its first step, s"] = watch.first_step - began
         found[f"{name} fit of one epoch, whole, s"] = time.time() - began
@@ -99,7 +99,7 @@ def use() -> None:
         wide = nn.Linear(WIDTH, 2)
         large = cx.DistributedTrainer(wide, nn.CrossEntropyLoss(), torch.optim.SGD(wide.parameters(), 0.1))
         for name, rows in (("array", array), ("memory map", np.load(f"{folder}/rows.npy", mmap_mode="r"))):
-            watches = {FEW: PeerMonitor(), ROWS: PeerMonitor()}
+            watches = {FEW: StepRecorder(), ROWS: StepRecorder()}
             for count, watch in watches.items():
                 large.fit(rows[:count], targets[:count], config, batch_size=1000, callbacks=[watch])
             more = rows[FEW:].nbytes

@@ -48,7 +48,7 @@ class DistributedBatchIterator:
         return -(-self.sampler.padded_size() // self.effective_batch_size)
 
     def global_batch_size(self, number: int) -> int:
-        """Return the number of samples of a batch over all ranks: the divisor of its gradients.
+        """Return the number of samples of batch `number` over all ranks: the divisor of its gradients.
 
         Raises:
             ConfigError: There is no batch of that number.

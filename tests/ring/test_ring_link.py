@@ -16,7 +16,7 @@ from cyxtrain.ring.wire import link
 from cyxtrain.ring.wire.link import Deadline, Link, LinkBroken, Poller
 
 
-class StepTimer:
+class FakeClock:
     """A clock that stands until it is moved; in the place of `time` in `link`."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StepTimer:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = StepTimer()
+    clock = FakeClock()
     monkeypatch.setattr(link, "time", clock)
     return clock
 
@@ -129,7 +129,7 @@ def test_a_wait_that_took_longer_than_it_could_moves_the_deadline(pair, clock, m
 class _Sleeping:
     """A poll that takes six seconds longer than it was told."""
 
-    def __init__(self, clock: StepTimer) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
 
     def poll(self, milliseconds: int) -> list[tuple[int, int]]:

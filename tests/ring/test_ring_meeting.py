@@ -203,13 +203,13 @@ def test_rank_0_leaves_with_the_store_when_the_one_that_it_refuses_has_read_why(
         roll.claim()
         roll.register(RankRecord(2 + rank))
     refused = error_of(rolls[0].await_all)
-    ending_group_on_error = threading.Thread(target=rolls[0].report_failure, args=(refused,))
-    ending_group_on_error.start()
-    ending_group_on_error.join(0.1)
-    assert ending_group_on_error.is_alive()
+    reporting = threading.Thread(target=rolls[0].report_failure, args=(refused,))
+    reporting.start()
+    reporting.join(0.1)
+    assert reporting.is_alive()
     assert "a world of 3" in str(error_of(rolls[1].check))
-    ending_group_on_error.join(5.0)
-    assert not ending_group_on_error.is_alive()
+    reporting.join(5.0)
+    assert not reporting.is_alive()
 
 
 def test_two_versions_of_the_protocol_refuse_each_other_in_words_on_both_sides_within_a_second(monkeypatch):

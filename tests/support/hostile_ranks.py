@@ -137,14 +137,14 @@ def _train(folder: Folder) -> dict[str, Any]:
     found = outcome(trainer, history)
     folder.tell(f"fitted{cx.get_rank()}")
     digests = set()
-    resume_from = torch.ones(1)
-    while resume_from.item():
+    may_continue = torch.ones(1)
+    while may_continue.item():
         generator = torch.Generator().manual_seed(cx.get_rank())
         tensor = torch.randn(ELEMENTS, generator=generator)
         cx.all_reduce(tensor)
         digests.add(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
-        resume_from = torch.tensor([0.0 if folder.told("done") else 1.0])
-        cx.all_reduce(resume_from, cx.ReduceOp.MIN)  # whoever sees the end first
+        may_continue = torch.tensor([0.0 if folder.told("done") else 1.0])
+        cx.all_reduce(may_continue, cx.ReduceOp.MIN)  # whoever sees the end first
     return {"fingerprint": found["fingerprint"], "history": found["history"], "digests": sorted(digests)}
 
 

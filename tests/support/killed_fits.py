@@ -58,7 +58,7 @@ class Model(nn.Module):
         return scores
 
 
-class HeaderCache(cx.callbacks.Callback):
+class BeginRecorder(cx.callbacks.Callback):
     """Tells the model that what comes is no trial."""
 
     def __init__(self, model: Model) -> None:
@@ -109,7 +109,7 @@ def fit(folder: str, seed: int, moment: Moment | None) -> dict[str, Any]:
         checkpoint_dir=folder,
         resume="auto",
         verbose=False,
-        callbacks=[HeaderCache(model)],
+        callbacks=[BeginRecorder(model)],
     )
     return {"bits": fingerprint(model), "history": history.history, "epochs": history.epochs, "seen": model.seen}
 

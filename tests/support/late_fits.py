@@ -108,7 +108,7 @@ class Skipping(Plain):
         return super().forward(rows)
 
 
-class PeerMonitor(cx.callbacks.Callback):
+class StepRecorder(cx.callbacks.Callback):
     """Counts the host's stops from step 6 on; reads logs, asks for the end, or fails, as it is told."""
 
     def __init__(self, *, reads: bool, stops_at: int | None, fails_at: int | None) -> None:
@@ -177,7 +177,7 @@ def fit(
     parameters: list[Any] = [*net.parameters()]
     if groups == 2:
         parameters = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}]
-    watch = PeerMonitor(reads=reads, stops_at=stops_at, fails_at=fails_at)
+    watch = StepRecorder(reads=reads, stops_at=stops_at, fails_at=fails_at)
     callbacks: list[Any] = [watch, *([cx.callbacks.TerminateOnNaN()] if ends else [])]
     callbacks += [BeforeStep()] if watches and cx.is_master() else []
     trainer = cx.DistributedTrainer(

@@ -133,7 +133,7 @@ SOURCES: dict[str, Make] = {
 }
 
 
-class PeerMonitor(cx.callbacks.Callback):
+class StepRecorder(cx.callbacks.Callback):
     """Counts stops of the host from the third step on; notes steps."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def outcome(device: str, name: str) -> dict[str, Any]:
     """A fit, an evaluation and predictions; and what of them stopped the host."""
     trainer, make = trainer_on(device, name), SOURCES[name]
     fakegpu.stops.clear()
-    fit(trainer, make(device, ROWS), callbacks=[PeerMonitor()])
+    fit(trainer, make(device, ROWS), callbacks=[StepRecorder()])
     in_fit, again = stops_by_data(), []
     for count in (ROWS, 2 * ROWS):
         data = make(device, count)

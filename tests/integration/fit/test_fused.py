@@ -23,7 +23,7 @@ FUSABLE = {
 }
 
 
-class PeerMonitor(cx.callbacks.Callback):
+class StepRecorder(cx.callbacks.Callback):
     """Notes how the optimizer steps."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class PeerMonitor(cx.callbacks.Callback):
 
 
 def fit(name: str, wanted: Any = "auto", dtype: str = "float32") -> dict[str, Any]:
-    model, watch = make_model(dtype), PeerMonitor()
+    model, watch = make_model(dtype), StepRecorder()
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), FUSABLE[name](model.parameters()), callbacks=[watch])
     rows = make_rows(40)
     trainer.fit(*rows, epochs=2, effective_batch_size=12, fused_optimizer=wanted, verbose=False)

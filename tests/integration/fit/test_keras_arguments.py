@@ -50,7 +50,7 @@ def test_an_epoch_has_as_many_steps_as_are_asked_for():
         assert fingerprint(part.model) == fingerprint(whole.model)
 
 
-class Multicast(torch.nn.Linear):
+class LoggingLinear(torch.nn.Linear):
     """A model that notes the numbers of the rows that it is trained on: the first of each."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ KINDS = ["arrays", "Dataset", "DataLoader", "batch sampler", "iterable"]
 
 
 def fit_in_parts(kind: str, folder: str, resume: str | None, **more: Any) -> tuple[list[int], str]:
-    model = Multicast()
+    model = LoggingLinear()
     with torch.no_grad():
         model.weight.fill_(0.1)
         model.bias.zero_()

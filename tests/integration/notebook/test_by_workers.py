@@ -296,7 +296,7 @@ def helper() -> int:
     return 1
 
 
-class CheckpointManager(cx.callbacks.Callback):
+class WeightKeeper(cx.callbacks.Callback):
     """Keeps things in the ways in which people do."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -322,7 +322,7 @@ class CheckpointManager(cx.callbacks.Callback):
 
 def test_what_was_put_in_the_place_of_something_else_is_not_copied_into_it():
     model = make_model()
-    keeper, trainer = CheckpointManager(model), trainer_of(model)
+    keeper, trainer = WeightKeeper(model), trainer_of(model)
     trainer.fit(X, Y, callbacks=[keeper], **SETTINGS)
     first = keeper.losses
     assert fingerprint(model) != fingerprint(make_model())
