@@ -92,20 +92,6 @@ def state_objects(root: Path) -> list[str]:
     return sorted(found.keys() - parts)
 
 
-def folder_of(module: str, root: Path) -> str:
-    """Return the folder of a module, relative to the checkout."""
-    return modules(root)[module].parent.relative_to(root).as_posix()
-
-
-def folder_graph(root: Path) -> dict[str, set[str]]:
-    """Return which folders each folder imports."""
-    folders = {name: path.parent.relative_to(root).as_posix() for name, path in modules(root).items()}
-    graph: dict[str, set[str]] = {folder: set() for folder in folders.values()}
-    for module, others in imports(root).items():
-        graph[folders[module]] |= {folders[other] for other in others} - {folders[module]}
-    return graph
-
-
 def files_per_folder(root: Path) -> Counter[str]:
     """Return how many Python files each folder of the package holds."""
     return Counter(path.parent.relative_to(root).as_posix() for path in modules(root).values())
@@ -208,9 +194,8 @@ def measures(root: Path) -> dict[str, str]:
         "tests: lines": f"{lines(root, 'tests'):,}",
         "widest folder": f"{widest}: {width}",
         "import cycles": f"{len(found)}: {', '.join(str(len(each)) for each in found)}",
-        "cycles of folders": str([len(each) for each in cycles(folder_graph(root))]),
         "basenames that stand twice": str(len(repeated_basenames(root))),
-        "state objects of a fit": ", ".join(state_objects(root)),
+        "state objects of a fit": str(len(state_objects(root))),
         "fit to optimizer.step": f"{len(step)} frames, {len({file for file, _ in step})} files",
         "backward to the socket": f"{len(socket)} frames, {len({file for file, _ in socket})} files",
     }

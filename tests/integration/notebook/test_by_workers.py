@@ -543,11 +543,11 @@ class Keeping(cx.callbacks.Callback):
 
 
 def test_what_cannot_come_back_is_named_and_the_rest_comes():
-    worker_cache, trainer = Keeping(), trainer_of()
+    keeping, trainer = Keeping(), trainer_of()
     with pytest.warns(UserWarning, match=r"callback 0 \(Keeping\) has changed .* which cannot be sent back") as told:
-        trainer.fit(X, Y, callbacks=[worker_cache], **SETTINGS)
+        trainer.fit(X, Y, callbacks=[keeping], **SETTINGS)
     assert {re.search(r"changed \.(\w+) ", str(each.message))[1] for each in told} == {"error", "rows"}
-    assert (worker_cache.epochs, trainer.epoch) == (2, 2)
+    assert (keeping.epochs, trainer.epoch) == (2, 2)
 
 
 def test_a_subclass_of_the_trainer_does_its_own_once():
