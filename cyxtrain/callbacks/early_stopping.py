@@ -98,7 +98,7 @@ class EarlyStopping(Monitoring):
             print(f"epoch {self.stopped_epoch + 1}: early stopping, {self.monitor} was {best}")
         if self.best_weights is not None:
             if speaks:
-                print(f"the model has the weights of epoch {self.best_epoch + 1}")
+                print(f"restored the weights of epoch {self.best_epoch + 1}")
             load_plain_state(self.trainer.trained, self.best_weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

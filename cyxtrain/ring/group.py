@@ -353,10 +353,13 @@ class Group:
         self._raise_failure(operation)
         message = Message(operation, peer, memory_of(flat))
         mailbox = self._ring.mailbox
+        failure: CyxtrainError | None = None
         try:
             (mailbox.post_receive if receiving else mailbox.post_send)(message)
         except CyxtrainError as error:
-            raise at_operation(error, operation) from None
+            failure = at_operation(error, operation)
+        if failure is not None:
+            raise failure  # here, so that its context is the exception that the caller is handling
         return mailbox, message
 
     def _operation(

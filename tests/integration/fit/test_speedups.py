@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import cyxtrain as cx
 from cyxtrain.optim.precision import float32_products
-from cyxtrain.progress import flops, header
+from cyxtrain.progress import flops
+from cyxtrain.training import header
 from cyxtrain.training.model.placement import put_channels_last
 
 pytestmark = pytest.mark.usefixtures("rank_server")

@@ -71,7 +71,8 @@ def environment(folder: Path) -> dict[str, str]:
     `folder` is what `built` returned. PYTHONPATH is this process's own, after the folders of the tests.
     """
     support = Path(__file__).parents[1]
-    path = [str(folder), str(support.parents[1]), str(support), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = sorted({str(path.parent) for path in support.parent.rglob("test_*.py")})
+    path = [str(folder), str(support.parents[1]), str(support), *tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
