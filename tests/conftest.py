@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.name}" in listed:
             item.add_marker(pytest.mark.nightly)
+        # What a module prepares, it prepares once; faults have deadlines, so no two of them run at a time.
+        item.add_marker(pytest.mark.xdist_group("faults" if item.path.parent.name == "fault" else item.path.name))
 
 
 @pytest.fixture(autouse=True)

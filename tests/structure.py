@@ -6,6 +6,7 @@ Counts come from the source text; frames come from a fit on one rank, and a back
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 PACKAGE = "cyxtrain"
 
 
+@functools.cache
 def modules(root: Path) -> dict[str, Path]:
     """Return the file of every module of the package, by its dotted name."""
     found = {}
@@ -27,6 +29,7 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return which modules of the package each of them imports, in functions and for types too."""
     known = modules(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,14 @@ READERS_OF_THE_ENVIRONMENT = {
 }
 
 
-def files() -> Iterator[tuple[str, ast.Module, str]]:
-    """Every file of the package: its path in it, its tree and its text."""
+@functools.cache
+def files() -> list[tuple[str, ast.Module, str]]:
+    """Return every file of the package: its path in it, its tree and its text."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(text), text
+        found.append((path.relative_to(PACKAGE).as_posix(), ast.parse(text), text))
+    return found
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
