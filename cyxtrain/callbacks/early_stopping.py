@@ -21,7 +21,7 @@ class EarlyStopping(Monitoring):
     uninterrupted one does, with the same weights.
 
     Args:
-        monitor: "loss", "accuracy" or another metric; with the prefix "val_", of the validation.
+        monitor: "loss", "accuracy" or another metric; "val_loss", "val_accuracy" and so on are those of the validation.
         min_delta: The smallest change that counts as an improvement.
         patience: Epochs without an improvement before the fit stops.
         verbose: 1: rank 0 prints when it stops and which weights it restores.

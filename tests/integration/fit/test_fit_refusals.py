@@ -398,7 +398,7 @@ def test_an_infinity_is_a_warning_and_large_numbers_are_none():
     numbers[9:] = float("inf")  # two of them in rows that X has spoilt
     assert ArraySource(inputs, numbers).not_finite(0, 1) == ("row 3 of X holds -inf", 4)
     assert ArraySource(inputs).part(8, 12).not_finite(0, 1) == ("row 9 of X holds nan", 2)
-    with one_process(), pytest.warns(UserWarning, match="row 3 of X holds -inf, the first of 3 such rows. on_nonfinite"):
+    with one_process(), pytest.warns(UserWarning, match="row 3 of X holds -inf, the first of 3 such rows."):
         trainer_of().fit(inputs, TARGETS, epochs=1, verbose=False, on_nonfinite="skip")
 
 

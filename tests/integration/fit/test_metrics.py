@@ -328,7 +328,7 @@ def test_a_direction_that_nobody_has_said_is_asked_for(tmp_path):
     with one_process():
         with pytest.raises(cx.ConfigError, match='it is unknown whether larger is better: set mode="min"'):
             fit(**given, callbacks=[early("dice")])
-        with pytest.raises(cx.ConfigError, match=r"keep_best='val_dice': it is unknown whether larger is better.*higher_is_better = True"):
+        with pytest.raises(cx.ConfigError, match=r"keep_best='val_dice': it is unknown.*higher_is_better = True"):
             fit(**given, keep_best="val_dice")
         falling = early("dice", mode="min")
         fit(**given, callbacks=[falling])
