@@ -1,4 +1,4 @@
-"""Batches on the device, and this rank's share of a joined batch."""
+"""Batches on the device, and this rank's share of a global batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Batch:
     number: int  # of the batch in its epoch, from 0; the same on every rank
     inputs: Tree  # shape (rows, ...), or several such
     targets: Tree | None
-    weights: Tensor | None = None  # shape (rows,), or None: all rows count alike
+    weights: Tensor | None = None  # shape (rows,), or None: all rows have weight 1
     items: Tensor | int | None = None  # items, such as tokens, in a step over all ranks; None: those of this batch
 
     @property
@@ -43,9 +43,9 @@ class Batch:
 class Share(ABC):
     """This rank's part of a step, micro-batch by micro-batch. It can be iterated again."""
 
-    def __init__(self, number: int, joined_rows: int, copier: DeviceCopier) -> None:
+    def __init__(self, number: int, global_rows: int, copier: DeviceCopier) -> None:
         self.number = number
-        self.joined_rows = joined_rows
+        self.global_rows = global_rows
         self.next: Share | None = None
         """The share of the next step, if its rows may be fetched before this step is complete."""
         self._copier = copier
@@ -76,7 +76,7 @@ class Share(ABC):
             assert receive is not None
             yield Batch(self.number, *receive())
 
-    def ahead(self, timed: AbstractContextManager[object]) -> None:
+    def prefetch_next(self, timed: AbstractContextManager[object]) -> None:
         """Begin to copy the micro-batch after the latest one to the accelerator; on a CPU, do nothing.
 
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
@@ -103,14 +103,14 @@ class RowShare(Share):
     def __init__(
         self,
         number: int,
-        joined_rows: int,
+        global_rows: int,
         pieces: Sequence[Indices],
         fetch: Callable[[Indices], Rows],
         copier: DeviceCopier,
         *,
         keeps: bool,
     ) -> None:
-        super().__init__(number, joined_rows, copier)
+        super().__init__(number, global_rows, copier)
         self._pieces, self._fetch_rows, self._keeps = pieces, fetch, keeps
         self._kept: list[Rows] = []
 

@@ -327,12 +327,12 @@ class StreamFeed(Feed):
         read = share.batches_read
         self._next = self._next[0], self._next[1] + read
         began = time.perf_counter()
-        joined = torch.tensor([share.rows], dtype=torch.int64, device="cpu")
-        dist.all_reduce(joined, group=runtime.cpu_group())
+        total = torch.tensor([share.rows], dtype=torch.int64, device="cpu")
+        dist.all_reduce(total, group=runtime.cpu_group())
         self._seconds += time.perf_counter() - began
-        share.joined_rows = int(joined)
-        self._is_empty = self._is_empty and not share.joined_rows
-        return share.joined_rows > 0
+        share.global_rows = int(total)
+        self._is_empty = self._is_empty and not share.global_rows
+        return share.global_rows > 0
 
     def _begins_again(self, epoch: int, steps: int) -> bool:
         """End the pass; return whether the epoch, `steps` of which are done, continues with the next one."""

@@ -49,7 +49,7 @@ Checkpoint = tuple[CheckpointState, str]
 """A checkpoint, and its name for messages."""
 
 
-def asked_to_stop(checkpoint: CheckpointState) -> bool:
+def stop_requested_in(checkpoint: CheckpointState) -> bool:
     """Return whether a callback had asked to end the fit, which the ranks had not yet agreed on."""
     return any(each.get("stop") is True for each in checkpoint.ranks)
 
@@ -108,7 +108,7 @@ def _folder_of(config: DistributedTrainingConfig) -> CheckpointFolder:
 
 
 def start_or_resume(
-    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     """Go to where a fit begins or continues; return the checkpoint, and lines for the header. All ranks call it.
 
@@ -117,7 +117,7 @@ def start_or_resume(
         ConfigError: It is of a fit with other samples.
     """
     try:
-        return _begin_or_resume(state, plan, arithmetic)
+        return _begin_or_resume(state, plan, numerics)
     except (CheckpointError, ConfigError) as error:
         on_all_ranks(error)  # all ranks have the same checkpoint
         runtime.gather_texts("")  # all ranks have read it when the first one leaves
@@ -125,7 +125,7 @@ def start_or_resume(
 
 
 def _begin_or_resume(
-    state: TrainingState, plan: FitPlan, arithmetic: dict[str, Any]
+    state: TrainingState, plan: FitPlan, numerics: dict[str, Any]
 ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
     is_named = plan.resume not in (None, AUTO)
     found = find_checkpoint(plan, state)
@@ -136,31 +136,31 @@ def _begin_or_resume(
         _check_schedule(plan, state.rates.schedule_for(scheduled), scheduled, plan.steps_per_epoch)
         _warn_of_warmup(plan)
         effective, lengths = plan.feed.effective_batch_size, (plan.warmup_steps, plan.all_steps, scheduled)
-        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, arithmetic)
+        state.begin_fit(plan.config, data, effective, lengths, plan.initial_epoch, numerics)
         return None, _describe_start(plan, state)
     checkpoint, name = found
     source = f"checkpoint {name}"
     check_same_fit(checkpoint, name, plan.config, data, plan.feed.effective_batch_size)
     given, asked, trained = restored_settings(state, plan.config), plan.config, _trained(state)
     plan.config = as_in_checkpoint(asked, checkpoint.config)
-    state.resume_from(checkpoint, source, plan.config, data, arithmetic, is_new_run=is_named)
+    state.resume_from(checkpoint, source, plan.config, data, numerics, is_new_run=is_named)
     with taking_over(source):
         _resume_data(plan, state, checkpoint)
     if plan.initial_epoch is not None:  # the last epoch is what was asked for, not how many there are
         left = plan.initial_epoch + plan.config.epochs - state.position.first_epoch
         state.change_epochs(max(left, 0))
         plan.config = state.config
-    notes = describe_restored(given, restored_settings(state, plan.config)) + _describe_frozen(trained, _trained(state))
+    header_lines = describe_restored(given, restored_settings(state, plan.config)) + _describe_frozen(trained, _trained(state))
     stretched = state.rates.resume_from(plan.schedule_steps(state.rates.warmup_steps))
     if not plan.is_over(state.position):
-        notes += [("schedule", stretched)] if stretched else []
+        header_lines += [("schedule", stretched)] if stretched else []
         to_come = plan.schedule_steps(state.rates.warmup_steps_left, state.position)
         _check_schedule(plan, state.rates.scheduler, to_come)
-    notes += _describe_dropped(checkpoint)
+    header_lines += _describe_dropped(checkpoint)
     _warn_of_differences(
-        name, differences(checkpoint.arithmetic, arithmetic), describe_changes(asked, checkpoint.config)
+        name, differences(checkpoint.arithmetic, numerics), describe_changes(asked, checkpoint.config)
     )
-    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *notes]
+    return (checkpoint, source), [("resume", _where(name, state, plan, checkpoint.world_size)), *header_lines]
 
 
 def _trained(state: TrainingState) -> dict[str, bool]:

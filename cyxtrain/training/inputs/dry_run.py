@@ -151,7 +151,7 @@ class DryRun:
             f"{_described(batch.targets)}"
         ):
             result = loss.function(output, batch.targets)
-        loss.look_at_result(result, batch.rows)
+        loss.inspect_result(result, batch.rows)
         return output, _total(result)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
@@ -173,7 +173,7 @@ class DryRun:
     def _own_loss(self, output: Any, batch: Batch) -> Tensor:
         """Return the loss that the model computes itself."""
         try:
-            self._loss.look_at_result(output, batch.rows)
+            self._loss.inspect_result(output, batch.rows)
             return self._loss(output, batch).value
         except ConfigError as error:
             if self._model.training:

@@ -49,7 +49,7 @@ def test_on_a_cpu_rows_are_gathered_when_they_are_needed(world_size, rows_at_onc
         for share in shares(source, rank, world_size, rows_at_once, first):
             for batch in share:
                 seen.append(batch.inputs[:, 0].tolist())
-                share.ahead(contextlib.nullcontext())
+                share.prefetch_next(contextlib.nullcontext())
                 assert source.asked == seen
         assert len(seen) > 1
 
