@@ -243,7 +243,7 @@ class RowFeed(Feed):
         numbers: Iterator[int],
         copier: DeviceCopier,
     ) -> Iterator[RowShare]:
-        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.is_ahead)
+        fetch = self._source.fetcher(order, _pieces(sharding, self._rank, steps), number, pinned=copier.prefetches)
         for step in steps:
             pieces, global_rows = sharding.shard(self._rank, step)
             own = [order.rows(piece) for piece in pieces]

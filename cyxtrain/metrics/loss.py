@@ -26,7 +26,7 @@ from cyxtrain.metrics.weighting import (
     BatchLoss,
     Weighting,
     batch_loss_of,
-    models_own,
+    loss_in_output,
     weight_of_classes,
     weighting_of,
 )
@@ -45,7 +45,7 @@ class WeightedLosses(NamedTuple):
 
 
 def with_weights(loss_fn: Any, loss_weights: Mapping[str, float] | None) -> Any:
-    """Return a loss_fn that knows its `loss_weights`, if there are any."""
+    """Return a loss_fn together with its `loss_weights`, if there are any."""
     return loss_fn if loss_weights is None else WeightedLosses(loss_fn, loss_weights)
 
 
@@ -145,26 +145,26 @@ class Loss:
         return Weighting.TERMS in (self.weightings.values() or [self.weighting])
 
     def may_have_zero_weight(self, *, is_accelerator: bool) -> list[bool]:
-        """Return, for each loss that `added` returns, whether a batch of weight 0 may give 0 / 0.
+        """Return, for each loss that `terms` returns, whether a batch of weight 0 may give 0 / 0.
 
         A loss of torch.nn gives a sum, which is 0 then. Gathered rows have gradients in each backward: other ranks
         wait for them.
 
         Args:
-            is_accelerator: Asking would wait for the device: then losses that are 0, and not 0 / 0, add zeros.
+            is_accelerator: Reading weights would wait for the device: then losses of 0, and not 0 / 0, add zeros.
         """
-        may_count_nothing = self.counts_terms and not self.is_known and not self.gathers
+        may_be_empty = self.counts_terms and not self.is_known and not self.gathers
         known = [is_accelerator and each.is_known for each in self.by_output.values()]
         known = known or [is_accelerator and self.uses_num_items] * max(len(self.weightings), 1)
-        return [may_count_nothing and not is_known for is_known in known]
+        return [may_be_empty and not is_known for is_known in known]
 
-    def added(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
+    def terms(self, loss: BatchLoss) -> list[tuple[float, Weighting, BatchLoss]]:
         """Return (factor, weighting, loss) of each loss that a batch's loss is the sum of."""
         if not self.weightings:
             return [(1.0, self.weighting, loss)]
         return [(self._factors.get(name, 1.0), each, loss.parts[name]) for name, each in self.weightings.items()]
 
-    def nothing(self) -> BatchLoss:
+    def without_rows(self) -> BatchLoss:
         """Return the loss of no rows."""
         zero = BatchLoss(torch.zeros((), device="cpu"), 0.0, 0.0)
         return replace(zero, parts=dict.fromkeys(self.shown, zero))
@@ -256,7 +256,7 @@ class Loss:
 
     def _inspect_model_losses(self, output: Any) -> None:
         """Find the losses and other scalars that a model returns."""
-        own, scalars = models_own(output)
+        own, scalars = loss_in_output(output)
         if own is None:
             self.weightings = {name: weighting_of(value) for name, value in scalars.items()}
             unknown = [name for name in self._factors if name not in scalars]
@@ -343,10 +343,10 @@ class Loss:
     def _own(self, output: Any, batch: Batch) -> BatchLoss:
         """Return the loss and the other scalars that a model computed."""
         rows = batch.rows
-        own, scalars = models_own(output)
+        own, scalars = loss_in_output(output)
         parts = {name: batch_loss_of(scalars[name], rows) for name in self.shown if name in scalars}
         if len(parts) < len(self.shown):  # a number that this batch does not have
-            parts = {**self.nothing().parts, **parts}
+            parts = {**self.without_rows().parts, **parts}
         if own is None:
             missing = [name for name in (self.weightings or scalars) if name not in scalars]
             if missing or not scalars:
@@ -362,12 +362,12 @@ class Loss:
 
     def _sum_of_losses(self, parts: Mapping[str, BatchLoss], rows: int) -> BatchLoss:
         """Return the sum of several losses, weighted by samples; each part has its own weight."""
-        added = self.added(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
-        if added[0][2].value.is_cpu:
-            counted = [factor * each.mean for factor, _, each in added if each.weight]
-            total = torch.stack(counted).sum() if counted else added[0][2].value * math.nan
+        terms = self.terms(BatchLoss(torch.zeros((), device="cpu"), 1, 1, parts))
+        if terms[0][2].value.is_cpu:
+            counted = [factor * each.mean for factor, _, each in terms if each.weight]
+            total = torch.stack(counted).sum() if counted else terms[0][2].value * math.nan
         else:
-            means = torch.stack([factor * each.mean.double() for factor, _, each in added])
+            means = torch.stack([factor * each.mean.double() for factor, _, each in terms])
             total = means.nansum().masked_fill(means.isnan().all(), math.nan)
         return BatchLoss(total, rows, rows, parts)
 

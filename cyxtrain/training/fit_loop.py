@@ -69,7 +69,7 @@ class FitLoop:
         self._saved_step = -1
         if plan.defers_verdicts:
             ddp.use_reports()
-        self._params_without_optimizer: set[str] = set()
+        self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device)
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
 
@@ -325,11 +325,9 @@ class FitLoop:
     def _warn_of_params_without_optimizer(self) -> None:
         """Warn once about each trained parameter that is not in the optimizer, also after a callback unfroze it."""
         found = params_without_optimizer(self._state.trained, self._state.optimizer)
-        if runtime.is_master() and not self._params_without_optimizer.issuperset(found):
-            warn_of_params_without_optimizer(
-                self._state.trained, [name for name in found if name not in self._params_without_optimizer]
-            )
-        self._params_without_optimizer.update(found)
+        if runtime.is_master() and (new := [name for name in found if name not in self._warned_params]):
+            warn_of_params_without_optimizer(self._state.trained, new)
+        self._warned_params.update(found)
 
     def _show(self, step: TrainingStep, share: Share) -> None:
         plan = self._plan

@@ -93,9 +93,8 @@ class FiniteGuard:
         is_fit: bool = True,
     ) -> None:
         self._ddp = ddp
-        self.defers_verdicts = (
-            may_defer and on_nonfinite != SKIP and not ends_fit and not (scale is not None and scale.is_dynamic)
-        )
+        is_dynamic = scale is not None and scale.is_dynamic
+        self.defers_verdicts = may_defer and on_nonfinite != SKIP and not ends_fit and not is_dynamic
         """Whether the verdict on a step arrives in the next one: what the next step does must not depend on it."""
         self._pending: _Pending | None = None
         self._spare = BuffersKept(ddp.module) if self.defers_verdicts else None

@@ -41,7 +41,7 @@ from cyxtrain.world import runtime
 
 @dataclass
 class Position:
-    """How far training is: the same on every rank, and all that decides what comes next."""
+    """Training progress: the same on every rank, and enough to determine the next step."""
 
     epoch: int = 0
     """Completed epochs."""
@@ -122,7 +122,7 @@ class TrainingState:
         trainer: Number of the trainer in its program, from 1.
         run: Identifies this run: "id"; "started" (seconds since 1970); the "launched" command and the "trainer" in it;
             digests of the "data" and of the "validation" data, or "". The same on every rank.
-        ranks: What each rank has of its own in the middle of an epoch; empty unless gathered for a checkpoint.
+        ranks: Per-rank state in the middle of an epoch; empty unless gathered for a checkpoint.
         compression: Error feedback of gradient compression, of all ranks; empty unless gathered for a checkpoint.
         stop_training: Whether a callback on this rank asks to end the fit.
         kept: States of callbacks from a checkpoint, by name, until a callback takes them over.
@@ -281,11 +281,11 @@ class TrainingState:
         self.device_usage = usage
 
     def keep_ranks(self, ranks: list[dict[str, Any]]) -> None:
-        """Take what each rank has of its own into the next checkpoint."""
+        """Store per-rank state for the next checkpoint."""
         self.ranks = ranks
 
     def keep_compression(self, compression: dict[str, Any]) -> None:
-        """Take the error feedback of gradient compression into the next checkpoint."""
+        """Store the error feedback of gradient compression for the next checkpoint."""
         self.compression = compression
 
     def keep_metadata(self, metadata: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ class TrainingState:
         self.metadata = metadata
 
     def _begin_run(self, data: Mapping[str, str]) -> None:
-        """Make this a run of its own, to which no earlier checkpoint belongs."""
+        """Begin a new run, to which no earlier checkpoint belongs."""
         own = f"{secrets.token_hex(8)} {time.time()}"
         name, started = runtime.gather_texts(own)[0].split()
         launched, _ = process_env.launched_run()

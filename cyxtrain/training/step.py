@@ -28,7 +28,7 @@ from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
 from cyxtrain.optim.clipping import make_clip, multiply_gradients
 from cyxtrain.optim.optimizer_step import OptimizerStep
-from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_nothing, gathering_alone, gathers_kept
+from cyxtrain.parallel import DistributedDataParallel, backward_alike, gather_no_rows, gathering_alone, gathers_kept
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.plan import ModelSetup
 from cyxtrain.training.nonfinite import FiniteGuard, Verdict
@@ -36,6 +36,7 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.world import runtime
 
 Number = Tensor | float
+Divisors = Sequence[Number] | None
 
 
 class Result(NamedTuple):
@@ -89,12 +90,11 @@ class TrainingStep:
             self._may_have_zero_weight = [not loss.is_known] * max(len(loss.weightings), 1)
         else:
             # The weight of several micro-batches together is known when all have run.
-            self._normalizes_after_backward = (
-                num > 1 and loss.counts_terms and not loss.weightings and not loss.uses_num_items
-            )
-            self._counts_before_forward = num > 1 and loss.counts_terms and bool(loss.weightings)
+            sums_weights = num > 1 and loss.counts_terms
+            self._normalizes_after_backward = sums_weights and not loss.weightings and not loss.uses_num_items
+            self._counts_before_forward = sums_weights and bool(loss.weightings)
             self._may_have_zero_weight = loss.may_have_zero_weight(is_accelerator=self._is_accelerator)
-        self._kinds = [kind for _, kind, _ in loss.added(loss.nothing())]
+        self._kinds = [kind for _, kind, _ in loss.terms(loss.without_rows())]
         self._all_reduces_weights = loss.counts_terms and not self._normalizes_after_backward
         self._never_zero_weight = not loss.weightings and not any(self._may_have_zero_weight)
 
@@ -115,9 +115,7 @@ class TrainingStep:
             self._multiplier = self._scale.of_each(self._world_size)
             self._ddp.expect_scale(self._multiplier)
 
-    def accumulate_micro_batch(
-        self, batch: Batch, share: Share, divisors: Sequence[Number] | None = None, *, is_last: bool
-    ) -> Result:
+    def accumulate_micro_batch(self, batch: Batch, share: Share, divisors: Divisors = None, *, is_last: bool) -> Result:
         """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks.
 
         Args:
@@ -133,11 +131,11 @@ class TrainingStep:
                 self._backward(result.loss, self._divisors_of(result.loss, share, divisors), is_last=is_last)
         return result
 
-    def join_without_rows(self, share: Share, divisors: Sequence[Number] | None = None) -> None:
+    def join_without_rows(self, share: Share, divisors: Divisors = None) -> None:
         """Take part in averaging a step's gradients without a row on this rank."""
         with self.clock.backward:
             self._ddp.forward_without_batch()
-            self._divisors_of(self._loss.nothing(), share, divisors)
+            self._divisors_of(self._loss.without_rows(), share, divisors)
             self._ddp.backward_without_batch()
 
     def finish(self, share: Share, results: Sequence[Result]) -> Verdict:
@@ -220,8 +218,8 @@ class TrainingStep:
                         self._ddp.expect_rows(0)
                         value = self._setup.without_rows(self._ddp.forward)
                     else:
-                        gather_nothing(self._loss.gathers, self._device)
-                loss = self._loss.nothing() if batch is None else results[-1].loss
+                        gather_no_rows(self._loss.gathers, self._device)
+                loss = self._loss.without_rows() if batch is None else results[-1].loss
                 known = self._divisors_of(loss, share, divisors)
                 backward_alike(value if batch is None else self._scaled_loss(loss, known), kept)
                 share.prefetch_next(self.clock.data)
@@ -240,7 +238,7 @@ class TrainingStep:
         self._zero()
         losses = []
         without_rows = self._setup.without_rows
-        apart = contextlib.nullcontext() if without_rows is None else without_rows.apart(self._ddp)
+        apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone():
             for batch in share:
                 counted = self._nonempty_losses(self._forward(batch).loss)
@@ -274,8 +272,8 @@ class TrainingStep:
         """
         if self._never_zero_weight:  # called twice in each step
             return [(0, 1.0, loss)]
-        added = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.added(loss))]
-        return [each for each in added if not self._may_have_zero_weight[each[0]] or each[2].counts]
+        terms = [(number, factor, each) for number, (factor, _, each) in enumerate(self._loss.terms(loss))]
+        return [each for each in terms if not self._may_have_zero_weight[each[0]] or each[2].has_weight]
 
     def _backward(self, loss: BatchLoss, divisors: Sequence[Number], *, is_last: bool) -> None:
         value = self._scaled_loss(loss, divisors)
@@ -301,13 +299,13 @@ class TrainingStep:
     def _times_loss_scale(self, loss: Tensor) -> Tensor:
         return loss if self._multiplier == 1 else loss * self._multiplier
 
-    def _divisors_of(self, loss: BatchLoss, share: Share, known: Sequence[Number] | None) -> Sequence[Number]:
+    def _divisors_of(self, loss: BatchLoss, share: Share, known: Divisors) -> Sequence[Number]:
         """Return the divisor of each loss, for the sum of all ranks' terms, in this backward."""
         if known is not None:
             return known
         if not self._all_reduces_weights:
             return self._divisors((), share)
-        return self._divisors([each.weight for _, _, each in self._loss.added(loss)], share)
+        return self._divisors([each.weight for _, _, each in self._loss.terms(loss)], share)
 
     def _divisors(self, weights: Sequence[Number], share: Share) -> list[Number]:
         """Return the divisor of each loss, the same on every rank; `weights`: this rank's, if they are all_reduced."""
@@ -319,12 +317,10 @@ class TrainingStep:
                 divisors[place] = weight
         return divisors
 
-    def _precompute_divisors(
-        self, share: Share, max_micro_batches: int = 0
-    ) -> tuple[Tensor | int | None, Sequence[Number] | None]:
+    def _precompute_divisors(self, share: Share, max_micro_batches: int = 0) -> tuple[Tensor | int | None, Divisors]:
         """Return (items, divisors) if the first forward of a step needs them; other arguments as `_count_weights`."""
         items: Tensor | int | None = None
-        divisors: Sequence[Number] | None = None
+        divisors: Divisors = None
         if self._loss.items is not None:
             count = sum(map(self._loss.items.count, share))
             (total,) = self._sum_over_ranks([count], self.clock.forward)
@@ -347,7 +343,7 @@ class TrainingStep:
         with torch.no_grad(), generators_kept(self._device), gathering_alone():
             for batch in share:
                 loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
-                for number, (_, _, each) in enumerate(self._loss.added(loss)):
+                for number, (_, _, each) in enumerate(self._loss.terms(loss)):
                     weight = each.weight
                     stays = self._is_accelerator and isinstance(weight, Tensor)
                     weights[number] += _as_double(weight, self._device)[0] if stays else float(weight)

@@ -32,7 +32,7 @@ from cyxtrain.parallel import DistributedDataParallel, unwrap
 from cyxtrain.progress.history import TrainingHistory
 from cyxtrain.progress.summary import OutputShapes, summary_of
 from cyxtrain.training.checkpoints.resume import Checkpoint, start_or_resume
-from cyxtrain.training.checkpoints.resume_diff import numerics_in_use
+from cyxtrain.training.checkpoints.resume_diff import numerics_of
 from cyxtrain.training.delegation import delegated
 from cyxtrain.training.evaluation import Evaluation, evaluate_rows, predict_rows
 from cyxtrain.training.fit_loop import FitLoop
@@ -350,9 +350,8 @@ class DistributedTrainer:
         plan.merge_facts(facts_by_rank)
         with ending_group_on_error():
             warn_of_data(facts_by_rank)
-            checkpoint, header_lines = start_or_resume(
-                self._state, plan, numerics_in_use(self.model, plan, self.ddp_config)
-            )
+            numerics = numerics_of(self.model, plan, self.ddp_config)
+            checkpoint, header_lines = start_or_resume(self._state, plan, numerics)
             if plan.config.sync_batchnorm:
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             ddp = DistributedDataParallel(self._state.trained, self.ddp_config)

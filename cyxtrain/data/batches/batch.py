@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.data.batches.collate import answers_in
-from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, one_ahead
+from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, prefetch_one
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
@@ -82,7 +82,7 @@ class Share(ABC):
         Call it when the backward of the latest one has been launched: the accelerator is busy while the host fetches.
         An error in the data is raised when that micro-batch is needed.
         """
-        if self._copier.is_ahead:
+        if self._copier.prefetches:
             with timed:
                 is_last = self._latest + 1 >= len(self)
                 following, index = (self.next, 0) if is_last else (self, self._latest + 1)
@@ -178,10 +178,10 @@ class StreamShare(Share):
         return [f"{row} of the rank's in this step" for row in rows]
 
 
-def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, ahead: bool = True) -> Iterator[Batch]:
-    """Yield batches on the device; if `ahead`, each after the copy of the next one has begun."""
+def on_device(batches: Iterator[tuple[int, Rows]], copier: DeviceCopier, *, prefetches: bool = True) -> Iterator[Batch]:
+    """Yield batches on the device; if `prefetches`, each after the copy of the next one has begun."""
     sent = ((number, copier.send(rows)) for number, rows in batches)
-    for number, receive in one_ahead(sent) if ahead and copier.is_ahead else sent:
+    for number, receive in prefetch_one(sent) if prefetches and copier.prefetches else sent:
         yield Batch(number, *receive())
 
 

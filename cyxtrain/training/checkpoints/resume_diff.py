@@ -90,7 +90,7 @@ def _loss_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(AMPConfig()) | dict(given or {})
 
 
-def numerics_in_use(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
+def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[str, Any]:
     """Return the numerics in use, as JSON values by their names in messages."""
     device = plan.data.placement.device
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})

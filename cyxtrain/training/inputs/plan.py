@@ -192,7 +192,7 @@ class FitPlan:
 
     def shares(self, position: Position) -> Generator[Share]:
         """Yield this rank's shares of the rest of the epoch."""
-        yield from self.feed.shares(place_of(position), self.data.placement, asked_steps(self.config))
+        yield from self.feed.shares(place_of(position), self.data.placement, requested_steps(self.config))
 
     def steps_left(self, position: Position) -> int:
         """Return the steps to the end of the last epoch, or to where a callback ends the fit; 0 if unknown."""
@@ -221,7 +221,7 @@ class FitPlan:
             self.training_seconds = self.training_rows / history.samples_per_second
 
 
-def asked_steps(config: DistributedTrainingConfig) -> int | None:
+def requested_steps(config: DistributedTrainingConfig) -> int | None:
     """Return the limit of steps of an epoch that the config sets."""
     return min(filter(None, (int(config.fast_dev_run), config.steps_per_epoch)), default=None)
 
@@ -229,8 +229,8 @@ def asked_steps(config: DistributedTrainingConfig) -> int | None:
 def steps_per_epoch(config: DistributedTrainingConfig, feed: Feed) -> int | None:
     """Return how many optimizer steps an epoch has, at most; None: unknown until its batches end."""
     if config.steps_per_epoch is not None:
-        return asked_steps(config)  # the data are gone through again when they are over
-    limits = (asked_steps(config), feed.steps_per_epoch)
+        return requested_steps(config)  # the data are gone through again when they are over
+    limits = (requested_steps(config), feed.steps_per_epoch)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The data of a call: each rank opens its own, then all learn what the others have."""
+"""The data of a call: each rank opens its own; then ranks exchange what they must agree on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DEFAULT_BATCH_SIZE = DistributedTrainingConfig().batch_size
 
 
 def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tuple[FitArguments, Sources]:
-    """Return what a fit is asked for, and its data; raise ConfigError on all ranks. All ranks call it.
+    """Return the arguments of a fit, and its data; raise ConfigError on all ranks. All ranks call it.
 
     Args:
-        parse: Returns what this rank is asked for, or raises.
+        parse: Returns this rank's arguments, or raises.
         loss_fn: Of the fit.
         epoch: From which it is likely to begin, from 0.
     """
@@ -42,7 +42,7 @@ def open_fit(parse: Callable[[], FitArguments], loss_fn: Any, epoch: int) -> tup
     (arguments, sources), facts_by_rank = agree_on(open_and_describe)
     config = arguments.config
     with raised_on_all_ranks():
-        _share_sources(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+        _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
         _check_batch_size(sources[0], config)
     if sources[0].batch_size is not None:
         config = dataclasses.replace(config, batch_size=sources[0].batch_size)
@@ -66,20 +66,18 @@ def open_rows(
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
         sources = (open_source(inputs, targets, weights, asked, 0, trains=False), None)
-        loader_batch_size = sources[0].batch_size
-        if loader_batch_size is not None and batch_size not in (None, loader_batch_size):
-            raise ConfigError(
-                f"batch_size={batch_size}, and X makes batches of {loader_batch_size}: leave batch_size out."
-            )
+        actual = sources[0].batch_size
+        if actual is not None and batch_size not in (None, actual):
+            raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
         return sources, _source_facts(sources)
 
     if not distributed:
         sources, facts = open_and_describe()
-        _share_sources(sources, [facts], 0, config.sharded_data)
+        _reconcile(sources, [facts], 0, config.sharded_data)
     else:
         sources, facts_by_rank = agree_on(open_and_describe)
         with raised_on_all_ranks():
-            _share_sources(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
+            _reconcile(sources, facts_by_rank, runtime.get_rank(), config.sharded_data)
     return sources[0]
 
 
@@ -93,7 +91,7 @@ def raised_on_all_ranks() -> Iterator[None]:
 
 
 def _source_facts(sources: Sources) -> dict[str, Any]:
-    """Return what ranks compare of their data: the kind, and what `Source.meet` takes."""
+    """Return what ranks compare of their data: the kind, and the facts that `Source.reconcile` takes."""
     facts: dict[str, Any] = {}
     for name, source in zip(_NAMES, sources, strict=True):
         summary = {"kind": "none"} if source is None else source.summary()
@@ -101,9 +99,7 @@ def _source_facts(sources: Sources) -> dict[str, Any]:
     return facts
 
 
-def _share_sources(
-    sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None
-) -> None:
+def _reconcile(sources: Sources, facts_by_rank: Sequence[Mapping[str, Any]], rank: int, sharded: bool | None) -> None:
     for name, source in zip(_NAMES, sources, strict=True):
         if source is not None:
             with naming_validation(name):
@@ -111,7 +107,7 @@ def _share_sources(
 
 
 def _open_sources(arguments: FitArguments, loss_fn: Any, epoch: int) -> Sources:
-    """Return this rank's data of a fit; the last rows validate, if a fraction is asked for."""
+    """Return this rank's data of a fit; the last rows validate, if validation_split is set."""
     config = arguments.config
     given = (arguments.inputs, arguments.targets, arguments.weights)
     source, validation = open_source(*given, config, epoch, trains=True), None
@@ -150,14 +146,12 @@ def _check_batch_size(source: Source, config: DistributedTrainingConfig) -> None
 
 
 def _limited(validation: Source, config: DistributedTrainingConfig) -> Source:
-    """Return as much validation data as is asked for."""
-    size, loader_batch_size = config.validation_batch_size, validation.batch_size
-    if size is not None and loader_batch_size not in (None, size):
-        raise ConfigError(
-            f"validation_batch_size={size}, and the DataLoader makes batches of {loader_batch_size}: give one."
-        )
+    """Return the validation data, limited to `validation_steps` batches."""
+    size, actual = config.validation_batch_size, validation.batch_size
+    if size is not None and actual not in (None, size):
+        raise ConfigError(f"validation_batch_size={size}, and the DataLoader makes batches of {actual}: give one.")
     most = min(filter(None, (int(config.fast_dev_run), config.validation_steps)), default=None)
-    return validation if most is None else validation.shortened(most, loader_batch_size or size or config.batch_size)
+    return validation if most is None else validation.shortened(most, actual or size or config.batch_size)
 
 
 @contextlib.contextmanager
